@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.kernels import elias_fano, entries, quantize
+from torchcomp.compressors import TopK
+from torchcomp.compressors.base import Vectors
+from torchcomp.kernels import elias_fano
 
 Case = Callable[[Tensor], object]
 # The cases alternate between this many vectors. Together they do not fit into a cache.
@@ -25,18 +27,20 @@ VECTORS = 4
 
 
 def messages(ranks: int, n: int, k: int) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """For each rank: indices, their code and the values."""
+    """For each rank: indices, and the values and the code of a message."""
     generator = np.random.default_rng(0)
-    chosen = [np.sort(generator.choice(n, k, replace=False)) for _ in range(ranks)]
-    values = [torch.from_numpy(generator.standard_normal(k).astype(np.float32)) for _ in chosen]
-    return [
-        (torch.from_numpy(c), elias_fano.encode(torch.from_numpy(c), n), v.bfloat16())
-        for c, v in zip(chosen, values, strict=True)
-    ]
+    vectors, made = of(n, k), []
+    for _ in range(ranks):
+        index = torch.from_numpy(np.sort(generator.choice(n, k, replace=False)))
+        x = torch.zeros(n)
+        x[index] = torch.from_numpy(generator.standard_normal(k).astype(np.float32))
+        ((values, code),) = vectors.kernels.encode(x, index, None)
+        made.append((index, values, code))
+    return made
 
 
-def decode_values(values: Tensor) -> Tensor:
-    return quantize.decode((values,), values.numel(), torch.float32)
+def of(n: int, k: int) -> Vectors:
+    return Vectors.of(TopK(k=k, values="bf16"), n)
 
 
 def dense(out: Tensor) -> None:
@@ -51,38 +55,34 @@ def dense_on_one_thread(out: Tensor) -> None:
 
 
 def cases(sent: list[tuple[Tensor, Tensor, Tensor]], n: int, k: int) -> dict[str, Case]:
-    packed = [(values, code) for _, code, values in sent]
+    packed, kernels = [[(values, code)] for _, values, code in sent], of(n, k).kernels
+    x, segments = torch.zeros(n), of(n, k).segments
 
     def one_call(out: Tensor) -> None:
-        entries.accumulate(packed, k, out, 1 / len(sent))
+        kernels.accumulate(packed, out, 1 / len(sent))
 
     def call_per_message(out: Tensor) -> None:
         for message in packed:
-            entries.accumulate([message], k, out, 1 / len(sent))
+            kernels.accumulate([message], out, 1 / len(sent))
 
     def index_add(out: Tensor) -> None:
-        for _, code, values in sent:
+        for _, values, code in sent:
             # An invalid code must stop the step, so NaN replaces its values, as in `accumulate`.
-            index, intact = elias_fano.decode(code, n, k)
-            decoded = torch.where(intact, decode_values(values), torch.nan)
+            index, damaged = elias_fano.decode([code], segments)
+            decoded = torch.where(damaged, torch.nan, values.float())
             out.index_add_(0, index, decoded, alpha=1 / len(sent))
-
-    def decode(out: Tensor) -> None:
-        for _, code, _ in sent:
-            elias_fano.decode(code, n, k)
 
     def encode(out: Tensor) -> None:
         for index, _, _ in sent:
-            elias_fano.encode(index, n)
+            kernels.encode(x, index, None)
 
     return {
         "dense pass, all threads": dense,
         "dense pass, one thread": dense_on_one_thread,
         "add up, one call": one_call,
         "add up, call per message": call_per_message,
-        "decode, index_add_": index_add,
-        "decode the indices only": decode,
-        "encode the indices": encode,
+        "plain torch, message after message": index_add,
+        "encode": encode,
     }
 
 

@@ -4,7 +4,7 @@
 
 Rows of the output:
 
-    select warm, cold       add_and_select with the scratch of the previous step, and without it
+    select warm, cold       add and select with the workspace of the previous step, and without it
     message                 the values and the Elias-Fano code of the indices
     subtract                subtracting what is sent
     encode warm, cold       all of the above, as ``ef(topk(...))`` calls it
@@ -20,9 +20,9 @@ residual and write the new residual: 12 bytes per entry. The floor is the time f
 of a copy in the same run. Decoding is compared with the *pass*: one pass over n floats in place,
 which reads and writes 4 bytes per entry each.
 
-Every value is a median over the steps. *Cold* steps start without scratch, including the memory for
-candidates. Gradients are new in every step, normal with one of two scales per entry. The residual
-is the one that error feedback makes of them, so thresholds drift as they do in training.
+Every value is a median over the steps. *Cold* steps start without a workspace, including the memory
+for candidates. Gradients are new in every step, normal with one of two scales per entry. The
+residual is the one that error feedback makes of them, so thresholds drift as they do in training.
 """
 
 # Designs that were tried. Their times are not rows of the CSV.
@@ -89,9 +89,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.compressors import TopK
+from torchcomp.compressors.base import Message, Vectors
 from torchcomp.kernels import pool, select
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 
 SIZES = (100_000, 1_000_000, 10_000_000, 25_000_000)
@@ -127,7 +127,7 @@ def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
         memory_speed(clock, run)
         for step in range(steps + 2):
             if start == "cold":
-                run.scratch = Scratch()
+                run.vectors = Vectors.of(run.topk, n)
             # The first two steps compile and find a threshold. They are not recorded.
             run.step(clock if step >= 2 else Clock(), start)
     decode(clock, run, steps)
@@ -145,20 +145,19 @@ class Training:
         self.generator = torch.Generator().manual_seed(0)
         self.scale = 0.1 + 0.9 * (torch.rand(n, generator=self.generator) < 0.1)
         self.topk = TopK(ratio)
-        self.scratch = Scratch()
-        self.messages: deque[tuple[Tensor, ...]] = deque(maxlen=8)
+        self.vectors = Vectors.of(self.topk, n)
+        self.messages: deque[Message] = deque(maxlen=8)
         # Write to all pages. Until then, the kernel maps them to one page of zeros, which is fast
         # to read.
         self.g, self.e, self.x = (torch.zeros(n).fill_(value) for value in (1.0, 0.0, 0.0))
 
     def step(self, clock: Clock, start: str) -> None:
         self.g.normal_(generator=self.generator).mul_(self.scale)
-        g, e, x = self.g, self.e, self.x
+        g, e, x, topk, vectors = self.g, self.e, self.x, self.topk, self.vectors
         begin = time.perf_counter()
-        whole, scratch = [Segment(0, x.numel(), self.topk.kept(x.numel()))], [self.scratch]
-        index = clock(f"select {start}", lambda: self.topk.select_sum(g, e, x, whole, scratch))
-        (message,) = clock("message", lambda: self.topk.encode_selected(x, whole, index, [KEY]))
-        clock("subtract", lambda: self.topk.subtract(message, x, KEY))
+        index = clock(f"select {start}", lambda: topk.select_sum(g, e, x, vectors))
+        message = clock("message", lambda: topk.encode_selected(x, index, vectors, KEY))
+        clock("subtract", lambda: topk.subtract(message, x, vectors, KEY))
         clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)
         self.messages.append(message.parts)
         # As in ErrorFeedback: the sum minus what was sent is the new residual.
@@ -190,10 +189,10 @@ def decode(clock: Clock, run: Training, times: int) -> None:
 
     def call_per_message() -> None:
         for message in messages:
-            run.topk.accumulate([message], run.x, KEY)
+            run.topk.accumulate([message], run.x, run.vectors, KEY)
 
     def one_call() -> None:
-        run.topk.accumulate(messages, run.x, KEY)
+        run.topk.accumulate(messages, run.x, run.vectors, KEY)
 
     def dense() -> None:
         in_threads(negate, run.x.numpy())
@@ -215,21 +214,18 @@ def decode(clock: Clock, run: Training, times: int) -> None:
 def baselines(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
     g, e, x = run.g, run.e, run.x
     k = run.topk.kept(g.numel())
+    whole = [Segment(0, g.numel(), k)]
 
     def added(select: Callable[[], object]) -> Callable[[], object]:
         return lambda: (torch.add(g, e, out=x), select())
 
     q = torch.randn(math.isqrt(g.numel()), 1)
     for _ in range(times):
-        clock("add + np.partition", added(lambda: select.largest_on_host(magnitude(x), k)))
+        clock("add + np.partition", added(lambda: select.largest(x, whole)))
         clock("PowerSGD", lambda: power_sgd(g, e, x, q))
         if slow:
             clock("add + torch.topk", added(lambda: torch.topk(x.abs(), k, sorted=False)))
             clock("add + torch.kthvalue", added(lambda: kth_value(x, k)))
-
-
-def magnitude(x: Tensor) -> Tensor:
-    return x.abs().nan_to_num_(nan=torch.inf, posinf=torch.inf)
 
 
 def kth_value(x: Tensor, k: int) -> Tensor:

@@ -304,7 +304,7 @@ def costs(model: str, method: str, batch: int, every: int, pairs: int) -> dict[s
     """Return the columns of one set-up. A pair is a comparison's period with the guard, and one
     without, in alternating order."""
     guarded, plain = (Trainee(model, method, 0, every=each, batch=batch) for each in (every, 0))
-    inside = Stopwatch(guarded.handle.averager.monitor)
+    inside = Stopwatch(guarded.handle.guard)
     times: dict[bool, list[float]] = {True: [], False: []}
     for pair in range(pairs + 1):
         for with_guard in (True, False) if pair % 2 else (False, True):
@@ -338,13 +338,13 @@ class Stopwatch:
         seconds: in total.
     """
 
-    def __init__(self, monitor: Any) -> None:
+    def __init__(self, observer: Any) -> None:
         self.seconds = 0.0
         # On the clock, another thread that gets the core would count.
-        for name in ("begin", "before", "after", "measure", "undo"):
-            setattr(monitor, name, self._timed(getattr(monitor, name), time.thread_time))
-        for name in ("locate", "send", "receive", "settle"):
-            setattr(monitor, name, self._timed(getattr(monitor, name), time.perf_counter))
+        for name in ("begin", "before", "after", "finishing"):
+            setattr(observer, name, self._timed(getattr(observer, name), time.thread_time))
+        for name in ("finished", "settle"):
+            setattr(observer, name, self._timed(getattr(observer, name), time.perf_counter))
 
     def _timed(self, call: Callable[..., Any], clock: Callable[[], float]) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:

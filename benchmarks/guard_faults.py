@@ -14,6 +14,8 @@ from torch import Tensor
 import torchcomp
 from torchcomp.bucket import Bucket
 from torchcomp.codec import Codec
+from torchcomp.compressors.base import Encoded
+from torchcomp.keys import Key
 from torchcomp.state import State
 
 CULPRIT = 1
@@ -67,13 +69,13 @@ def zeros_sent(run: Run) -> None:
         return
     encode_sum = Codec.encode_sum
 
-    def encode(self: Codec, *arguments: Any, **options: Any) -> Any:
-        encoded = encode_sum(self, *arguments, **options)
-        for message in encoded:
-            for part in message.parts:
-                # Indices stay valid. A message of integers has a scale.
-                if part.dtype.is_floating_point:
-                    part.zero_()
+    def encode(self: Codec, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
+        encoded = encode_sum(self, g, e, rest, key)
+        for part in (part for parts in encoded.parts for part in parts):
+            # Indices stay valid. A message of integers has a scale.
+            if part.dtype.is_floating_point:
+                part.zero_()
+        torch.add(g, e, out=rest)
         return encoded
 
     Codec.encode_sum = encode  # type: ignore[method-assign]

@@ -108,8 +108,9 @@ _HEAD = f"""
 # Performance
 
 How fast the methods of torchcomp train on links of 10 Mbit/s to 1 Gbit/s, compared with plain DDP
-and PyTorch's own communication hooks. [benchmarks/README.md](../benchmarks/README.md) has the
-command of each measurement and explains its columns.
+and PyTorch's own communication hooks, and what they cost [on a GPU](#on-a-gpu).
+[benchmarks/README.md](../benchmarks/README.md) has the command of each measurement and explains its
+columns.
 
 This page is generated from the CSV files in `benchmarks/results`. Do not edit it. After a new
 measurement, write it again:

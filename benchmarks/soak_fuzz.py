@@ -26,11 +26,11 @@ from tests.support.codecs import codec_of
 from tests.support.models import METHODS
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
-from torchcomp.codec import Codec, add_messages
+from torchcomp.codec import Codec
 from torchcomp.kernels import backend
 from torchcomp.keys import Key
 from torchcomp.spec import COMPONENTS
-from torchcomp.wire import INTACT, Frames
+from torchcomp.wire import INTACT
 
 SLOW = 1.0
 """Seconds of CPU time that a case may take."""
@@ -71,7 +71,7 @@ class _Valid:
     """A valid frame, and what decodes it."""
 
     codec: Codec
-    frames: Frames  # with a checksum
+    plain: Codec  # the same without Numba
     numel: int
     dtype: torch.dtype
     frame: bytes
@@ -90,12 +90,14 @@ class Messages:
         sizes = ((5, 0, 64, 1), (1,), (257,), (1000,), (70_000,))
         found = []
         for compressor, dtype, shape in product(COMPRESSOR_EXAMPLES, dtypes, sizes):
-            codec, numel = codec_of(compressor, shape, dtype), sum(shape)
-            if codec.framed <= 5000:
-                frames = codec.frames(torch.device("cpu"), checksum=True)
-                message = codec.encode(normal(numel, dtype=dtype), _KEY)
-                frame = frames.pack([encoded.parts for encoded in message])
-                found.append(_Valid(codec, frames, numel, dtype, frame.numpy().tobytes()))
+            codec, plain = (codec_of(compressor, shape, dtype, checksum=True) for _ in range(2))
+            numel = sum(shape)
+            if codec.frames.nbytes <= 5000:
+                with backend.plain_torch("cpu"):
+                    plain.encode(torch.zeros(numel, dtype=dtype), _KEY)  # chooses its kernels
+                codec.encode(normal(numel, dtype=dtype), _KEY)
+                frame = codec.frames.outgoing().numpy().tobytes()
+                found.append(_Valid(codec, plain, numel, dtype, frame))
         return found
 
     def in_batch(self, number: int) -> Any:
@@ -123,10 +125,11 @@ class Messages:
         """Check a frame in the receiver's buffer, whose size the receiver knows."""
         size = len(valid.frame)
         changed = (changed + other.frame * size)[:size]
-        headers = valid.frames.headers(_tensor(changed)[None])
+        frames = valid.codec.frames
+        headers = frames.headers(_tensor(changed)[None])
         if headers is not None:
-            (words,) = (headers ^ valid.frames.expected).tolist()
-            if valid.frames.finding(*words) == INTACT:
+            (differences,) = (headers ^ frames.expected).tolist()
+            if frames.finding(*differences) == INTACT:
                 raise Problem("a finding for an intact frame")
             return "refused"
         words = memoryview(changed).cast("q"), memoryview(valid.frame).cast("q")
@@ -138,24 +141,25 @@ class Messages:
 
     def _decode(self, valid: _Valid, frame: bytes, dice: random.Random) -> str:
         """Decode the message of a frame, whatever its header says."""
-        codec, margin = valid.codec, self._MARGIN
+        fast = backend.fast_form("sparse", "cpu") is not None
+        codec, margin = valid.codec if fast else valid.plain, self._MARGIN
         whole = torch.full((valid.numel + 2 * margin,), self._MARK, dtype=valid.dtype)
         out = whole[margin : margin + valid.numel]
         raw, odd = _tensor(frame), dice.randrange(2)
         if odd:  # at an odd address
             raw = torch.cat([raw[:1], raw])[1:] if len(frame) else raw
         try:
-            (parts,) = valid.frames.unpack(raw)
+            (parts,) = codec.frames.unpack(raw)
         except ValueError:
-            if len(frame) == codec.framed:
+            if len(frame) == codec.frames.nbytes:
                 raise
             return "other length"
-        if len(frame) != codec.framed:
+        if len(frame) != codec.frames.nbytes:
             raise Problem("a frame of another length was accepted")
         if dice.randrange(2):
-            codec.decode(parts, out, _KEY)
+            codec.mean([parts], out, _KEY, 1)
         else:
-            add_messages([(codec, parts), (codec, parts)], out, _KEY, 0.5)
+            codec.accumulate([parts, parts], out, _KEY)
         if not (whole[:margin] == self._MARK).all() or not (whole[-margin:] == self._MARK).all():
             raise Problem("wrote outside of the tensor")
         return "decoded"

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support.codecs import decoded, fields_of, one
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
-from torchcomp.kernels import select
-from torchcomp.kernels.select import Scratch
+from torchcomp.compressors.base import Vectors
+from torchcomp.kernels import backend
 from torchcomp.keys import Key
 
 KEY = Key(seed=7, step=3, tensor=11, rank=1)
@@ -108,10 +109,10 @@ VECTORS = list(adversarial_vectors(1))
 every_vector = pytest.mark.parametrize("vector", VECTORS)
 
 
-def dense(compressor, x, key=KEY):
+def dense(compressor, x, key=KEY, name=""):
     """Encode and decode `x`."""
-    parts = compressor.encode(x.clone(), key).parts
-    return compressor.decode(parts, torch.full_like(x, torch.nan), key)
+    parts = fields_of(compressor, x.clone(), key, name)
+    return decoded(compressor, parts, torch.full_like(x, torch.nan), key, name)
 
 
 def relative_errors(compressor, x, draws):
@@ -204,8 +205,8 @@ def global_random_states():
 @every_compressor()
 def test_same_input_and_key_give_the_same_message(compressor):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    first, second = compressor.encode(x, KEY), compressor.encode(x, KEY)
-    assert all(map(torch.equal, first.parts, second.parts))
+    first, second = fields_of(compressor, x, KEY), fields_of(compressor, x, KEY)
+    assert all(map(torch.equal, first, second))
 
 
 @pytest.mark.parametrize("compressor", COMPRESSOR_EXAMPLES, ids=str)
@@ -213,25 +214,28 @@ def test_same_input_and_key_give_the_same_message(compressor):
 def test_round_trips_equal_encoding_and_decoding_one_by_one(compressor, dtype):
     rows = torch.randn(3, 40, dtype=dtype, generator=torch.Generator().manual_seed(2))
     rows[1, ::3] = -0.0
-    keys = [replace(KEY, tensor=i, rank=i) for i in range(3)]
-    before, together = rows.clone(), compressor.round_trips(rows, keys)
-    for row, key, decoded in zip(rows, keys, together, strict=True):
-        alone = compressor.decode(compressor.encode(row, key).parts, torch.empty_like(row), key)
-        assert torch.equal(decoded, alone)
+    names, keys = ["a", "b", "c"], [replace(KEY, rank=i) for i in range(3)]
+    before, together = rows.clone(), compressor.round_trips(rows, names, keys)
+    for row, name, key, found in zip(rows, names, keys, together, strict=True):
+        assert torch.equal(found, dense(compressor, row, key, name))
     assert torch.equal(rows, before)
     assert together.data_ptr() != rows.data_ptr()
     rows[1, 5] = torch.nan
-    assert compressor.round_trips(rows, keys).isfinite().all(1).tolist() == [True, False, True]
+    assert compressor.round_trips(rows, names, keys).isfinite().all(1).tolist() == [
+        True,
+        False,
+        True,
+    ]
 
 
 @every_compressor()
 def test_input_and_message_are_not_changed(compressor):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
     before = x.clone()
-    parts = compressor.encode(x, KEY).parts
+    parts, vectors = fields_of(compressor, x, KEY), one(compressor, x)
     kept = [part.clone() for part in parts]
-    compressor.accumulate([parts], torch.ones(300), KEY, weight=-2.0)
-    compressor.decode(parts, torch.empty(300, dtype=torch.float64), KEY)
+    compressor.accumulate([[parts]], torch.ones(300), vectors, KEY, weight=-2.0)
+    compressor.mean([[parts]], torch.empty(300, dtype=torch.float64), vectors, KEY, 1)
     assert torch.equal(x, before)
     assert all(map(torch.equal, parts, kept))
 
@@ -247,7 +251,8 @@ def test_global_random_generators_are_not_touched(compressor):
 def test_accumulate_adds_the_weighted_dense_output(compressor):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
     out = torch.full((300,), 0.5, dtype=torch.float64)
-    compressor.accumulate([compressor.encode(x, KEY).parts], out, KEY, weight=-3.0)
+    vectors = one(compressor, x)
+    compressor.accumulate([compressor.encode(x, vectors, KEY).parts], out, vectors, KEY, -3.0)
     torch.testing.assert_close(out, 0.5 - 3.0 * dense(compressor, x).double(), rtol=0, atol=1e-12)
 
 
@@ -255,9 +260,9 @@ def test_accumulate_adds_the_weighted_dense_output(compressor):
 def test_summable_messages_add_up_to_the_sum_of_dense_outputs(compressor):
     mine, theirs = (torch.arange(64.0) * scale for scale in (1, -2))
     (a,), (b,) = (
-        compressor.encode(x, Key(7, rank=rank)).parts for rank, x in enumerate((mine, theirs))
+        fields_of(compressor, x, Key(7, rank=rank)) for rank, x in enumerate((mine, theirs))
     )
-    total = compressor.decode((a + b,), torch.empty(64), Key(7))
+    total = decoded(compressor, (a + b,), torch.empty(64), Key(7))
     expected = dense(compressor, mine, Key(7)) + dense(compressor, theirs, Key(7))
     torch.testing.assert_close(total, expected, rtol=0, atol=0)
 
@@ -270,36 +275,39 @@ def test_elementwise_compressor_does_not_depend_on_grouping(compressor):
 
 
 @every_compressor()
-def test_encoding_a_sum_is_adding_and_encoding(compressor):
+def test_encoding_a_sum_is_adding_encoding_and_subtracting(compressor):
     noise = torch.Generator().manual_seed(0)
     g, e = (torch.randn(300, generator=noise) for _ in range(2))
-    scratch, out = Scratch(), torch.empty(300)
+    rest, vectors = torch.empty(300), Vectors.of(compressor, 300)
     for step in range(3):
-        key = Key(7, step)
-        encoded = compressor.encode_sum(g.clone(), e, out, key, scratch, torch.float32)
-        assert torch.equal(out, g + e)
-        assert all(map(torch.equal, encoded.parts, compressor.encode(g + e, key).parts))
-        e = out.mul(0.75)
+        key, total = Key(7, step), g + e
+        encoded = compressor.encode_sum(g.clone(), e, rest, vectors, key)
+        (parts,), expected = encoded.parts, fields_of(compressor, g + e, key)
+        assert all(map(torch.equal, parts, expected))
+        other = one(compressor, total)
+        compressor.subtract(compressor.encode(total.clone(), other, key), total, other, key)
+        assert torch.equal(rest, total)
+        e = rest.mul(0.75)
 
 
 @every_compressor(where=contractive)
 def test_a_sum_is_clamped_to_the_range_of_the_message_dtype(compressor):
     g, e = torch.linspace(-2, 2, 300).half(), torch.full((300,), 1e6)
-    out = torch.empty(300)
-    encoded = compressor.encode_sum(g.clone(), e, out, KEY, Scratch(), torch.float16)
-    assert torch.equal(out, g + e)
-    decoded = compressor.decode(encoded.parts, torch.empty(300), KEY)
-    assert 0 < decoded.max() <= 66_000
+    rest, vectors = torch.empty(300), Vectors.of(compressor, 300, torch.float16)
+    (parts,) = compressor.encode_sum(g.clone(), e, rest, vectors, KEY).parts
+    sent = decoded(compressor, parts, torch.empty(300), KEY)
+    assert 0 < sent.max() <= 66_000
+    assert torch.equal(rest, g + e - sent)
 
 
 @every_compressor()
 def test_subtracting_leaves_what_was_not_sent(compressor):
     x = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    encoded, residual = compressor.encode(x.clone(), KEY), x.clone()
-    compressor.subtract(encoded, residual, KEY)
-    decoded = compressor.decode(encoded.parts, torch.empty(300), KEY)
-    assert torch.equal(residual, x - decoded)
-    compressor.subtract(encoded, residual, KEY, weight=-1.0)
+    vectors = one(compressor, x)
+    encoded, residual = compressor.encode(x.clone(), vectors, KEY), x.clone()
+    compressor.subtract(encoded, residual, vectors, KEY)
+    assert torch.equal(residual, x - decoded(compressor, encoded.parts[0], torch.empty(300), KEY))
+    compressor.subtract(encoded, residual, vectors, KEY, weight=-1.0)
     torch.testing.assert_close(residual, x, rtol=0, atol=1e-5)
 
 
@@ -319,7 +327,8 @@ def test_a_message_of_a_non_finite_vector_decodes_to_a_non_finite_vector(compres
 
 
 def chosen(x, k):
-    return TopK(k=k).encode(torch.as_tensor(x), Key(0)).index.tolist()
+    x, topk = torch.as_tensor(x), TopK(k=k)
+    return topk.encode(x, one(topk, x), Key(0)).index.tolist()
 
 
 def naive_topk(x, k):
@@ -332,9 +341,9 @@ def naive_topk(x, k):
 def selection(request, monkeypatch):
     """All implementations of the selection. The one for accelerators runs on this CPU."""
     if request.param != "fast":
-        monkeypatch.setattr(select, "_fast", lambda x: None)
-        implementation = getattr(select, f"largest_on_{request.param}")
-        monkeypatch.setattr(select, "largest_on_host", implementation)
+        monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
+    if request.param == "device":
+        monkeypatch.setattr("torchcomp.host.can_read", lambda x: False)
 
 
 @pytest.mark.usefixtures("selection")
@@ -383,7 +392,7 @@ def test_topk_equals_sorting(dtype):
 
 def test_topk_sends_the_values_at_its_indices():
     x = torch.tensor([1.0, -5.0, 2.0, 9.0])
-    values, code = TopK(k=2).encode(x, KEY).parts
+    values, code = fields_of(TopK(k=2), x, KEY)
     # A bitmap of the indices 1 and 3.
     assert (values.tolist(), code.tolist()) == ([-5.0, 9.0], [0b1010])
     assert dense(TopK(k=2), x).tolist() == [0.0, -5.0, 0.0, 9.0]
@@ -392,19 +401,20 @@ def test_topk_sends_the_values_at_its_indices():
 # --- RandK ----------------------------------------------------------------------------------------
 
 
-def support(key, n=1000, k=50, **options):
-    return dense(RandK(k=k, **options), torch.ones(n), key).nonzero().flatten().tolist()
+def support(key, n=1000, k=50, name=""):
+    return dense(RandK(k=k), torch.ones(n), key, name).nonzero().flatten().tolist()
 
 
 def test_randk_keeps_k_entries_the_same_on_every_rank():
-    supports = [support(Key(5, step=2, tensor=9, rank=rank)) for rank in range(4)]
+    supports = [support(Key(5, step=2, rank=rank)) for rank in range(4)]
     assert len(supports[0]) == 50
     assert all(other == supports[0] for other in supports)
 
 
-@pytest.mark.parametrize("other", [Key(6, 2, 9), Key(5, 3, 9), Key(5, 2, 10)], ids=str)
+@pytest.mark.parametrize("other", [(Key(6, 2), "w"), (Key(5, 3), "w"), (Key(5, 2), "v")], ids=str)
 def test_randk_draws_other_entries_for_another_seed_step_or_tensor(other):
-    assert support(other) != support(Key(5, 2, 9))
+    key, name = other
+    assert support(key, name=name) != support(Key(5, 2), name="w")
 
 
 def test_randk_keeps_every_subset_equally_often():
@@ -497,5 +507,5 @@ def test_cast_rounds_to_the_nearest_even(dtype, value, rounded):
 
 @pytest.mark.parametrize("build", [partial(Cast, "bf16"), partial(Cast, "fp16")])
 def test_cast_sends_two_bytes_per_value(build):
-    (values,) = build().encode(torch.ones(7, dtype=torch.float64), KEY).parts
+    (values,) = fields_of(build(), torch.ones(7, dtype=torch.float64), KEY)
     assert values.dtype.itemsize == 2

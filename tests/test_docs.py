@@ -25,7 +25,6 @@ from tests.support.outcomes import messages
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import Averager
-from torchcomp.codec import add_messages
 from torchcomp.keys import Key
 
 ROOT = Path(__file__).parent.parent
@@ -170,7 +169,7 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
     codec = codec_of(compressor, (3,))
     decoded = torch.zeros(3)
     message = unpacked(codec, packed(codec, codec.encode(x, Key(0))))
-    add_messages([(codec, message)], decoded, Key(0))
+    codec.accumulate([message], decoded, Key(0))
     torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
     assert codec.nbytes == 3 + 4
 

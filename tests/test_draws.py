@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from torchcomp import host
-from torchcomp.draws import Ahead, drawn
+from torchcomp.draws import Ahead, Drawing
 from torchcomp.keys import Key, uniform
 
-X = torch.zeros(3)
+CPU = torch.device("cpu")
 
 
 class Recorder:
@@ -38,7 +38,7 @@ def expected(key, count):
 
 def test_the_host_draws_when_it_needs_numbers():
     draw = Recorder()
-    assert drawn(draw, Key(1, step=4), 5, like=X).equal(expected(Key(1, step=4), 5))
+    assert Drawing(CPU)(draw, Key(1, step=4), 5).equal(expected(Key(1, step=4), 5))
     assert draw.drew == {4: [threading.current_thread()]}
 
 
@@ -47,7 +47,7 @@ def test_the_next_step_is_drawn_by_a_thread_before_it_begins(on_device):
     ahead = Ahead()
     for step in range(4):
         key = Key(1, step=step, tensor=7, rank=2, ahead=ahead)
-        assert drawn(draw, key, 5, like=X).equal(expected(key, 5))
+        assert Drawing(CPU)(draw, key, 5).equal(expected(key, 5))
         assert draw.ended[step + 1].wait(60)
     assert {step: len(threads) for step, threads in draw.drew.items()} == dict.fromkeys(range(5), 1)
     assert threading.current_thread() not in {t for threads in draw.drew.values() for t in threads}
@@ -57,7 +57,7 @@ def test_a_run_can_continue_at_any_step(on_device):
     draw, ahead = Recorder(), Ahead()
     for step in (3, 4, 9, 2, 3):
         key = Key(1, step=step, ahead=ahead)
-        assert drawn(draw, key, 5, like=X).equal(expected(key, 5))
+        assert Drawing(CPU)(draw, key, 5).equal(expected(key, 5))
         ahead.clear()
 
 
@@ -67,8 +67,8 @@ def test_vectors_seeds_and_ranks_have_numbers_of_their_own(on_device):
     for step in range(3):
         for key in keys:
             now = Key(key.seed, step, key.tensor, key.rank, ahead)
-            assert drawn(draw, now, 5, like=X).equal(expected(now, 5))
-            assert drawn(draw, now, 6, like=X).equal(expected(now, 6))
+            assert Drawing(CPU)(draw, now, 5).equal(expected(now, 5))
+            assert Drawing(CPU)(draw, now, 6).equal(expected(now, 6))
 
 
 def test_an_error_reaches_the_caller(on_device):
@@ -77,7 +77,7 @@ def test_an_error_reaches_the_caller(on_device):
 
     for ahead in (None, Ahead()):
         with pytest.raises(MemoryError):
-            drawn(fails, Key(1, ahead=ahead), like=X)
+            Drawing(CPU)(fails, Key(1, ahead=ahead))
 
 
 def test_a_key_is_the_same_with_and_without_draws_ahead():

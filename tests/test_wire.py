@@ -6,19 +6,21 @@ import numpy as np
 import pytest
 import torch
 
+from tests.support import codecs
 from tests.support.codecs import (
     codec_of,
     fields_of,
     framed,
     inspected,
     message_of,
+    nbytes_of,
     packed,
+    received,
     unpacked,
 )
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
 from torchcomp import host, wire
-from torchcomp.codec import add_messages
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Frames
@@ -32,11 +34,11 @@ every_compressor = pytest.mark.parametrize("compressor", COMPRESSOR_EXAMPLES, id
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-def decoded(codec, message, dtype=torch.float32):
-    """Decode a message of encoded vectors, or of their parts."""
+def decoded(codec, parts, dtype=torch.float32):
+    """Decode the fields of a message."""
     total = codec.vectors[-1].span.stop if codec.vectors else 0
     out = torch.full((total,), torch.nan, dtype=dtype)
-    codec.decode([getattr(parts, "parts", parts) for parts in message], out, KEY)
+    codec.mean([parts], out, KEY, 1)
     return out
 
 
@@ -61,10 +63,11 @@ def test_vector_is_equal_after_packing_and_unpacking(compressor, dtype):
         codec = codec_of(compressor, [n], dtype)
         message = codec.encode(normal(n, dtype=dtype), KEY)
         raw = packed(codec, message)
-        assert (raw.dtype, raw.shape) == (torch.uint8, (codec.nbytes,)), n
+        assert (raw.dtype, raw.shape) == (torch.uint8, (nbytes_of(codec),)), n
         (received,) = unpacked(codec, raw)
-        assert all(map(torch.equal, received, message[0].parts)), n
-        assert bits(decoded(codec, [received], dtype)) == bits(decoded(codec, message, dtype)), n
+        assert all(map(torch.equal, received, message.parts[0])), n
+        sent = decoded(codec, message.parts, dtype)
+        assert bits(decoded(codec, [received], dtype)) == bits(sent), n
 
 
 @every_dtype
@@ -72,7 +75,7 @@ def test_vector_is_equal_after_packing_and_unpacking(compressor, dtype):
 def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
     for n in (0, 1, 2, 7, 257):
         layout = compressor.layout(n, dtype)
-        parts = compressor.encode(normal(n, dtype=dtype), KEY).parts
+        parts = fields_of(compressor, normal(n, dtype=dtype), KEY)
         frames = Frames([layout], CPU)
         received = unaligned(frames.pack([parts]))
         assert all(map(torch.equal, frames.unpack(received)[0][0], parts)), n
@@ -84,9 +87,8 @@ def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
 def test_bucket_of_odd_parameters_is_equal_after_packing_and_unpacking(compressor, dtype, sizes):
     codec = codec_of(compressor, sizes, dtype)
     message = codec.encode(normal(sum(sizes), dtype=dtype), KEY)
-    frames = codec.frames(CPU)
-    (received,) = frames.unpack(unaligned(frames.pack([each.parts for each in message])))
-    assert bits(decoded(codec, received, dtype)) == bits(decoded(codec, message, dtype))
+    (received,) = codec.frames.unpack(unaligned(codec.frames.pack(message.parts)))
+    assert bits(decoded(codec, received, dtype)) == bits(decoded(codec, message.parts, dtype))
 
 
 @every_compressor
@@ -96,12 +98,17 @@ def test_bucket_decodes_to_each_vectors_own_output(compressor):
     x = normal(sum(sizes))
     expected = torch.cat(
         [
-            compressor.decode(compressor.encode(part, key).parts, torch.empty_like(part), key)
+            codecs.decoded(
+                compressor,
+                fields_of(compressor, part, KEY, name),
+                torch.empty_like(part),
+                KEY,
+                name,
+            )
             for name, part in whole_or_parts(codec, x)
-            for key in [KEY.of_tensor(name)]
         ]
     )
-    assert bits(decoded(codec, codec.encode(x, KEY))) == bits(expected)
+    assert bits(decoded(codec, codec.encode(x, KEY).parts)) == bits(expected)
 
 
 def whole_or_parts(codec, x):
@@ -113,10 +120,10 @@ def test_accumulating_received_messages_adds_their_dense_outputs_in_order(compre
     codec = codec_of(compressor, (5, 0, 64, 1))
     sent = [codec.encode(normal(70) * scale, KEY) for scale in (1.0, 1e6, 1.0)]
     out = torch.full((70,), 0.5)
-    add_messages([(codec, unpacked(codec, packed(codec, message))) for message in sent], out, KEY)
+    codec.accumulate([unpacked(codec, packed(codec, message)) for message in sent], out, KEY)
     expected = torch.full((70,), 0.5)
     for message in sent:
-        expected += decoded(codec, message)
+        expected += decoded(codec, message.parts)
     assert bits(out) == bits(expected)
 
 
@@ -124,13 +131,13 @@ def test_scope_tensor_keeps_k_of_each_parameter_and_scope_bucket_of_all():
     x = torch.tensor([1.0, 2.0, 30.0, 40.0, 50.0])
     by_tensor = codec_of(TopK(k=1, scope="tensor"), (2, 3))
     by_bucket = codec_of(TopK(k=1), (2, 3))
-    assert decoded(by_tensor, by_tensor.encode(x, KEY)).tolist() == [0, 2, 0, 0, 50]
-    assert decoded(by_bucket, by_bucket.encode(x, KEY)).tolist() == [0, 0, 0, 0, 50]
+    assert decoded(by_tensor, by_tensor.encode(x, KEY).parts).tolist() == [0, 2, 0, 0, 50]
+    assert decoded(by_bucket, by_bucket.encode(x, KEY).parts).tolist() == [0, 0, 0, 0, 50]
 
 
 def test_scope_tensor_draws_differently_for_each_parameter():
     codec = codec_of(RandK(k=10, scope="tensor"), (1000, 1000))
-    first, second = decoded(codec, codec.encode(torch.ones(2000), KEY)).split(1000)
+    first, second = decoded(codec, codec.encode(torch.ones(2000), KEY).parts).split(1000)
     assert not torch.equal(first, second)
 
 
@@ -152,7 +159,7 @@ def test_length_depends_only_on_the_shape(compressor, dtype):
         packed(codec, codec.encode(x.to(dtype), key)).numel()
         for x, key in zip(values, keys, strict=True)
     }
-    assert lengths == {codec.nbytes}
+    assert lengths == {nbytes_of(codec)}
 
 
 @pytest.mark.parametrize(
@@ -178,7 +185,7 @@ def test_length_depends_only_on_the_shape(compressor, dtype):
     ids=str,
 )
 def test_length_equals_a_hand_calculation(compressor, sizes, dtype, nbytes):
-    assert codec_of(compressor, sizes, dtype).nbytes == nbytes
+    assert nbytes_of(codec_of(compressor, sizes, dtype)) == nbytes
 
 
 # --- The bytes ------------------------------------------------------------------------------------
@@ -242,7 +249,7 @@ def test_randk_bytes_are_the_kept_values_in_ascending_order_of_their_indices():
     x = torch.arange(1.0, 101.0)
     codec = codec_of(RandK(k=7), [100])
     message = codec.encode(x, KEY)
-    kept = [value for value in decoded(codec, message).tolist() if value]
+    kept = [value for value in decoded(codec, message.parts).tolist() if value]
     assert packed(codec, message).numpy().view("<f4").tolist() == kept
 
 
@@ -278,7 +285,7 @@ def test_part_that_differs_from_the_layout_is_refused(parts, problem):
 
 def test_parts_can_be_strided():
     raw = message_of((GOOD[0], torch.arange(6.0)[::2]), LAYOUT)
-    assert fields_of(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
+    assert received(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
 
 
 def test_aligned_fields_are_views_of_the_message():
@@ -390,9 +397,8 @@ def test_checksum_is_its_definition_modulo_2_to_64(count):
 
 
 def lengths_of(counts):
-    return [
-        (Field("values", torch.float32, count), Field("more", torch.int8, 3)) for count in counts
-    ]
+    more = Field("more", torch.int8, 3)
+    return [(Field("values", torch.float32, count), more) for count in counts]
 
 
 SEVERAL = {
@@ -462,8 +468,8 @@ def test_decoding_random_bytes_does_not_write_outside_the_vector():
     for compressor in (TopK(k=5), TopK(0.5), TopK(k=5, values="int4"), Quantize("int4")):
         codec = codec_of(compressor, [100])
         for _ in range(200):
-            raw = torch.randint(256, (codec.nbytes,), dtype=torch.uint8, generator=noise)
+            raw = torch.randint(256, (nbytes_of(codec),), dtype=torch.uint8, generator=noise)
             around = torch.zeros(300)
-            add_messages([(codec, unpacked(codec, raw))], around[100:200], KEY)
+            codec.accumulate([unpacked(codec, raw)], around[100:200], KEY)
             assert not around[:100].any()
             assert not around[200:].any()

@@ -5,10 +5,13 @@
 - ``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from torchcomp._version import __version__
 from torchcomp.auto import Auto, Choice
 from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
+from torchcomp.ddp.handle import Handle
 from torchcomp.errors import (
     CheckpointError,
     NonFiniteError,
@@ -22,8 +25,6 @@ from torchcomp.errors import (
 from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
 from torchcomp.explain import explain, sync_steps
 from torchcomp.gathering import Gathered
-from torchcomp.guard import Alarm, Guard
-from torchcomp.hooks.handle import Handle
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import LocalSGD
 from torchcomp.per_rank import PerRank
@@ -34,6 +35,9 @@ from torchcomp.spec import parse
 from torchcomp.stats import Stats
 from torchcomp.step_model import Link
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model
+
+if TYPE_CHECKING:
+    from torchcomp.guard import Alarm, Guard, watch
 
 __all__ = [
     "Alarm",
@@ -71,4 +75,14 @@ __all__ = [
     "register",
     "run_in_process",
     "sync_steps",
+    "watch",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import what hangs on the core when it is asked for."""
+    if name in ("Alarm", "Guard", "watch"):
+        from torchcomp import guard
+
+        return getattr(guard, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

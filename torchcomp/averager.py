@@ -10,39 +10,40 @@ import torch
 from torch import Tensor
 
 from torchcomp import checkpoint
-from torchcomp.aggregators import EF, Aggregator, Mean
+from torchcomp.aggregators import EF, Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, Shard, merge, partition
-from torchcomp.checks import check_at_least_0
+from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, partition
 from torchcomp.component import Component
 from torchcomp.compressors import Identity
-from torchcomp.draws import Ahead
-from torchcomp.errors import CheckpointError, RankFailureError, SpecError
+from torchcomp.errors import RankFailureError, SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.guard import Guard, GuardMonitor, Monitor, Replicas
 from torchcomp.keys import Key, check_seed
+from torchcomp.method_in_use import ClientSlots, MethodInUse
 from torchcomp.nonfinite import FiniteWatch
-from torchcomp.profiling import bucket_number, label
+from torchcomp.observer import Observer
+from torchcomp.profiling import label, span
 from torchcomp.residuals import hand_over, is_sent
+from torchcomp.settlement import Reason, Settlement, Status
 from torchcomp.spec import parse_aggregator
-from torchcomp.state import Kind, Slot, State
+from torchcomp.state import State
 from torchcomp.stats import Meter, Stats
 from torchcomp.traffic import Traffic, sum_bytes
-
-LR = float | Mapping[str, float] | None
-"""Learning rate of a step: one for all parameters, or one by name. None: not given."""
+from torchcomp.units import LR, Units, by_name
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 LATE = (
-    "This was found one step later, because of check='late': the residual is that before the step, "
-    "but the optimizer has applied the step. Load parameters and optimizer from a checkpoint."
+    "This was found one step later: the residual is that before the step. The averaged gradients "
+    "were set to zero, so the optimizer has applied at most its momentum and weight decay."
 )
 
 # Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
 # step is usually enough; see `is_sent`.
 _FLUSH = EF(Identity())
-_MEAN = Mean()
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
+_SAME_FATE = (
+    "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
+    "these gradients were cleared: the replicas are no longer equal."
+)
 
 
 class Averager:
@@ -69,36 +70,34 @@ class Averager:
         groups: names of the parameters that are compressed together. By default, groups of up to
             25 MiB.
         seed: seed of the method's random choices, an integer of at least 0.
-        merged: whether buckets can have other parameters than `groups`: a method that works on the
-            whole model then gets all groups as one bucket, and the guard can average a part of a
-            group uncompressed.
+        merged: whether a method that works on the whole model gets all groups as one bucket.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
-        late: whether a step is checked when the next one begins. The host then never waits at the
-            end of a step, but it raises errors after the step was applied: see
-            :meth:`finish`.
+        late: whether a step is checked when the next one begins, so that the host never waits at
+            the end of a step; see :meth:`finish`.
         vote: returns whether the last step counts for all ranks, if that is decided after it has
             finished, such as by torchft's Manager. It is asked when the next step begins, and by
             :meth:`use`, :meth:`regroup` and :meth:`state_dict`. If not, the state goes back to that
             before the step.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`. Declaring them adds them to checkpoints.
-        guard: True or a :class:`torchcomp.Guard` compares what is applied with the dense mean.
-        replicas: parameters that are equal on all ranks, by name, for the guard to compare.
-        checksum: whether messages carry checksums of their bytes; see :func:`torchcomp.register`.
+        checksum: whether frames have a checksum of their payload; see :mod:`torchcomp.wire`.
+        takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
+            whether they did.
 
     Attributes:
-        buckets: the groups that the current method compresses: :attr:`groups`, or all of them
-            merged into one bucket per dtype and device.
         state: the slots of this rank.
         step: number of steps that finished without an error.
-        scale: loss scale of the gradients of the last step, which the state follows.
-        lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
-            residual has the unit of the gradients.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
+        void: whether the last step does not count, a scalar bool on the device, if it ended without
+            a decision of the host. The caller then replaces the means where this is true.
         abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
             before the next one.
-        monitor: the last report and the alarms of the guard.
+        guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
+        grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
+        steps_kept: number of steps before the last one that count or not together with it; see
+            :meth:`keep_before`.
+        observer: what watches the steps, or None.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -117,44 +116,32 @@ class Averager:
         unchanged: str = UNCHANGED,
         late: bool = False,
         vote: Callable[[], bool] | None = None,
-        client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
-        guard: Guard | bool = False,
-        replicas: Replicas | None = None,
+        client_slots: ClientSlots | None = None,
         checksum: bool = False,
+        takes_back: bool = False,
     ) -> None:
         self.exchange = exchange
-        exchange.checksum = checksum
         self.parameters = dict(parameters)
-        self.groups = tuple(groups or partition(self.parameters.items(), DEFAULT_CAPS))
-        self.buckets = self.groups
+        groups = groups or partition(self.parameters.items(), DEFAULT_CAPS)
+        self._running = MethodInUse(self.parameters, groups, merged, client_slots)
+        self.observer: Observer | None = None
         # A step can run in another thread than that of the user, who can abandon it at any time.
         self.abandoned = False
         self._lock = threading.RLock()  # held while the state changes
-        self._settling = threading.RLock()  # held while it is settled, which can wait for ranks
         self.state = State(self._lock)
-        self._ahead = Ahead()
+        self._settlement = Settlement(self._undo, self._lock)
         self.step = 0
         self.unused: tuple[str, ...] = ()
+        self.void: Tensor | None = None
         self.seed = check_seed(seed)
-        self._merged = merged
         self._what, self._unchanged = what, unchanged
         self._late, self._vote = late, vote
-        # Returns whether the last step counts, or raises if it does not; None if that is decided.
-        self._undecided: Callable[[], bool] | None = None
-        self._client_slots = client_slots
-        self.monitor = Monitor()
-        if (options := Guard.of(guard)) is not None:
-            self.monitor = GuardMonitor(options, exchange, self.parameters, replicas)
-        self._dense: frozenset[str] = frozenset()  # parameters that the guard averages uncompressed
-        self._shapes: dict[Group, BucketShape] = {}
+        self._takes_back, self._taken_back = takes_back, False
+        exchange.checksum = self._checksum = checksum
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        self.scale = 1.0
-        self.lrs: dict[str, float] = {}
-        # Those before the step in flight, or before the last one; and whether one is in flight.
-        self._units_before: tuple[float, dict[str, float]] = self.scale, self.lrs
-        self._in_flight = False
-        self._was_abandoned = False  # the last step
+        self._units = Units()
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
+        self.steps_kept = 0
         self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
@@ -166,7 +153,6 @@ class Averager:
         # step has sent all that was left. If it counts, the flush ends when it is settled.
         self._flushing = self._flushed = False
         self.use(aggregator)
-        self._now = self._active
 
     @property
     def aggregator(self) -> Aggregator:
@@ -179,14 +165,30 @@ class Averager:
         return self._flushing
 
     @property
-    def guarded(self) -> bool:
-        """Whether a NaN discards the step. A transparent method passes it on, as plain DDP does."""
-        return not self._active.transparent
+    def scale(self) -> float:
+        """Loss scale of the gradients of the last step, which the state follows."""
+        return self._units.scale
 
     @property
-    def grouped(self) -> bool:
-        """Whether the result depends on :attr:`buckets`. If not, any bucketing can be used."""
-        return self._active.depends_on_grouping or bool(self._dense)
+    def lrs(self) -> Mapping[str, float]:
+        """Learning rates, by parameter name, whose update the residual's unit is.
+
+        Empty if the residual has the unit of the gradients.
+        """
+        return self._units.lrs
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Names of the parameters that are compressed together."""
+        return self._running.groups
+
+    @property
+    def buckets(self) -> tuple[Group, ...]:
+        """The groups that the method averages: :attr:`groups`, or all of them merged.
+
+        There is one bucket for each dtype and device then.
+        """
+        return self._running.buckets
 
     # One step.
 
@@ -213,70 +215,44 @@ class Averager:
                 late.
         """
         self.settle()
-        self.monitor.locate()
         with self._lock:
             self._require_wanted()
-            self._step_lrs = _by_name(lr, self.parameters)
+            self._step_lrs = {} if lr is None else by_name(lr, self.parameters)
             self.state.rollback()
-            if self._in_flight or self._was_abandoned:
+            if self._settlement.status is not Status.COUNTED:
                 # Here, and not where it was abandoned: its thread could still report a bucket.
-                self.monitor.discard()
-            self._was_abandoned = False
+                self._tell_changed()
             verified = self._verified
         self.exchange.reset()
         self._averaged, self.unused = 0, ()
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not verified:
-            values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
-            values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
-            # The scale that the state has, before it follows that of this step.
-            values |= {"lr": self._step_lrs, "scale": self.scale}
-            values |= {"checksum": self.exchange.checksum}
-            # Each rank's threshold search starts from the previous thresholds. If they differed,
-            # the ranks would run different collectives.
-            found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
-            on_level = {"thresholds": sorted(found), "checksum of equal slots": self._digest()}
-            self.exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
-            self._verified = True
+            self._compare_ranks()
         with self._lock:
             self._require_wanted()
-            self._units_before, self._in_flight = (self.scale, dict(self.lrs)), True
-            ratio = scale / self.scale
-            self._rescale(scale)
-            changed = self._follow(self._step_lrs)
-        now = self._active.at(self.step)
-        if now != self._now:
-            # A stage has workspaces of its own, and those of a high ratio are large.
-            self.state.free_scratch()
-            self._now = now
-        names = changed if ratio == 1 else self.parameters
-        ratios = {name: ratio * changed.get(name, 1.0) for name in names}
-        # The guard asks for the shapes only in a comparison.
-        shapes = partial(map, self.shape_of, self.buckets)
-        self.monitor.begin(self.step, now, shapes, ratios)
+            self._settlement.begin()
+            ratios = self._units.follow(self.state, scale, self._step_lrs, self.parameters)
+        running = self._running
+        running.at(self.step)
+        self._key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=running.ahead)
+        if self.observer is not None:
+            self.observer.begin(ratios)
 
-    def _rescale(self, scale: float) -> None:
-        """Convert residuals and estimates, which have the unit of the scaled gradients."""
-        if scale != self.scale:
-            self.state.scale(scale / self.scale)
-            self.scale = scale
-
-    def _follow(self, lrs: Mapping[str, float]) -> Mapping[str, float]:
-        """Convert the residual, which is in the unit of the last update, to that of the next.
-
-        Returns:
-            What the residual was multiplied by, by parameter name, where it changed.
-        """
-        if not lrs:
-            # From now on, what is unsent comes from steps whose learning rate is not known.
-            self.lrs = {}
-        nonzero = {name: lr for name, lr in lrs.items() if lr}
-        ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
-        changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}
-        if changed:
-            self.state.scale_debts(changed)
-        self.lrs |= nonzero
-        return changed
+    def _compare_ranks(self) -> None:
+        """Raise RankMismatchError if the ranks differ in what must be the same."""
+        values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
+        values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
+        # The scale that the state has, before it follows that of this step.
+        values |= {"lr": self._step_lrs, "scale": self.scale, "checksum": self._checksum}
+        # Each rank's threshold search starts from the previous thresholds. If they differed, the
+        # ranks would run different collectives.
+        found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
+        names = {s.name for s in self._running.slots(self.exchange) if s.equal}
+        equal = {f"{slot} {name}": p for slot in names for name, p in self.state.items(slot)}
+        digest = checkpoint.digest_of(dict(sorted(equal.items())))
+        on_level = {"thresholds": sorted(found), "checksum of equal slots": digest}
+        self.exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
+        self._verified = True
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -284,26 +260,25 @@ class Averager:
         All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
         the :attr:`buckets`.
         """
-        with bucket_number(self._averaged), label("average"):
+        with span("average", self._averaged):
             self._average(bucket)
         self._averaged += 1
 
     def _average(self, bucket: Bucket) -> None:
-        self._require_wanted()
-        method = self._method_of(bucket.names, self._now)
-        # A method that is dense for its first steps only is checked in all of them.
-        guarded = self.guarded
-        # If the method's residual shows which parameters were non-finite, this pass over the
-        # gradients is not needed.
-        shown = self._combined or method.residual_shows_nonfinite(bucket.flat.dtype)
-        if guarded and not shown:
+        if self.abandoned:
+            self._require_wanted()
+        flat, running, observer = bucket.flat, self._running, self.observer
+        prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
+        if self.guarded and not (prepared.shows_nonfinite or self._combined):
             self._watch.before(bucket)
-        self.monitor.before(bucket, method)
-        key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=self._ahead)
-        method.aggregate(bucket, self.exchange, self.state, key)
-        self.monitor.after(bucket, method, self.state)
-        if guarded:
-            self._watch.after(bucket)
+        if observer is not None:
+            observer.before(bucket, running.now)
+        running.now.aggregate(flat, prepared, self._key)
+        if observer is not None:
+            observer.after(bucket, running.now)
+        # A method that is dense for its first steps only is checked in all of them.
+        if self.guarded:
+            self._watch.after(flat)
 
     @label("finish")
     def finish(
@@ -318,10 +293,10 @@ class Averager:
     ) -> bool:
         """End the step. All ranks commit their state, or all ranks roll it back.
 
-        If the averager was built with ``late=True``, the step counts at first. What is wrong with
-        it is raised by the next :meth:`begin`, :meth:`use`, :meth:`regroup` or :meth:`state_dict`.
-        The state and :attr:`step` are then rolled back, but the caller has used the means. A flush
-        is never late, nor is a step with `may_skip` or `used`.
+        If the averager was built with ``late=True``, the host does not wait. The device decides: it
+        puts the state back if the step does not count, and :attr:`void` tells the caller, who then
+        sets the means to zero. What is wrong is raised by the next :meth:`begin`, :meth:`use`,
+        :meth:`regroup` or :meth:`state_dict`. A flush is never late, nor is a step with `used`.
 
         Args:
             may_skip: return False instead of raising if there is a NaN or an infinity.
@@ -343,86 +318,195 @@ class Averager:
             WireError: on all ranks if a message was damaged; names its sender.
             RankMismatchError: on all ranks if the learning rates of the step differ between them.
         """
+        exchange = self.exchange
         if dense_bytes is None:
-            dense_bytes = sum_bytes(self._nbytes, self.exchange.world_size)
-        where = where or f"step {self.step + 1}"
-        flags = [] if used is None else [name in used for name in self.parameters]
-        used_by_any = self.exchange.max_at_end(flags) if flags else []
-        leaves = [] if leaving is None else self.exchange.max_at_end([leaving])
-        late = self._late and used is None and not (may_skip or self._flushing)
+            dense_bytes = sum_bytes(self._nbytes, exchange.world_size)
+        used_by_any: Sequence[int] = ()
+        if used is not None:
+            used_by_any = exchange.max_at_end([name in used for name in self.parameters])
+        leaves = [] if leaving is None else exchange.max_at_end([leaving])
+        # On a CPU, waiting costs nothing.
+        needed = used is not None or self._flushing or (may_skip and exchange.device.type == "cpu")
+        late = self._late and not needed
+        counts, flushed = True, False
+        reasons: tuple[Reason, ...] = ()
         try:
-            try:
-                counts = self._conclude(where, f" {advice}" if advice else "", may_skip, late)
-            finally:
-                # Not strict: if the collective failed, nothing is known about any parameter.
-                flagged = zip(self.parameters, used_by_any, strict=False)
-                self.unused = tuple(name for name, is_used in flagged if not is_used)
-            flushed = counts and self._prepare_commit(leaves, leaving is True)
+            verdict, self.void = self._conclude(
+                where or f"step {self.step + 1}", advice, may_skip, late
+            )
+            if late:
+                reasons = (verdict,)
+            else:
+                counts = verdict()
+            if used_by_any:
+                self._note_unused(used_by_any)
+            unchanged = self._unchanged_names()
+            if counts and (unchanged or self._flushing or leaves):
+                flushed = self._change_commit(unchanged, leaves, leaving is True)
+            if self.observer is not None:
+                self.observer.finished(counts, unchanged)
         except Exception as error:
-            with self._lock:
-                self._require_wanted()
-                lost = isinstance(error, RankFailureError)
-                if self._vote and lost and used is None and not any(leaves):
-                    # Another rank may have got the whole message, and count the step.
-                    self._end(True, False)
-                else:
-                    self.state.rollback()
-                    self.monitor.discard()
-                # A step that is discarded has sent its bytes all the same.
-                self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+            self._fail(error, used is None and not any(leaves), used_by_any, dense_bytes)
             raise
         with self._lock:
             self._require_wanted()
-            self._end(counts, flushed)
-            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+            self._end(counts, flushed, reasons)
+            self._meter.record(exchange.take_traffic(dense_bytes), self.step)
         for callback in self._callbacks:
             callback(counts)
         return counts
 
-    def _conclude(self, where: str, advice: str, may_skip: bool, late: bool) -> bool:
-        """Combine the checks of the step over the ranks; return whether it counts, or raise."""
-        check_lrs = self._compare_lrs(where)
-        # Before the concluding message: what fails here on one rank fails on all.
-        self.monitor.measure(self.step + 1)
-        undecided: Callable[[], bool] | None = None
-        if late:
-            counts, undecided = True, self._conclude_later(where, advice, check_lrs)
-        else:
-            counts = self.exchange.conclude(self._watch.finite(), where, self._unchanged)
-            check_lrs(self._unchanged)
-            if not counts and not may_skip:
-                what, traces = f"{self._what} at {where}", self._traces(self.state.pending("error"))
-                raise self._watch.error(what, self._unchanged + advice, traces)
-        if counts:
-            self.monitor.send()
-        # Here, because a step that has just failed is not open.
-        self._undecided = undecided
-        return counts
+    def _conclude(
+        self, where: str, advice: str, may_skip: bool, late: bool
+    ) -> tuple[Reason, Tensor | None]:
+        """Send the message that concludes the step.
 
-    def _prepare_commit(self, leaves: Collection[int], leaving: bool) -> bool:
+        Returns:
+            A function that waits for the others' and says whether the step counts. It raises, on
+            all ranks, what is wrong with the step. And :attr:`void`.
+        """
+        if self.observer is not None:
+            # Before the concluding message: what fails here on one rank fails on all.
+            self.observer.finishing()
+        exchange, watch, lrs = self.exchange, self._watch, self._step_lrs
+        unchanged, taken_back = LATE if late else self._unchanged, self._taken_back
+        same: list[tuple[Callable[[], bool], dict[str, Any], str]] = []
+        if lrs:
+            digest = zlib.crc32(repr(lrs).encode()).to_bytes(4, "big")
+            same.append((exchange.same_at_end(digest), {"lr": lrs}, f"{_SAME_LR} {unchanged}"))
+        if self._takes_back:
+            fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
+            same.append((exchange.same_at_end(bytes([taken_back])), fate, _SAME_FATE))
+            self._taken_back = False
+        decide = exchange.conclude_later(watch.finite(), where, unchanged)
+
+        def counts() -> bool:
+            finite = decide()
+            for matches, values, problem in same:
+                if not matches():
+                    exchange.verify(where, values, problem)
+            if not finite and not may_skip:
+                error = self.state.undone("error") if late else self.state.pending("error")
+                suffix = f" {advice}" if advice else ""
+                what = f"{self._what} at {where}"
+                raise watch.error(what, unchanged + suffix, self._shown(error))
+            return finite
+
+        flags = decide.flags if late else None
+        return counts, None if flags is None else flags[:2].ne(0).any()
+
+    def _note_unused(self, used_by_any: Sequence[int]) -> None:
+        # Not strict: if the collective failed, nothing is known about any parameter.
+        flagged = zip(self.parameters, used_by_any, strict=False)
+        self.unused = tuple(name for name, is_used in flagged if not is_used)
+
+    def _unchanged_names(self) -> Collection[str]:
+        """Return the parameters whose state stays as it was before the step."""
+        if not self._step_lrs:
+            return self.unused
+        return {*self.unused, *(name for name, lr in self._step_lrs.items() if not lr)}
+
+    def _change_commit(
+        self, unchanged: Collection[str], leaves: Collection[int], leaving: bool
+    ) -> bool:
         """Change what the step is about to commit; return whether it is the last of a flush."""
-        unchanged = {*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)}
         if unchanged:
             self.state.undo(unchanged)
-            self.monitor.undo(unchanged)
-        if self._flushing:
-            self.monitor.forget()  # what is left of the residual is dropped if it is rounding
         if any(leaves):
-            self.monitor.forget()
-            hand_over(self.state, self.exchange, self.parameters, self._owned(), leaving)
-        return self._flushing and is_sent(self.state, self.exchange, self.parameters)
+            self._tell_changed()
+            owned = self._running.owned(self.exchange)
+            hand_over(self.state, self.exchange, self.parameters, owned, leaving)
+        if not self._flushing:
+            return False
+        self._tell_changed()  # what is left of the residual is dropped if it is rounding
+        return is_sent(self.state, self.exchange, self.parameters)
 
-    def _end(self, counts: bool, flushed: bool) -> None:
+    def _end(self, counts: bool, flushed: bool, reasons: tuple[Reason, ...]) -> None:
         """End the step. `flushed` says whether it has sent all that a flush had left."""
         if counts:
             self.state.commit()
+            if self.void is not None:
+                self.state.revert_where(self.void)
         else:
             self.state.rollback()
-            self.monitor.discard()
         self.step += 1
-        self._in_flight, self._flushed = False, flushed
+        self._flushed = flushed
         if self._vote is not None:
-            self._undecided = self._vote
+            reasons = (*reasons, self._vote)
+        if counts or reasons:
+            self._settlement.end(*reasons)
+        else:
+            self._settlement.discard()
+
+    def _fail(
+        self, error: Exception, complete: bool, used_by_any: Sequence[int], dense_bytes: int
+    ) -> None:
+        """End a step that raises. `complete` says whether it could count as it is."""
+        with self._lock:
+            self._require_wanted()
+            if used_by_any:
+                self._note_unused(used_by_any)
+            if self._vote is not None and isinstance(error, RankFailureError) and complete:
+                # Another rank may have got the whole message, and count the step.
+                self._end(True, False, ())
+            else:
+                self.state.rollback()
+                self._settlement.discard()
+            # A step that is discarded has sent its bytes all the same.
+            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
+
+    # Whether the last step counts.
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is still open if the last step counts."""
+        return self._settlement.status is Status.OPEN
+
+    def settle(self) -> None:
+        """Roll back the last step if it should not have counted, and raise what is wrong with it.
+
+        The step counter and the state then are those before the step. If it counts, and it was the
+        last one of a flush, the method that the user chose runs from here on.
+        """
+        if self._settlement.status is Status.OPEN:
+            self._settlement.ask()
+        if self.observer is not None:
+            self.observer.settle()  # without the lock, which never waits for other ranks
+        if self._flushed:
+            with self._lock:
+                self._end_flush()
+
+    def take_back(self) -> None:
+        """Undo the last step, because its gradients were cleared before an optimizer stepped.
+
+        Steps before it that :meth:`keep_before` has joined to it are undone as well. All ranks must
+        make the same call; if they do not, the next :meth:`finish` raises on all of them.
+        """
+        self.settle()
+        with self._lock:
+            self._taken_back = True
+            if self._settlement.status is Status.COUNTED:
+                self._undo()
+            self.state.restore_before()
+            self.step, self.steps_kept = self.step - self.steps_kept, 0
+
+    def keep_before(self) -> None:
+        """Let :meth:`take_back` undo the last step together with the next one.
+
+        For gradients that no optimizer has used, and that the next step adds to.
+        """
+        self.settle()
+        with self._lock:
+            if self._settlement.status is Status.COUNTED:
+                self.state.keep_before()
+                self.steps_kept += 1
+
+    def forget_before(self) -> None:
+        """Note that an optimizer has used the gradients of the last step."""
+        if self.steps_kept:
+            with self._lock:
+                self.state.forget_before()
+                self.steps_kept = 0
 
     def abandon(self, step: int) -> None:
         """Discard the step in flight, although another thread may still be running it.
@@ -435,95 +519,34 @@ class Averager:
         with self._lock:
             self.abandoned = True
             if self.step > step:
-                self._take_back()
-            elif not self._in_flight:
+                self._undo()
+            elif self._settlement.status is not Status.IN_FLIGHT:
                 return
             # Ranks can be abandoned before and after they follow a new scale. Their states match
             # only in the units from before the step.
-            scale, lrs = self._units_before
-            self._rescale(scale)
-            self._follow(lrs)
-            self.lrs, self._in_flight = lrs, False
-            self._was_abandoned = True
+            self._units.go_back(self.state)
+            self._settlement.discard()
 
     def _require_wanted(self) -> None:
         if self.abandoned:
             raise RuntimeError("this step was abandoned, because its backward pass raised")
 
-    def _take_back(self) -> None:
-        """Undo the last step."""
-        with self._lock:
-            self._undecided, self._flushed = None, False
-            self.state.revert()
-            self.monitor.discard()
-            self.step -= 1
-            self._meter.record(Traffic(), self.step)
+    def _undo(self) -> None:
+        """Take back the last step. The lock is held."""
+        self._flushed = False
+        if self.void is not None:
+            # The host undoes the step from here on, and not the device.
+            self.state.revert_where(self.void)
+            self.void = None
+        self.state.revert()
+        self.step -= 1
+        self._settlement.discard()
+        self._meter.record(Traffic(), self.step)
 
-    def _compare_lrs(self, where: str) -> Callable[[str], None]:
-        """Add the learning rates of the step to the concluding message.
-
-        Returns:
-            A function for after that message: raises on every rank if the learning rates differ.
-            Its argument is what state this leaves, for the error.
-        """
-        lrs = self._step_lrs
-        digest = zlib.crc32(repr(lrs).encode()).to_bytes(4, "big")
-        same = self.exchange.same_at_end(digest) if lrs else None
-
-        def check(unchanged: str) -> None:
-            if same is not None and not same():
-                self.exchange.verify(where, {"lr": lrs}, f"{_SAME_LR} {unchanged}")
-
-        return check
-
-    def _conclude_later(
-        self, where: str, advice: str, check_lrs: Callable[[str], None]
-    ) -> Callable[[], bool]:
-        """Send the concluding message. What is returned reads the result."""
-        decide, watch = self.exchange.conclude_later(self._watch.finite(), where, LATE), self._watch
-
-        def settle() -> bool:
-            if not decide():
-                traces = self._traces(self.state.items("error"))
-                raise watch.error(f"{self._what} at {where}", LATE + advice, traces)
-            check_lrs(LATE)
-            return True
-
-        return settle
-
-    @property
-    def undecided(self) -> bool:
-        """Whether it is still open if the last step counts."""
-        return self._undecided is not None
-
-    def settle(self) -> None:
-        """Roll back the last step if it should not have counted, and raise what is wrong with it.
-
-        The step counter and the state then are those before the step. If it counts, and it was the
-        last one of a flush, the method that the user chose runs from here on.
-        """
-        # A thread that was abandoned can still be waiting for the result.
-        with self._settling:
-            undecided = self._undecided
-            if undecided is not None:
-                counts = False
-                try:
-                    counts = undecided()
-                finally:
-                    self._decide(undecided, counts)
-            self.monitor.receive()  # without the lock, which never waits for other ranks
-            with self._lock:
-                if self._flushed:
-                    self._end_flush()
-                self._follow_guard()
-
-    def _decide(self, undecided: Callable[[], bool], counts: bool) -> None:
-        with self._lock:
-            # Not if another state was loaded meanwhile.
-            if self._undecided is undecided:
-                self._undecided = None
-                if not counts:
-                    self._take_back()
+    def _tell_changed(self) -> None:
+        """Tell what watches that the next step does not continue the last one."""
+        if self.observer is not None:
+            self.observer.changed()
 
     def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -561,10 +584,7 @@ class Averager:
 
     def shape_of(self, group: Group) -> BucketShape:
         """Return the shape of a bucket of these parameters."""
-        shape = self._shapes.get(group)
-        if shape is None:
-            shape = self._shapes[group] = BucketShape.of(group, self.parameters)
-        return shape
+        return self._running.shape_of(group)
 
     # Changing the method, the groups or the parameters.
 
@@ -584,14 +604,12 @@ class Averager:
         self.settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
-        shapes = [self.shape_of(group) for group in self._buckets(method)]
-        self.monitor.use(method, shapes, {each.device for each in self.parameters.values()})
         self._aggregator, self._flushing = method, False
         self._install(method)
         # A slot can exist without any values, so look for a value and not for a slot.
         if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
             return "There is no residual yet."
-        if self.state.debts() <= {slot.name for slot in self._declared(method, self.buckets)}:
+        if self.state.debts() <= {slot.name for slot in self._running.slots(self.exchange, method)}:
             return f"The residual is kept: {method} continues with it."
         self._flushing = True
         self._install(_FLUSH)
@@ -618,14 +636,13 @@ class Averager:
             self.state.rollback()
             if not same_ranks:
                 before = self.exchange.world_size
-                self.state.unshard(self._owned(), before)
+                self.state.unshard(self._running.owned(self.exchange), before)
                 self.state.drop(self.state.slots().keys() - self.state.debts())
                 self.state.scale_debts(dict.fromkeys(self.parameters, exchange.world_size / before))
-                self.state.free_scratch()
-                self._ahead.clear()
-            exchange.checksum = self.exchange.checksum
             self.exchange, self._verified = exchange, False
-            self.monitor.change_ranks(exchange)
+            exchange.checksum = self._checksum
+            self._running.forget()
+            self._tell_changed()
 
     def position(self) -> dict[str, Any]:
         """Return what a rank that joins must have in common with the others; see :meth:`adopt`."""
@@ -637,7 +654,6 @@ class Averager:
             "scale": self.scale,
             "flushing": self._flushing,
             "groups": [list(group) for group in self.groups],
-            "pauses": self.monitor.state_dict(),
         }
 
     def adopt(self, position: Mapping[str, Any], met: bool) -> None:
@@ -651,9 +667,8 @@ class Averager:
         if met and self._flushing and not position["flushing"]:
             # This rank has missed the message that says so.
             self._end_flush()
-        self._rescale(position["scale"])
-        self.groups = _groups(position["groups"])
-        self.monitor.load_state_dict(position["pauses"])
+        self._units.rescale(self.state, position["scale"])
+        self._running.groups = checkpoint.groups_of(position["groups"])
         self.use(position["spec"])
         self._flushing = position["flushing"]
         self._install(_FLUSH if self._flushing else self._aggregator)
@@ -668,77 +683,38 @@ class Averager:
             groups: names of the parameters of each group. Each parameter must be in one group.
         """
         self.settle()
-        self.groups = tuple(groups)
-        self._install(self._active)
+        self._running.groups = tuple(groups)
+        self._install(self._running.method)
         self._verified = False
 
     def add(self, parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
         """Add parameters, between two steps. All ranks must make the same call."""
         self.parameters |= parameters
         self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
-        self.groups = (*self.groups, *groups)
-        self.buckets = (*self.buckets, *groups)
+        self._running.groups = (*self.groups, *groups)
+        self._running.buckets = (*self.buckets, *groups)
 
     def _install(self, method: Aggregator) -> None:
+        running, exchange = self._running, self.exchange
         with self._lock:
-            buckets = self._buckets(method)
-            # Before `self.buckets` changes: the server residual is stored by the old buckets'
-            # shards.
-            owned, self._active = self._owned(), method
-            self.buckets, before = buckets, self.buckets
-            self._ahead.clear()
-            self.monitor.forget()
-            declared: dict[str, list[Slot]] = {}
-            for slot in self._declared(method, buckets):
-                declared.setdefault(slot.name, []).append(slot)
+            buckets, before = running.buckets_of(method), running.buckets
+            # The server residual is stored by the old buckets' shards.
+            owned = running.owned(exchange)
+            running.buckets = buckets
+            self._run(method)
+            declared = {slot.name: slot for slot in running.slots(exchange)}
             # A server residual fits only the shards of the same buckets. Otherwise, add it to this
             # rank's own residual.
-            if buckets != before or not any(slots[0].sharded for slots in declared.values()):
-                self.state.unshard(owned, self.exchange.world_size)
+            if buckets != before or not any(slot.sharded for slot in declared.values()):
+                self.state.unshard(owned, exchange.world_size)
             # Unsent gradient is never dropped here, even if the new method has no slot for it:
             # `use` starts a flush.
-            others = self.state.slots().keys() - self.state.debts()
-            self.state.drop(others - declared.keys())
-            # What the guard averages uncompressed begins anew afterwards.
-            for name in others & declared.keys():
-                self.state.keep(name, {each for slot in declared[name] for each in slot.names})
+            self.state.drop(self.state.slots().keys() - self.state.debts() - declared.keys())
 
-    def _buckets(self, method: Aggregator) -> tuple[Group, ...]:
-        """Return the groups of a method, and then those that the guard averages uncompressed."""
-        groups, dense = self.groups, self._dense
-        if dense:
-            groups = tuple(part for group in groups if (part := _without(group, dense)))
-        if method.whole_model and self._merged:
-            groups = merge(groups, self.parameters)
-        if dense:
-            kept = self.parameters.keys() - dense
-            groups += tuple(part for group in self.groups if (part := _without(group, kept)))
-        return groups
-
-    def _method_of(
-        self, group: Group, method: Aggregator, dense: frozenset[str] | None = None
-    ) -> Aggregator:
-        """Return what averages a group: the method, unless the guard averages it uncompressed.
-
-        Args:
-            group: names of its parameters.
-            method: the method.
-            dense: what the guard averages uncompressed, if it is not that of now.
-        """
-        if not group or group[0] not in (self._dense if dense is None else dense):
-            return method
-        slots = method.slots(self.shape_of(group), self.exchange.world_size, self.exchange.rank)
-        return _FLUSH if any(slot.kind is Kind.DEBT for slot in slots) else _MEAN
-
-    def _follow_guard(self) -> None:
-        """Average uncompressed what the guard wants, and only that."""
-        dense = self.monitor.settle(self.step)
-        if dense and not self._merged:
-            whole = (group for group in self.groups if not dense.isdisjoint(group))
-            dense = frozenset(name for group in whole for name in group)
-        if dense != self._dense:
-            self._dense = dense
-            self._install(self._active)
+    def _run(self, method: Aggregator) -> None:
+        self._running.run(method, self.step)
+        self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
+        self._tell_changed()
 
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
@@ -746,34 +722,10 @@ class Averager:
         self._flushing = self._flushed = False
         self._install(self._aggregator)
 
-    def _owned(self) -> list[Shard]:
-        """Return this rank's shard of each bucket."""
-        rank, ranks = self.exchange.rank, self.exchange.world_size
-        return [self.shape_of(group).shards(ranks)[rank] for group in self.buckets]
-
-    def _declared(
-        self,
-        method: Aggregator,
-        buckets: Sequence[Group],
-        dense: frozenset[str] | None = None,
-    ) -> Iterator[Slot]:
-        """Iterate over the slots of all buckets: the method's, then the client's."""
-        for group in buckets:
-            shape, used = self.shape_of(group), self._method_of(group, method, dense)
-            yield from used.slots(shape, self.exchange.world_size, self.exchange.rank)
-            if self._client_slots is not None:
-                yield from self._client_slots(shape)
-
-    def _digest(self) -> int:
-        """Return a checksum of the slots that are the same on all ranks."""
-        names = {s.name for s in self._declared(self._active, self.buckets) if s.equal}
-        parts = {f"{slot} {name}": p for slot in names for name, p in self.state.items(slot)}
-        return checkpoint.digest_of(dict(sorted(parts.items())))
-
-    def _traces(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in () if self._combined else parts:
-            if self._now.residual_shows_nonfinite(self.parameters[name].dtype):
+            if self._running.now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
     # Counters and checkpoints.
@@ -813,33 +765,21 @@ class Averager:
         """
         self.settle()
         with self._lock:
-            return self._state()
-
-    def _state(self) -> dict[str, Any]:
-        slots: dict[str, Any] = {}
-        for slot in self._declared(self._active, self.buckets):
-            entry: dict[str, Any] = {
-                "kind": slot.kind.value,
-                "sharded": slot.sharded,
-                "tensors": {},
+            running = self._running
+            slots = checkpoint.save_slots(running.slots(self.exchange), self.state, self.parameters)
+            return {
+                **checkpoint.header(str(self._aggregator), self.exchange),
+                "step": self.step,
+                "seed": self.seed,
+                "scale": self.scale,
+                "lrs": dict(self.lrs),
+                "flushing": self._flushing,
+                "groups": [list(group) for group in self.groups],
+                "buckets": [list(group) for group in self.buckets],
+                "parameters": checkpoint.layout_of(self.parameters),
+                "traffic": self._meter.state_dict(),
+                "slots": slots,
             }
-            held = dict(self.state.items(slot.name))
-            saved = checkpoint.save_slot(slot, held, self.parameters)
-            slots.setdefault(slot.name, entry)["tensors"] |= saved
-        return {
-            **checkpoint.header(str(self._aggregator), self.exchange),
-            "step": self.step,
-            "seed": self.seed,
-            "scale": self.scale,
-            "lrs": dict(self.lrs),
-            "flushing": self._flushing,
-            "groups": [list(group) for group in self.groups],
-            "buckets": [list(group) for group in self.buckets],
-            "parameters": checkpoint.layout_of(self.parameters),
-            "traffic": self._meter.state_dict(),
-            "slots": slots,
-            **checkpoint.guard_section(self._dense, self.monitor.state_dict()),
-        }
 
     def prepare(
         self,
@@ -867,41 +807,28 @@ class Averager:
         checkpoint.check_engine(state, self.parameters)
         # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
         method = _FLUSH if state["flushing"] else aggregator
-        dense, _ = checkpoint.read_guard(state)
-        slots: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
-        for slot in self._declared(method, _groups(state["buckets"]), dense):
-            # `redistribute` drops caches, so they can be missing. They never change a result.
-            if slot.kind is not Kind.CACHE or slot.name in state["slots"]:
-                parts = checkpoint.load_slot(slot, state, self.parameters)
-                slots.setdefault(slot.name, (slot.kind, slot.sharded, {}))[2].update(parts)
-        for name, saved in state["slots"].items():
-            unknown = sorted(set(saved["tensors"]) - set(slots[name][2] if name in slots else ()))
-            if unknown or name not in slots:
-                raise CheckpointError(
-                    f"a damaged checkpoint: slots['{name}'] has tensors that {aggregator} "
-                    f"does not use: {checkpoint.listed(unknown)}"
-                )
+        buckets = checkpoint.groups_of(state["buckets"])
+        declared = self._running.slots(self.exchange, method, buckets)
+        slots = checkpoint.load_slots(declared, state, self.parameters, str(aggregator))
         return partial(self._restore, aggregator, state, slots)
 
     def _restore(
-        self,
-        aggregator: Aggregator,
-        state: Mapping[str, Any],
-        slots: Mapping[str, tuple[Kind, bool, dict[str, Tensor]]],
+        self, aggregator: Aggregator, state: Mapping[str, Any], slots: checkpoint.LoadedSlots
     ) -> None:
-        self.groups, self.buckets = _groups(state["groups"]), _groups(state["buckets"])
-        self.step, self.seed, self.scale = state["step"], state["seed"], float(state["scale"])
-        self.lrs = dict(state["lrs"])
+        running, units = self._running, self._units
+        running.groups = checkpoint.groups_of(state["groups"])
+        running.buckets = checkpoint.groups_of(state["buckets"])
+        self.step, self.seed = state["step"], state["seed"]
+        units.scale, units.lrs = float(state["scale"]), dict(state["lrs"])
         self._meter.load_state_dict(state["traffic"], self.step)
-        self._dense, pauses = checkpoint.read_guard(state)
-        self.monitor.load_state_dict(pauses)
         self._aggregator, self._flushing = aggregator, state["flushing"]
-        self._active = _FLUSH if self._flushing else aggregator
-        # A fresh one: workspaces and a step in flight must not outlive the old state.
+        # A fresh one: a step in flight must not outlive the old state.
         self.state = State(self._lock)
-        self._undecided, self._flushed, self._in_flight = None, False, False
+        self._settlement.discard()
+        self._flushed, self.steps_kept, self._taken_back = False, 0, False
         for name, (kind, sharded, parts) in slots.items():
             self.state.load(name, kind, sharded, parts)
+        self._run(_FLUSH if self._flushing else aggregator)
         self._verified = False
 
     def load_state_dict(self, state: dict[str, Any], aggregator: Aggregator | None = None) -> None:
@@ -917,25 +844,3 @@ class Averager:
         restore = self.prepare(state, aggregator=aggregator)
         with self._lock:
             restore()
-
-
-def _by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the learning rate of each parameter; empty if none was given.
-
-    Raises:
-        SpecError: if one is missing, negative or not finite.
-    """
-    if lr is None:
-        return {}
-    lrs = lr if isinstance(lr, Mapping) else dict.fromkeys(parameters, lr)
-    for name in parameters:
-        check_at_least_0(f"lr of '{name}'", lrs.get(name))
-    return {name: float(lrs[name]) for name in parameters}
-
-
-def _without(group: Group, names: Collection[str]) -> Group:
-    return tuple(name for name in group if name not in names)
-
-
-def _groups(names: Sequence[Sequence[str]]) -> tuple[Group, ...]:
-    return tuple(tuple(group) for group in names)

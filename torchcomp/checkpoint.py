@@ -7,7 +7,7 @@ A complete state dict is validated before anything is restored from it.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torchcomp.bucket import memory_order
 from torchcomp.checks import is_number, shown
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
-from torchcomp.state import Slot
+from torchcomp.state import Kind, Slot, State
 
 ONE_STEP = "Load checkpoints of the same step on all ranks (each rank its own), or on none."
 """Advice for ranks that are not at the same step."""
@@ -206,40 +206,6 @@ ENGINE = record(
 )
 
 
-Pauses = Mapping[str, Sequence[int]]
-
-_GUARD = record(dense=list_of(text), pauses=dict_of(list_of(count)))
-
-
-def guard_section(dense: Collection[str], pauses: Pauses) -> dict[str, Any]:
-    """Return what a state has of the guard: nothing, if it has never averaged uncompressed.
-
-    Args:
-        dense: names of the parameters that are averaged uncompressed.
-        pauses: end and length of the last pause of parameters, by name.
-    """
-    if not (dense or pauses):
-        return {}
-    return {"guard": {"dense": sorted(dense), "pauses": {n: [*p] for n, p in pauses.items()}}}
-
-
-def read_guard(state: Mapping[str, Any]) -> tuple[frozenset[str], Pauses]:
-    """Return the arguments of :func:`guard_section` for a state.
-
-    Raises:
-        CheckpointError: if what the state has of the guard is damaged.
-    """
-    section = state.get("guard", {"dense": [], "pauses": {}})
-    _GUARD(section, "guard")
-    dense, pauses = frozenset(section["dense"]), section["pauses"]
-    known = {*dense, *pauses} <= state["parameters"].keys()
-    # The guard averages whole buckets uncompressed.
-    whole = all(dense.isdisjoint(b) or dense.issuperset(b) for b in state["buckets"])
-    if not (known and whole and all(len(pause) == 2 for pause in pauses.values())):
-        raise CheckpointError(f"a damaged checkpoint: its guard section is {shown(section)}")
-    return dense, pauses
-
-
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))
 """Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
 
@@ -397,6 +363,51 @@ def _initial(slot: Slot, name: str, size: int, device: torch.device) -> Tensor:
     if slot.init is not None:
         slot.init(name, part)
     return part
+
+
+def groups_of(names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
+    """Return groups of names as they are used, from those of a state."""
+    return tuple(tuple(group) for group in names)
+
+
+LoadedSlots = Mapping[str, tuple[Kind, bool, dict[str, Tensor]]]
+"""By name of the slot: its kind, whether it is sharded, and its values by parameter name."""
+
+
+def save_slots(
+    slots: Iterable[Slot], state: State, parameters: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """Return all slots of a state, as stored in a checkpoint."""
+    saved: dict[str, Any] = {}
+    for slot in slots:
+        entry: dict[str, Any] = {"kind": slot.kind.value, "sharded": slot.sharded, "tensors": {}}
+        tensors = save_slot(slot, dict(state.items(slot.name)), parameters)
+        saved.setdefault(slot.name, entry)["tensors"] |= tensors
+    return saved
+
+
+def load_slots(
+    slots: Iterable[Slot], state: Mapping[str, Any], parameters: Mapping[str, Tensor], spec: str
+) -> LoadedSlots:
+    """Return the values of all slots from a state dict; see :func:`load_slot`.
+
+    Raises:
+        CheckpointError: if one is damaged, or not one of `slots`.
+    """
+    loaded: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
+    for slot in slots:
+        # `redistribute` drops caches, so they can be missing. They never change a result.
+        if slot.kind is not Kind.CACHE or slot.name in state["slots"]:
+            parts = load_slot(slot, state, parameters)
+            loaded.setdefault(slot.name, (slot.kind, slot.sharded, {}))[2].update(parts)
+    for name, saved in state["slots"].items():
+        unknown = sorted(set(saved["tensors"]) - set(loaded[name][2] if name in loaded else ()))
+        if unknown or name not in loaded:
+            raise CheckpointError(
+                f"a damaged checkpoint: slots['{name}'] has tensors that {spec} does not use: "
+                f"{listed(unknown)}"
+            )
+    return loaded
 
 
 def load_slot(

@@ -78,12 +78,13 @@ def check_flag(name: str, value: object, *, owner: str = "") -> None:
 def check_choice(name: str, value: object, choices: Iterable[str], *, owner: str = "") -> None:
     """Require a string that is one of `choices`."""
     known = tuple(choices)  # read twice below, and `choices` can be an iterator
+    # The type first: comparing an array with a string does not give a bool.
+    if isinstance(value, str) and value in known:
+        return
     listed = ", ".join(f'"{choice}"' for choice in known)
     meant = closest(value, known) if isinstance(value, str) else None
     hint = f'; did you mean "{meant}"?' if meant else ""
-    # The type first: comparing an array with a string does not give a bool.
-    valid = isinstance(value, str) and value in known
-    _require(valid, name, f"one of {listed}", value, owner, hint)
+    _require(False, name, f"one of {listed}", value, owner, hint)
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:

@@ -23,21 +23,31 @@ from torchcomp.keys import Key
 Draw = Callable[..., NDArray[Any]]
 
 
-def drawn(draw: Draw, key: Key, *args: Any, like: Tensor) -> Tensor:
-    """Return ``draw(key, *args)`` on the device of `like`.
+class Drawing:
+    """Draws numbers for a device.
 
     Args:
-        draw: a function without state.
-        key: key of the numbers.
-        args: further arguments, hashable.
-        like: a tensor on the device that needs the numbers.
+        device: the device that needs the numbers.
     """
-    # Without it, a cache of `draw` would keep all numbers of an engine alive.
-    plain = replace(key, ahead=None)
-    if host.can_read(like):
-        return torch.from_numpy(draw(plain, *args))
-    numbers = _pinned(draw, plain, args) if key.ahead is None else key.ahead.at(draw, plain, args)
-    return host.copy_to(numbers, like.device)
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._on_host = device, host.can_read(torch.empty(0, device=device))
+
+    def __call__(self, draw: Draw, key: Key, *args: Any) -> Tensor:
+        """Return ``draw(key, *args)`` on the device.
+
+        Args:
+            draw: a function without state.
+            key: key of the numbers.
+            args: further arguments, hashable.
+        """
+        # Without it, a cache of `draw` would keep all numbers of an engine alive.
+        plain = replace(key, ahead=None)
+        if self._on_host:
+            return torch.from_numpy(draw(plain, *args))
+        ahead = key.ahead
+        numbers = _pinned(draw, plain, args) if ahead is None else ahead.at(draw, plain, args)
+        return host.copy_to(numbers, self._device)
 
 
 class Ahead:

@@ -55,15 +55,15 @@ class FiniteWatch:
         norms = torch._foreach_norm(list(bucket.parts().values()))
         self._local.append((bucket.names, torch.stack(norms)))
 
-    def after(self, bucket: Bucket) -> None:
-        """Record whether the mean is finite."""
-        flat = bucket.flat
+    def after(self, mean: Tensor) -> None:
+        """Look at the mean of a bucket, 1-D: whether it is finite."""
         # If frames were received, `conclude` communicates in any case. All ranks have the same
         # mean, so each rank then checks only its share.
         if self._exchange.must_conclude:
-            rank, world_size = self._exchange.rank, self._exchange.world_size
-            flat = flat[rank * flat.numel() // world_size : (rank + 1) * flat.numel() // world_size]
-        self._means.append(finite_if_all(flat))
+            rank, ranks, numel = self._exchange.rank, self._exchange.world_size, mean.numel()
+            mean = mean[rank * numel // ranks : (rank + 1) * numel // ranks]
+        # Now: several buckets can share the memory of `mean`.
+        self._means.append(finite_if_all(mean))
 
     def finite(self) -> Tensor | None:
         """Return whether the means that this rank watched are finite, or None if it watched none.

@@ -1,6 +1,6 @@
 """register: install compressed gradient exchange on a model."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -8,12 +8,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import Component
+from torchcomp.ddp.arguments import Options
+from torchcomp.ddp.handle import Handle
+from torchcomp.ddp.optimizer_lrs import Optimizers
 from torchcomp.ddp.register import register_ddp
 from torchcomp.fsdp.register import register_fsdp
-from torchcomp.guard.options import Guard
-from torchcomp.hooks.arguments import Options
-from torchcomp.hooks.handle import Handle
-from torchcomp.hooks.optimizer_lrs import Optimizers
+
+if TYPE_CHECKING:
+    from torchcomp.guard import Guard
 
 
 def register(
@@ -28,7 +30,7 @@ def register(
     inside: str | None = None,
     replicate: DeviceMesh | None = None,
     manager: Any = None,
-    guard: Guard | bool = False,
+    guard: "Guard | bool" = False,
     checksum: bool = False,
 ) -> Handle:
     """Replace the gradient all-reduce of a DDP model with a compressed exchange.

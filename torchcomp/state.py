@@ -8,19 +8,19 @@ commit makes the second copy current. A roll-back discards it, so a discarded st
 """
 
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchcomp import host
 from torchcomp.bucket import Names, Shard
+from torchcomp.kernels.swap import swap_where
 
-Made = TypeVar("Made")
 Init = Callable[[str, Tensor], None]
 
 
@@ -74,6 +74,8 @@ class _Flat:
         self.before = torch.zeros(slot.numel, dtype=slot.dtype, device=device)
         # Not initialised: an aggregator writes all of it, or the step raises and is rolled back.
         self.after = torch.empty_like(self.before)
+        # The values before several steps that count or not together; see `State.restore_before`.
+        self.kept: Tensor | None = None
 
     def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         return zip(self.slot.names, torch.split(flat, list(self.slot.sizes)), strict=True)
@@ -96,9 +98,15 @@ class _Store:
             yield from flat.parts(flat.before)
         yield from self.loose.items()
 
+    def kept(self) -> Iterator[tuple[str, Tensor]]:
+        for flat in self.flats.values():
+            if flat.kept is not None:
+                yield from flat.parts(flat.kept)
+
     def tensors(self) -> Iterator[Tensor]:
         """Iterate over the same values, as few tensors as possible."""
         yield from (flat.before for flat in self.flats.values())
+        yield from (flat.kept for flat in self.flats.values() if flat.kept is not None)
         yield from self.loose.values()
 
 
@@ -114,7 +122,7 @@ class State:
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
         self._committed: set[_Flat] = set()  # by the last commit
-        self._scratch: dict[object, object] = {}
+        self._kept: set[_Flat] = set()
 
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the values of a slot before this step, and a tensor for those after it.
@@ -141,13 +149,53 @@ class State:
 
     def commit(self) -> None:
         """Make the values that the step wrote the current ones."""
-        _swap(self._in_flight)
+        # Swapped, not copied: a copy would read and write every residual once more.
+        for flat in self._in_flight:
+            flat.before, flat.after = flat.after, flat.before
         self._committed, self._in_flight = self._in_flight, set()
 
     def revert(self) -> None:
         """Undo the last commit, before anything else was opened or changed."""
-        _swap(self._committed)
+        for flat in self._committed:
+            flat.before, flat.after = flat.after, flat.before
         self._committed = set()
+
+    def revert_where(self, void: Tensor) -> None:
+        """Undo the last commit if `void`, a scalar bool on the device, is true.
+
+        The host does not wait. A second call cancels the first.
+        """
+        for flat in self._committed:
+            # A cache can be on the CPU. It never changes a result.
+            if flat.before.device == void.device:
+                swap_where(void, flat.before, flat.after)
+
+    def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the values of a slot that :meth:`revert_where` has put aside."""
+        for flat in self._committed:
+            if flat.slot.name == name:
+                yield from flat.parts(flat.after)
+
+    def keep_before(self) -> None:
+        """Keep the values from before the last commit, for :meth:`restore_before`."""
+        for flat in self._committed:
+            if flat.kept is None:
+                # The next step writes where these values are.
+                flat.kept = flat.after.clone()
+        self._kept |= self._committed
+
+    def restore_before(self) -> None:
+        """Go back to the values of the first :meth:`keep_before` since they were forgotten."""
+        for flat in self._kept:
+            if flat.kept is not None:
+                flat.before.copy_(flat.kept)
+        self.forget_before()
+
+    def forget_before(self) -> None:
+        """Free the values that :meth:`keep_before` has kept."""
+        for flat in self._kept:
+            flat.kept = None
+        self._kept.clear()
 
     def rollback(self) -> None:
         """Discard the values that the step wrote."""
@@ -165,20 +213,6 @@ class State:
                 for name, after in flat.parts(flat.after):
                     if name in wanted:
                         after.copy_(before[name])
-
-    def scratch(self, key: object, make: Callable[[], Made]) -> Made:
-        """Return the workspace with this key, made by `make` at the first call.
-
-        It is reused from step to step, but it is not saved and never changes a result.
-        """
-        workspace = self._scratch.get(key)
-        if workspace is None:
-            workspace = self._scratch[key] = make()
-        return workspace  # type: ignore[return-value]
-
-    def free_scratch(self) -> None:
-        """Drop all workspaces."""
-        self._scratch.clear()
 
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Iterate over a slot: parameter name and 1-D values (a view)."""
@@ -220,13 +254,7 @@ class State:
             if store is not None:
                 self._in_flight.difference_update(store.flats.values())
                 self._committed.difference_update(store.flats.values())
-
-    def keep(self, name: str, parameters: Container[str]) -> None:
-        """Remove the values of all other parameters from a slot, between two steps."""
-        store = self._stores[name]
-        kept = {each: part for each, part in store.items() if each in parameters}
-        if len(kept) < sum(1 for _ in store.items()):
-            self.load(name, store.kind, store.sharded, kept)
+                self._kept.difference_update(store.flats.values())
 
     def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
         """Add this rank's server residual to its own residual, and remove the server residual.
@@ -263,7 +291,7 @@ class State:
             factors: by parameter name. The debts of other parameters do not change.
         """
         stores = [store for store in self._stores.values() if store.kind is Kind.DEBT]
-        parts = (part for store in stores for part in store.items())
+        parts = (part for store in stores for part in (*store.items(), *store.kept()))
         _multiply((part, factors[name]) for name, part in parts if name in factors)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
@@ -274,6 +302,7 @@ class State:
             old = store.flats.pop(names)
             self._in_flight.discard(old)
             self._committed.discard(old)
+            self._kept.discard(old)
             store.loose.update(old.parts(old.before))
         flat = store.flats[slot.names] = _Flat(slot, device)
         for name, view in flat.parts(flat.before):
@@ -312,9 +341,3 @@ def _multiply(factors: Iterable[tuple[Tensor, float]]) -> None:
         alike.setdefault((values.dtype, values.device, factor), []).append(values)
     for (_, _, factor), tensors in alike.items():
         torch._foreach_mul_(tensors, factor)
-
-
-def _swap(flats: Iterable[_Flat]) -> None:
-    # Swapped, not copied: a copy would read and write every residual once more.
-    for flat in flats:
-        flat.before, flat.after = flat.after, flat.before

@@ -5,7 +5,9 @@
 
 The most important measurements come first. What does not fit into `--minutes` is left out, and the
 program says what that was. Each row is on disk as soon as it is measured. Training steps run on all
-GPUs, everything else on the first.
+GPUs, everything else on the first. The program ends with two tables: each method's step over that
+of plain DDP, and its time on the host for a bucket. `python -m benchmarks.gpu.profile` shows what
+the host does in that time.
 """
 
 import argparse
@@ -25,9 +27,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from benchmarks.gpu import kernels, methods, training
+from benchmarks.gpu import kernels, methods, summary, training
 from benchmarks.gpu.device import Device, described
 from benchmarks.gpu.models import TASKS, TINY, Task
+from benchmarks.net.names import BASELINES
 from benchmarks.net.rows import Table
 
 RESULTS = Path(__file__).parents[1] / "results"
@@ -36,7 +39,7 @@ COLUMNS += ["part", "model", "what", "n", "k", "form", "ranks", "gpu_ms", "gb_s"
 COLUMNS += ["cpu_us", "launches", "waits", "waits_per_step"]
 COLUMNS += ["steps", "step_ms", "step_ms_low", "step_ms_high", "hidden"]
 
-PARTS = ("kernel", "method", "step")
+PARTS = ("kernel", "method", "host", "step")
 Rows = Iterator[dict[str, Any]]
 
 
@@ -48,6 +51,7 @@ def main() -> None:
     prepare(options)
     device = Device(options.kind)
     run = Run(options, device)
+    rows_before = len(run.table.read())
     left_out, failed = [], []
     for name, stage in stages(options):
         if options.parts and name.partition(" ")[0] not in options.parts:
@@ -64,6 +68,7 @@ def main() -> None:
             # A model that does not fit into this GPU must not cost the other measurements.
             traceback.print_exc()
             failed.append(name)
+    print(summary.text(run.table.read()[rows_before:]), end="", flush=True)
     if left_out:
         print(f"left out after {options.minutes:g} minutes: {'; '.join(left_out)}", flush=True)
     if failed:
@@ -101,12 +106,14 @@ def stages(options: argparse.Namespace) -> list[Stage]:
             *vectors([(5000, 0.01, "fast"), (5000, 0.01, "torch")], 1, options.seed),
             # The ranks divide what is kept, as they do with the real sizes.
             *buckets(8, 1 << 14, "0.125", 1, options.seed),
+            *hosts(8, 1 << 14, "0.125", 1, options.seed),
             *models(TINY, 0.0, options.seed),
         ]
     return [
         *vectors([(large, 0.01, "fast")], 30, options.seed),
         *buckets(8, methods.BUCKET, "0.01", 20, options.seed),
-        *models(TASKS, 3.0, options.seed),
+        *hosts(8, methods.BUCKET, "0.01", 50, options.seed),
+        *models(TASKS, 1.5, options.seed),
         *vectors([(small, 0.01, "fast"), (large, 0.001, "fast")], 30, options.seed),
         *buckets(64, methods.BUCKET, "0.01", 20, options.seed),
         *vectors([(large, 0.01, "torch"), (small, 0.001, "fast")], 30, options.seed),
@@ -131,6 +138,16 @@ def buckets(ranks: int, n: int, ratio: str, repeats: int, seed: int) -> list[Sta
     return [
         (f"method {ranks} ranks {spec}", partial(methods.measure, spec=spec, **size))
         for spec in specs
+    ]
+
+
+def hosts(ranks: int, n: int, ratio: str, repeats: int, seed: int) -> list[Stage]:
+    """The host's time for a bucket, with every method of torchcomp that also trains."""
+    specs = [spec for spec in training.METHODS if spec not in BASELINES]
+    size = {"world_size": ranks, "n": n, "repeats": repeats, "seed": seed}
+    return [
+        (f"host {ranks} ranks {spec}", partial(methods.measure_host, spec=spec, **size))
+        for spec in (each.replace("0.01", ratio) for each in specs)
     ]
 
 

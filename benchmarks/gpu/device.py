@@ -5,14 +5,13 @@ numbers of a rehearsal mean nothing.
 """
 
 import datetime
-import importlib.util
+import importlib
 import re
 import statistics
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -188,6 +187,13 @@ def _cache_bytes(place: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(place), "L2_cache_size", 1 << 26))
 
 
+def _triton_version() -> str:
+    try:
+        return str(importlib.import_module("triton").__version__)
+    except ImportError:
+        return "none"
+
+
 def described(device: Device, command: str, seed: int) -> dict[str, Any]:
     """Return the columns that every row has: where, when and with what it was measured."""
     common = conditions()
@@ -198,7 +204,7 @@ def described(device: Device, command: str, seed: int) -> dict[str, Any]:
         "device": name,
         "torch": torch.__version__,
         "cuda": torch.version.cuda or "none",
-        "triton": version("triton") if importlib.util.find_spec("triton") else "none",
+        "triton": _triton_version(),
         "seed": seed,
         "command": command,
     }

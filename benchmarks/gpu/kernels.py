@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Device
-from torchcomp.codec import add_messages, codec
+from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import TopK
+from torchcomp.compressors.base import Vectors
 from torchcomp.kernels import backend, quantize
-from torchcomp.kernels.segments import Segment
 from torchcomp.keys import Key
 
 KEY = Key(0)
@@ -48,13 +48,11 @@ class Training:
         self.g, self.e, self.x = (torch.empty(n, device=device.place) for _ in range(3))
         self.e.normal_(generator=self.generator)
         self.topk = TopK(ratio)
-        self.codec = codec(self.topk, ("w",), (n,), torch.float32)
-        self.scratch = self.codec.scratch()
-        self.frames = self.codec.frames(device.place)
+        vectors = vectors_of(self.topk, ("w",), (n,), torch.float32)
+        self.codec = Codec(vectors, device.place, torch.float32)
         self.draw()
-        self.whole = [Segment(0, n, self.topk.kept(n))]
-        self.index = self.topk.select_sum(self.g, self.e, self.x, self.whole, self.scratch)
-        self.encoded = self.topk.encode_selected(self.x, self.whole, self.index, [KEY])
+        self.index = self.topk.select_sum(self.g, self.e, self.x, self.codec.vectors)
+        self.encoded = self.topk.encode_selected(self.x, self.index, self.codec.vectors, KEY)
 
     def draw(self) -> None:
         """Draw a new gradient."""
@@ -62,44 +60,41 @@ class Training:
 
     def draw_cold(self) -> None:
         self.draw()
-        self.scratch = self.codec.scratch()
+        vectors = self.codec.vectors
+        self.codec.vectors = Vectors(vectors, vectors.device, vectors.dtype)
 
     def select(self) -> None:
-        self.topk.select_sum(self.g, self.e, self.x, self.whole, self.scratch)
+        self.topk.select_sum(self.g, self.e, self.x, self.codec.vectors)
 
     def message(self) -> None:
-        self.topk.encode_selected(self.x, self.whole, self.index, [KEY])
+        self.topk.encode_selected(self.x, self.index, self.codec.vectors, KEY)
 
     def pack(self) -> None:
-        self.frames.pack([each.parts for each in self.encoded])
+        self.codec.pack(self.encoded)
 
     def subtract(self) -> None:
         self.codec.subtract(self.encoded, self.x, KEY)
 
     def encode(self) -> None:
         g, e, x = self.g, self.e, self.x
-        message = self.codec.encode_sum(g, e, x, KEY, self.scratch, torch.float32)
-        self.frames.pack([each.parts for each in message])
-        self.codec.subtract(message, x, KEY)
+        self.codec.encode_sum(g, e, x, KEY)
         # The sum minus what was sent is the new residual.
         self.e, self.x = x, e
 
     def decoder(self, ranks: int) -> Callable[[], None]:
         """Return a function that adds up the frames of `ranks` ranks, all different."""
-        sent = []
+        sent, frames = [], self.codec.frames
         for _ in range(ranks):
             self.draw()
             self.encode()
-            sent.append(self.frames.outgoing().clone())
-        received, expected = torch.stack(sent), self.frames.expected
+            sent.append(frames.outgoing().clone())
+        received = torch.stack(sent)
 
         def decode() -> None:
-            self.g.zero_()
-            headers = self.frames.headers(received)
+            headers = frames.headers(received)
             if headers is not None:
-                headers.ne(expected).any()
-            messages = self.frames.unpack(received)
-            add_messages([(self.codec, parts) for parts in messages], self.g, KEY, 1 / ranks)
+                headers.ne(frames.expected).any()
+            self.codec.mean(frames.unpack(received), self.g, KEY, ranks)
 
         return decode
 
@@ -156,8 +151,8 @@ def _cases(run: Training) -> list[Case]:
 
         return both
 
-    quantised = quantize.encode(run.g, "int8", None)
-    n = run.g.numel()
+    n, form = [run.g.numel()], quantize.form_for(run.g.device)
+    quantised = form.encode(run.g, n, "int8", None)
     return [
         ("copy", lambda: lambda: run.x.copy_(run.g), nothing),
         ("encode warm", lambda: run.encode, run.draw),
@@ -172,6 +167,6 @@ def _cases(run: Training) -> list[Case]:
         ("pack", lambda: run.pack, nothing),
         ("subtract", lambda: run.subtract, nothing),
         ("add + torch.topk", lambda: run.torch_topk, nothing),
-        ("quantise", lambda: lambda: quantize.encode(run.g, "int8", None), nothing),
-        ("dequantise", lambda: lambda: quantize.decode(quantised, n, torch.float32), nothing),
+        ("quantise", lambda: lambda: form.encode(run.g, n, "int8", None), nothing),
+        ("dequantise", lambda: lambda: form.decode(quantised, n, torch.float32), nothing),
     ]

@@ -1,4 +1,4 @@
-"""Time each method on one bucket: on the GPU, on the thread that launches, launches and waits.
+"""Time each method on one bucket: on the GPU, on the calling thread, launches and waits.
 
 The bucket has the size of DDP's, 25 MiB. The other ranks exist only in name, see `ranks.py`: the
 times are those of one rank of a group of that size, without the network.
@@ -38,6 +38,7 @@ class Steps:
     """One rank's steps with one bucket.
 
     `begin` ends the step before and begins another one. Then `average` averages the bucket.
+    `step` does all of a step, with the gradients that `draw` made.
     """
 
     def __init__(self, spec: str, world_size: int, place: torch.device, n: int, seed: int) -> None:
@@ -53,11 +54,14 @@ class Steps:
         self.shard = torch.empty(n // world_size, device=place)
         self.in_flight = False
 
+    def draw(self) -> None:
+        self.shard.normal_(generator=self.generator)
+        self.bucket.flat.copy_(self.shard.repeat(self.bucket.flat.numel() // self.shard.numel()))
+
     def begin(self) -> None:
         if self.in_flight:
             self.finish()
-        self.shard.normal_(generator=self.generator)
-        self.bucket.flat.copy_(self.shard.repeat(self.bucket.flat.numel() // self.shard.numel()))
+        self.draw()
         self.averager.begin()
         self.in_flight = True
 
@@ -67,6 +71,11 @@ class Steps:
     def finish(self) -> None:
         self.averager.finish()
         self.in_flight = False
+
+    def step(self) -> None:
+        self.averager.begin()
+        self.average()
+        self.finish()
 
     def ready_to_finish(self) -> None:
         self.begin()
@@ -90,4 +99,25 @@ def measure(
         "launches": device.launches(steps.average, steps.begin),
         "waits": device.waits(steps.average, steps.begin),
         "waits_per_step": device.waits(steps.finish, steps.ready_to_finish),
+    }
+
+
+def measure_host(
+    device: Device, spec: str, world_size: int, n: int, repeats: int, seed: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the time that the calling thread takes for a whole step of one bucket, with its waits.
+
+    The step is ``begin``, ``average`` and ``finish`` of the averager.
+    """
+    steps = Steps(spec, world_size, device.place, n, seed)
+    for _ in range(3):  # compiles, and finds thresholds
+        steps.draw()
+        steps.step()
+    microseconds = device.host_microseconds(steps.step, repeats, steps.draw)
+    yield {
+        "part": "host",
+        "what": spec,
+        "n": n,
+        "ranks": world_size,
+        "cpu_us": f"{microseconds:.0f}",
     }

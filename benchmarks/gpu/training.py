@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.models import Task
 from benchmarks.net.methods import Course, Trainee, attach
-from benchmarks.net.names import BF16, FLOOR, PLAIN
+from benchmarks.net.names import BF16, FLOOR, PLAIN, POWERSGD
 from torchcomp.bucket import Bucket
 
 METHODS = (
@@ -34,6 +34,10 @@ METHODS = (
     'bidirectional(topk(0.01), topk(0.01), selection="exact")',
     'ef(cast("bf16"))',
     "powersgd(rank=1)",
+    POWERSGD,
+    'bidirectional(quantize("int8"), quantize("int8"))',
+    'bidirectional(quantize("int4"), quantize("int4"))',
+    'ef(topk(0.01, values="int8"))',
 )
 
 

@@ -6,6 +6,7 @@ local steps, or ``jointspar(...)`` with the options of :class:`torchcomp.JointSp
 
 import ast
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 from torch import nn
@@ -78,7 +79,9 @@ def attach(method: str, module: nn.Module, course: Course, nodes: int | None = N
     Raises:
         ValueError: If the method has one level only.
     """
-    model = DistributedDataParallel(module, **_ddp_options(method))
+    # PowerSGD's hook in one bucket: see _ONE_BUCKET_MB.
+    whole = {"bucket_cap_mb": _ONE_BUCKET_MB} if method == POWERSGD else {}
+    model = in_ddp(module, **whole)
     optimizer = SGD(model.parameters(), lr=course.lr, momentum=0.9, weight_decay=5e-4)
     if method in BASELINES:
         _register_baseline(method, model, course.settled)
@@ -86,16 +89,17 @@ def attach(method: str, module: nn.Module, course: Course, nodes: int | None = N
     return Trainee(model, optimizer, _counter(method, model, optimizer, course, nodes))
 
 
-def _ddp_options(method: str) -> dict[str, Any]:
-    # BatchNorm statistics stay local with every method. Their broadcast would otherwise add to the
-    # measured bytes and time.
-    options: dict[str, Any] = {"forward_sync_buffers": False, "gradient_as_bucket_view": True}
+def in_ddp(module: nn.Module, **options: Any) -> DistributedDataParallel:
+    """Wrap `module` in DDP without its broadcasts, of buffers and of the first weights."""
     # All ranks build the same weights from the same seed. Sending them would take minutes on a
-    # slow link.
-    options["init_sync"] = False
-    if method == POWERSGD:
-        options["bucket_cap_mb"] = _ONE_BUCKET_MB
-    return options
+    # slow link. DDP of torch 2.6 always sends them.
+    if "init_sync" in signature(DistributedDataParallel).parameters:
+        options["init_sync"] = False
+    model = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+    # BatchNorm statistics stay local with every method: their broadcast would add to the measured
+    # bytes and time. Not as an argument, whose name torch 2.13 changed.
+    model.broadcast_buffers = False
+    return model
 
 
 def _counter(

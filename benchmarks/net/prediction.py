@@ -15,14 +15,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
 import torchcomp
 from benchmarks.net import data, models
 from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
-from benchmarks.net.methods import Course, Trainee, attach
+from benchmarks.net.methods import Course, Trainee, attach, in_ddp
 from benchmarks.net.names import BASELINES, BF16, ONE_VALUE, PLAIN
 from benchmarks.net.steps import StepBench
 from torchcomp.batchnorm import statistics_of, updated_layers
@@ -117,12 +116,7 @@ class PredictionBench:
 
     def _compute(self, name: str) -> tuple[Compute, dict[str, torch.Tensor], dict[str, Any]]:
         """The step without any exchange, and gradients to record with."""
-        model = DistributedDataParallel(
-            models.build(name, seed=0),
-            forward_sync_buffers=False,
-            gradient_as_bucket_view=True,
-            init_sync=False,
-        )
+        model = in_ddp(models.build(name, seed=0))
         optimizer = SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=5e-4)
         images, labels = data.digits(models.SIZES[name])[0].take(torch.arange(self._job.batch))
         dist.barrier()

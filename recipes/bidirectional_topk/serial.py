@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from recipes.bidirectional_topk.methods import Method
 from torchcomp.compressors import TopK
-from torchcomp.kernels.select import Scratch, add_and_select
+from torchcomp.compressors.base import Vectors
 
 # Workers whose gradients are computed together. More would not fit into the cache.
 _TOGETHER = 25
@@ -42,7 +42,8 @@ class SerialWorkers:
         self.weights = parameters_to_vector(model.parameters()).detach()
         vector_to_parameters(self.weights, model.parameters())
         d = self.weights.numel()
-        self.k = TopK(ratio).kept(d)
+        self._topk = TopK(ratio)
+        self.k = self._topk.kept(d)
         self.union = 0
         self.residuals = torch.zeros(count if method.up else 0, d)
         self.server_residual = torch.zeros(d)
@@ -50,7 +51,7 @@ class SerialWorkers:
         self._after = torch.empty_like(self.residuals)
         self._server_after = torch.empty(d)
         # The selection is faster if it knows the threshold of the same worker's last step.
-        self._scratches = [Scratch() for _ in range(count + 1)]
+        self._vectors = [Vectors.of(self._topk, d) for _ in range(count + 1)]
         self._gradients_of = _gradients_of_each(model)
 
     def step(self, images: Tensor, labels: Tensor, lr: float) -> bool:
@@ -86,8 +87,8 @@ class SerialWorkers:
             some = slice(first, first + _TOGETHER)
             for rank, gradient in enumerate(self._gradients_of(images[some], labels[some]), first):
                 after = self._after[rank]
-                chosen = add_and_select(
-                    gradient, self.residuals[rank], after, self.k, self._scratches[rank]
+                chosen = self._topk.select_sum(
+                    gradient, self.residuals[rank], after, self._vectors[rank]
                 )
                 total[chosen] += after[chosen] / self.count
                 after[chosen] = 0.0
@@ -103,7 +104,7 @@ class SerialWorkers:
     def _downlink(self, mean: Tensor) -> Tensor:
         """Return the message of the server."""
         after = self._server_after
-        chosen = add_and_select(mean, self.server_residual, after, self.k, self._scratches[-1])
+        chosen = self._topk.select_sum(mean, self.server_residual, after, self._vectors[-1])
         message = torch.zeros_like(after)
         message[chosen] = after[chosen]
         after[chosen] = 0.0

@@ -233,20 +233,28 @@ def test_a_nan_is_found_in_every_stage(spec: str, at: int) -> None:
     on_ranks(2, body)
 
 
-def test_workspaces_of_a_stage_are_freed() -> None:
-    class Workspace:
-        pass
+def test_workspaces_of_a_stage_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    prepared: list[weakref.ref[Any]] = []
+    aggregate = EF.aggregate
+
+    def noted(self: EF, g: Any, bucket: Any, key: Any) -> None:
+        prepared.append(weakref.ref(bucket))
+        aggregate(self, g, bucket, key)
+
+    monkeypatch.setattr(EF, "aggregate", noted)
 
     def body(exchange: Any) -> None:
         engine = averager(f"ef({UP})", exchange)
+        prepared.clear()  # of the rehearsal
         steps(engine, range(2))
-        workspace = weakref.ref(engine.state.scratch("workspace", Workspace))
-        assert workspace() is not None
+        assert all(each() is not None for each in prepared)
         steps(engine, range(2, 3))
-        assert workspace() is None
-        workspace = weakref.ref(engine.state.scratch("workspace", Workspace))
+        *before, now = (each() for each in prepared)
+        assert now is not None
+        assert not any(before[: len(prepared) * 2 // 3])
+        prepared.clear()
         steps(engine, range(3, 4))
-        assert workspace() is not None
+        assert all(each() is not None for each in prepared)
 
     on_ranks(1, body)
 

@@ -25,6 +25,7 @@ from tests.support.models import Branches, loss_of, mlp, residual_norm, rows, se
 from tests.support.outcomes import assert_refused, raised_by
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import RankMismatchError, SpecError, UnsupportedModelError
+from torchcomp.compressors import TopK
 
 TOPK = "ef(topk(0.1))"
 LIGHTNING = (
@@ -523,9 +524,7 @@ def test_an_error_in_an_exchange_is_raised_unchanged() -> None:
     def body() -> None:
         model = wrap(mlp())
         torchcomp.register(model, TOPK)
-        with mock.patch(
-            "torchcomp.kernels.select.add_and_select", side_effect=ValueError("no luck")
-        ):
+        with mock.patch.object(TopK, "encode_sum", side_effect=ValueError("no luck")):
             loss_of(model(rows(0))).backward()
 
     assert_refused(1, body, ValueError, match="^no luck$")

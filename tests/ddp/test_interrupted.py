@@ -14,7 +14,7 @@ from tests.support.cases import only, thorough
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, weights, wrap
 from tests.support.outcomes import caught, same
 from tests.support.ranks import on_processes, on_threads
-from torchcomp.hooks.executors import after_backward
+from torchcomp.ddp.executors import after_backward
 
 
 class Stop(BaseException):

@@ -190,7 +190,7 @@ def test_only_plain_sgd_is_registered_without_a_warning(
         torchcomp.register(model, "ef(topk(0.2))", lr_inside=optimizer(model.parameters()))
 
     on_threads(2, body)
-    lines = messages_of("hooks.log", caplog)
+    lines = messages_of("ddp.log", caplog)
     assert len(lines) == len(warned)  # on one rank only
     assert all(name in line for line in lines for name in ("lr_inside", *warned))
 

@@ -28,7 +28,7 @@ from tests.support.models import (
 )
 from tests.support.outcomes import equal_on_all, same
 from tests.support.ranks import on_threads
-from torchcomp.hooks.executors import after_backward
+from torchcomp.ddp.executors import after_backward
 
 TOPK = "ef(topk(0.1))"
 STEPS = 12

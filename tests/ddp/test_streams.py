@@ -17,7 +17,7 @@ from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_threads
 from torchcomp import host
 from torchcomp.bucket import Bucket
-from torchcomp.hooks.executors import StreamExecutor, ThreadExecutor
+from torchcomp.ddp.executors import StreamExecutor, ThreadExecutor
 
 # --- Executors ------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ def scales(update_between: bool) -> tuple[list[float], list[str], int]:
     with (
         # The scale only: frames on the CPU are read as usual.
         mock.patch.object(host, "can_read", lambda x: x.dim() > 0),
-        mock.patch("torchcomp.hooks.loss_scale.host.copy_from", copy_from),
+        mock.patch("torchcomp.ddp.loss_scale.host.copy_from", copy_from),
         mock.patch.object(loop.scaler, "get_scale", wraps=loop.scaler.get_scale) as get_scale,
     ):
         for step in range(3):

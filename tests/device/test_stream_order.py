@@ -23,7 +23,7 @@ from tests.support.models import (
 from tests.support.outcomes import reloaded
 from tests.support.ranks import with_fake_ranks
 from tests.support.streams import Simulator, simulated
-from torchcomp.hooks.executors import Executor, Job, StreamExecutor
+from torchcomp.ddp.executors import Executor, Job, StreamExecutor
 
 TOPK = "ef(topk(0.1))"
 OVERLAP = {"overlap": True}
@@ -237,15 +237,15 @@ def test_jointspar() -> None:
 class WithoutWaiting(StreamExecutor):
     """Reads gradients that the main stream is still computing."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, always: bool = False) -> None:
         with torch.cuda.stream(self._stream):
-            job()
+            self._run(job, always)
 
 
 class CompletesTooEarly(StreamExecutor):
     """Completes the futures on the main stream, which has not waited for the side stream."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, always: bool = False) -> None:
         main = torch.cuda.current_stream()
         set_result = torch.futures.Future.set_result
 
@@ -255,23 +255,23 @@ class CompletesTooEarly(StreamExecutor):
 
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(torch.futures.Future, "set_result", early)
-            super().submit(job)
+            super().submit(job, always=always)
 
 
 class FreesTooEarly(StreamExecutor):
     """Reads a tensor of the main stream on the side stream, and drops it at once."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, always: bool = False) -> None:
         super().submit(torch.ones(1000).sum)
-        super().submit(job)
+        super().submit(job, always=always)
 
 
 class RecordsWhatItFrees(StreamExecutor):
     """The twin without the fault."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, always: bool = False) -> None:
         super().submit(recorded(torch.ones(1000), self._stream).sum)
-        super().submit(job)
+        super().submit(job, always=always)
 
 
 def recorded(x: Tensor, stream: Any) -> Tensor:
@@ -282,10 +282,10 @@ def recorded(x: Tensor, stream: Any) -> Tensor:
 class ReadsTooEarly(StreamExecutor):
     """Shows the main stream what the side stream is writing."""
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, always: bool = False) -> None:
         shown: list[Tensor] = []
         super().submit(lambda: shown.append(torch.ones(3)))
-        super().submit(job)
+        super().submit(job, always=always)
         shown[0].sum()
 
 

@@ -279,12 +279,59 @@ def test_debts_are_the_names_of_that_kind(state):
     assert state.slots()["server_error"] == (Kind.DEBT, True)
 
 
-def test_scratch_is_made_once_and_never_saved(state):
-    made = []
-    for _ in range(2):
-        state.scratch("key", lambda: made.append(1) or [])
-    assert made == [1]
-    assert set(state.slots()) == {"error"}
+# --- Several commits that are undone together -----------------------------------------------------
+
+
+def commit(state, value):
+    """Take a step that writes value, value + 1 and value + 2."""
+    write(state, ("a", "b"), value)
+    write(state, ("c",), value + 2)
+    state.commit()
+
+
+def test_values_from_before_several_commits_come_back(state):
+    commit(state, 1.0)
+    for value in (2.0, 3.0):
+        state.keep_before()
+        commit(state, value)
+    state.revert()
+    state.restore_before()
+    assert held(state) == COMMITTED
+
+
+def test_forgotten_values_do_not_come_back(state):
+    commit(state, 1.0)
+    state.keep_before()
+    commit(state, 2.0)
+    now = held(state)
+    state.forget_before()
+    state.restore_before()
+    assert held(state) == now
+
+
+def test_kept_values_follow_the_loss_scale(state):
+    commit(state, 1.0)
+    state.keep_before()
+    commit(state, 2.0)
+    state.scale(4.0)
+    state.revert()
+    state.restore_before()
+    scaled = {name: [4 * value for value in values] for name, values in COMMITTED.items()}
+    assert held(state) == scaled
+
+
+@pytest.mark.parametrize("void", [True, False])
+def test_the_device_undoes_a_commit_and_a_second_call_cancels_that(state, void):
+    commit(state, 2.0)
+    after = held(state)
+    state.revert_where(torch.tensor(void))
+    assert held(state) == (COMMITTED if void else after)
+    undone = {name: part.tolist() for name, part in state.undone("error")}
+    assert undone == (after if void else COMMITTED)
+    state.revert_where(torch.tensor(void))
+    assert held(state) == after
+    state.revert()
+    assert held(state) == COMMITTED
 
 
 # --- The server residual --------------------------------------------------------------------------

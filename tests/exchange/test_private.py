@@ -19,9 +19,9 @@ from tests.support.outcomes import caught
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, with_fake_ranks
 from torchcomp import ProcessGroupExchange, RankFailureError, RankMismatchError
+from torchcomp.ddp.executors import ThreadExecutor, transport
 from torchcomp.exchange import PrivateExchange, new_name
 from torchcomp.exchange.failures import report_cause
-from torchcomp.hooks.executors import ThreadExecutor, transport
 
 CPU = torch.device("cpu")
 

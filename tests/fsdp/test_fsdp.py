@@ -654,3 +654,29 @@ def test_a_pass_that_raised_keeps_the_state_and_the_next_forward_pass_raises(
         assert kept
         assert type(error) is RuntimeError
         assert same(stopped, whole)
+
+
+def thrown_away(passes: int, to_none: bool, in_a_row: bool, skip: bool) -> Any:
+    """Train with backward passes whose gradients are cleared before the optimizer steps."""
+    run = Run((2, 2), TOPK, torch.float64)
+    for step in STEPS:
+        run.step(10 * step)
+        run.optimizer.zero_grad(set_to_none=to_none)
+        for number in () if skip else range(passes):
+            run.backward(10 * step + 1 + number)
+            if in_a_row:
+                run.optimizer.zero_grad(set_to_none=to_none)
+    run.step(100)
+    return weights(run.model), run.handle.state_dict()["slots"]
+
+
+# The passes of a turn are cleared one by one, or together after the last one.
+@pytest.mark.parametrize(
+    ("passes", "to_none", "in_a_row"), [(1, True, True), (2, False, True), (2, True, False)]
+)
+def test_a_pass_that_is_thrown_away_is_as_none(passes: int, to_none: bool, in_a_row: bool) -> None:
+    ours, none = (
+        on_processes(4, thrown_away, passes, to_none, in_a_row, skip) for skip in (False, True)
+    )
+    for one, other in zip(ours, none, strict=True):
+        assert same(one, other)

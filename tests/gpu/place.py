@@ -18,7 +18,7 @@ from torch import nn
 from benchmarks.gpu import device
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
-from torchcomp.hooks import executors
+from torchcomp.ddp import executors
 from torchcomp.kernels import backend
 
 REHEARSAL = os.environ.get("TORCHCOMP_REHEARSE") == "1"
@@ -93,7 +93,7 @@ def delayed(stream: str, module: nn.Module) -> Iterator[None]:
 
 
 def _after_a_pause(submit: Callable[..., None]) -> Callable[..., None]:
-    def late(self: executors.Executor, job: executors.Job) -> None:
-        submit(self, lambda: (pause(), job()))
+    def late(self: executors.Executor, job: executors.Job, *, always: bool = False) -> None:
+        submit(self, lambda: (pause(), job()), always=always)
 
     return late

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from tests.engine import small
-from torchcomp import Guard
+from torchcomp import Guard, watch
 from torchcomp.bucket import Bucket
 
 EVERY = 10
@@ -22,7 +22,8 @@ class Watched:
     def __init__(self, exchange, method, *, dtype=torch.float32, guard=None, **options):
         self.alarms, self.dtype = [], dtype
         guard = replace(guard or Guard(every=EVERY, age=EVERY), callback=self.alarms.append)
-        self.averager = small.averager(exchange, method, dtype=dtype, guard=guard, **options)
+        self.averager = small.averager(exchange, method, dtype=dtype, **options)
+        self.guard = watch(self.averager, guard)
 
     def train(self, first, last):
         """Run steps `first` to `last` - 1, and judge the last comparison. Return the means."""
@@ -32,12 +33,26 @@ class Watched:
 
     @property
     def report(self):
-        return self.averager.monitor.report
+        return self.guard.report
 
     @property
     def kinds(self):
         """The kinds of alarms so far."""
         return {alarm.kind for alarm in self.alarms}
+
+
+def accuse(averager, name):
+    """Let the guard believe that the method doubles a parameter. The run is right."""
+    observer = averager.observer
+    after = observer.after
+
+    def changed(bucket, method):
+        if name in bucket.names:
+            bucket = Bucket(bucket.shape, bucket.flat.clone())
+            bucket.parts()[name].mul_(2).add_(1)
+        after(bucket, method)
+
+    observer.after = changed
 
 
 def plain(alarm):

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 
 from tests.engine import small
-from tests.guard.test_fall_back import accuse
-from tests.support.models import loss_of, mlp, rows, wrap
-from tests.support.outcomes import assert_refused
+from tests.guard.runs import accuse
+from tests.support.models import Account, assert_conserved, loss_of, mlp, rows, wrap
+from tests.support.outcomes import assert_refused, raised_by
 from tests.support.ranks import on_threads
-from torchcomp import Guard, Handle, RankMismatchError, SpecError, register
+from torchcomp import Guard, Handle, RankMismatchError, SpecError, register, watch
 
 TOPK = "ef(topk(0.1))"
 
@@ -32,8 +32,6 @@ BAD = [
     ({"every": True}, "every"),
     ({"every": "50"}, "every"),
     ({"age": 0}, "age"),
-    ({"fall_back": "x"}, "fall_back"),
-    ({"fall_back": None}, "fall_back"),
     ({"callback": "print"}, "callback"),
 ]
 
@@ -78,7 +76,7 @@ def test_a_state_or_the_end_judges_the_last_comparison_and_a_mean_has_no_age(jud
         assert math.isnan(old)
 
 
-@pytest.mark.parametrize("value", [False, Guard(every=7), Guard(fall_back="layer"), "yes"])
+@pytest.mark.parametrize("value", [False, Guard(every=7), "yes"])
 def test_ranks_with_other_guards_are_refused(value):
     def body():
         register(wrap(mlp()), TOPK, guard=value if dist.get_rank() == 1 else True)
@@ -93,13 +91,13 @@ def test_a_callback_that_raises_at_the_end_leaves_nothing_open():
     def body():
         model = wrap(mlp())
         handle = register(model, "mean", guard=Guard(every=1, callback=callback))
-        after = handle.averager.monitor.after
+        after = handle.guard.after
 
-        def change(bucket, method, state):
+        def change(bucket, method):
             bucket.flat.mul_(2)
-            after(bucket, method, state)
+            after(bucket, method)
 
-        handle.averager.monitor.after = change
+        handle.guard.after = change
         loss_of(model(rows(0))).backward()
         with pytest.raises(ValueError, match="imbalance"):
             handle.close()
@@ -119,15 +117,16 @@ def test_each_rank_has_a_callback_of_its_own():
 
 def accused(exchange, guard, parts):
     """Train; at each comparison, the guard believes that other parameters are wrong."""
-    averager = small.averager(exchange, TOPK, guard=guard)
-    genuine = averager.monitor.after
+    averager = small.averager(exchange, TOPK)
+    watched = watch(averager, guard)
+    genuine = watched.after
     for number, names in enumerate(parts):
-        averager.monitor.after = genuine
+        watched.after = genuine
         for name in names:
             accuse(averager, name)
         small.train(averager, 2 * number, 2 * number + 2)
     averager.settle()
-    return averager.monitor.alarms
+    return watched.alarms
 
 
 def test_the_callback_is_called_on_each_rank_once_for_each_new_alarm():
@@ -147,10 +146,33 @@ def test_by_default_rank_0_logs_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "torchcomp"):
         alarms = small.on_ranks(3, lambda e: accused(e, Guard(every=2), [("conv",), ("conv",)]))
     (record,) = caplog.records
-    assert (record.name, record.levelname) == ("torchcomp.guard.monitor", "WARNING")
+    assert (record.name, record.levelname) == ("torchcomp.guard.observer", "WARNING")
     assert "'conv'" in record.getMessage()
     assert "step 2" in record.getMessage()
     assert all(each == alarms[0] for each in alarms)
+
+
+def test_a_script_swaps_between_two_steps_after_an_alarm_and_nothing_is_lost():
+    def body():
+        found, refused = [], []
+
+        def callback(alarm):
+            found.append(alarm)
+            refused.append(raised_by(lambda: handle.swap("mean")))
+
+        model = wrap(mlp())
+        handle = register(model, TOPK, guard=Guard(every=2, callback=callback))
+        accuse(handle.averager, "2.weight")
+        account = Account()
+        for step in range(5):
+            account.step(model, (rows(step),))
+            if found and str(handle.method) != "mean":
+                handle.swap("mean")
+        return account.close(handle), str(handle.method), list(map(type, refused))
+
+    outcomes = on_threads(2, body)
+    assert_conserved([account for account, *_ in outcomes], 1e-9)
+    assert [outcome[1:] for outcome in outcomes] == [("mean", [RuntimeError])] * 2
 
 
 class Stop(Exception):

@@ -9,7 +9,7 @@ from tests.guard.runs import EVERY, Watched, drifting, run
 from tests.support.cases import thorough
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_threads
-from torchcomp import Guard, register
+from torchcomp import Guard, register, watch
 
 TOPK = "ef(topk(0.1))"
 PER_TENSOR = 'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")'
@@ -37,20 +37,20 @@ class Rank:
     def __init__(self, exchange, method, fault, gradients=drifting):
         self.watched, self.rank = Watched(exchange, method), exchange.rank
         self.averager, self.exchange = self.watched.averager, exchange
-        monitor, self.step, self.saved = self.averager.monitor, 0, {}
-        before, after = monitor.before, monitor.after
+        guard, self.step, self.saved = self.watched.guard, 0, {}
+        before, after = guard.before, guard.after
 
         def keep(bucket, method):
             self.gradient = {name: part.clone() for name, part in bucket.parts().items()}
             before(bucket, method)
 
-        def change(bucket, method, state):
+        def change(bucket, method):
             self.mean = bucket.parts()
             if self.averager.step >= FIRST:
                 fault(self)
-            after(bucket, method, state)
+            after(bucket, method)
 
-        monitor.before, monitor.after = keep, change
+        guard.before, guard.after = keep, change
         run(self.averager, 0, FIRST, gradients)
         assert not self.watched.alarms
         run(self.averager, FIRST, LAST, gradients)
@@ -276,14 +276,15 @@ def test_every_alarm_is_reported_if_a_callback_raises():
             seen.append(alarm.kind)
             raise ValueError(alarm.kind)
 
-        made = small.averager(exchange, "mean", guard=Guard(every=2, callback=callback))
-        after = made.monitor.after
+        made = small.averager(exchange, "mean")
+        guard = watch(made, Guard(every=2, callback=callback))
+        after = guard.after
 
-        def change(bucket, method, state):
+        def change(bucket, method):
             bucket.flat.mul_(2)
-            after(bucket, method, state)
+            after(bucket, method)
 
-        made.monitor.after = change
+        guard.after = change
         with pytest.raises(ValueError, match=r"imbalance|silent rank"):
             run(made, 0, 3, gradients)
         return seen

@@ -225,11 +225,12 @@ def test_small_gradients_and_rows_that_no_batch_uses(method):
     def body(exchange):
         alarms = []
         tensors = small_layers_are_not_starved(0, 0)
-        made = torchcomp.Averager(method, exchange, tensors, guard=Guard(callback=alarms.append))
+        made = torchcomp.Averager(method, exchange, tensors)
+        guard = torchcomp.watch(made, Guard(callback=alarms.append))
         for number in range(50):
             made.average_all(small_layers_are_not_starved(number, exchange.rank))
         made.settle()
-        return alarms, made.monitor.report.step
+        return alarms, guard.report.step
 
     assert small.on_ranks(2, body) == [([], 50)] * 2
 
@@ -240,14 +241,13 @@ def test_the_rounding_of_a_large_server_residual():
     def body(exchange):
         alarms = []
         method = 'bidirectional(identity, topk(0.002), memory_dtype="bf16")'
-        made = torchcomp.Averager(
-            method, exchange, {"p": constant}, guard=Guard(callback=alarms.append)
-        )
+        made = torchcomp.Averager(method, exchange, {"p": constant})
+        guard = torchcomp.watch(made, Guard(callback=alarms.append))
         for number in range(50):
             noise = torch.Generator().manual_seed(100 * number + exchange.rank)
             made.average_all({"p": constant + 0.3 * torch.randn(20000, generator=noise)})
         made.settle()
-        return alarms, made.monitor.report.step
+        return alarms, guard.report.step
 
     assert small.on_ranks(2, body) == [([], 50)] * 2
 
@@ -262,20 +262,16 @@ def test_a_low_ratio_sends_little_of_a_large_parameter(compressor, ratio, scope)
 
     def body(exchange):
         alarms = []
-        made = torchcomp.Averager(
-            f'ef({compressor}({ratio}, scope="{scope}"))',
-            exchange,
-            parameters,
-            groups,
-            guard=Guard(every=25, callback=alarms.append),
-        )
+        method = f'ef({compressor}({ratio}, scope="{scope}"))'
+        made = torchcomp.Averager(method, exchange, parameters, groups)
+        guard = torchcomp.watch(made, Guard(every=25, callback=alarms.append))
         for number in range(100):
             noise = torch.Generator().manual_seed(100 * number + exchange.rank)
             made.average_all(
                 {name: torch.randn(p.shape, generator=noise) for name, p in parameters.items()}
             )
         made.settle()
-        return alarms, made.monitor.report.step
+        return alarms, guard.report.step
 
     assert small.on_ranks(2, body) == [([], 100)] * 2
 
@@ -285,16 +281,15 @@ def test_gradients_that_fp16_cannot_represent(dtype):
     def body(exchange):
         alarms = []
         parameters = {name: torch.zeros(1000, dtype=dtype) for name in ("usual", "faint")}
-        made = torchcomp.Averager(
-            'cast("fp16")', exchange, parameters, guard=Guard(every=2, callback=alarms.append)
-        )
+        made = torchcomp.Averager('cast("fp16")', exchange, parameters)
+        guard = torchcomp.watch(made, Guard(every=2, callback=alarms.append))
         for number in range(4):
             noise = torch.Generator().manual_seed(100 * number + exchange.rank)
             drawn = {name: torch.randn(1000, generator=noise) for name in parameters}
             drawn["faint"] *= 1e-6
             made.average_all({name: values.to(dtype) for name, values in drawn.items()})
         made.settle()
-        return alarms, made.monitor.report.step
+        return alarms, guard.report.step
 
     assert small.on_ranks(3, body) == [([], 4)] * 3
 

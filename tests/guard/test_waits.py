@@ -6,8 +6,7 @@ import torch
 from tests.engine import small
 from tests.support.cases import thorough
 from tests.support.launches import Count, EchoExchange, counted, on_device
-from torchcomp import Averager, Guard
-from torchcomp.guard import Replicas
+from torchcomp import Averager, Guard, watch
 
 METHODS = ["mean", "ef(topk(0.3))"]
 MORE = ['ef(cast("fp16"))', "dgc(topk(0.3))", "powersgd(rank=1)"]
@@ -19,9 +18,9 @@ class Run:
     def __init__(self, method: str, count: Count, guard: Guard | None) -> None:
         parameters = {name: on_device(p) for name, p in small.parameters(torch.float32).items()}
         exchange = EchoExchange(2, count)
-        self.averager = Averager(
-            method, exchange, parameters, small.GROUPS, guard=guard, replicas=Replicas(parameters)
-        )
+        self.averager = Averager(method, exchange, parameters, small.GROUPS)
+        if guard is not None:
+            watch(self.averager, guard, parameters)
         self.count = count
 
     def step(self, number: int) -> tuple[int, int]:

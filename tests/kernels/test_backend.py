@@ -13,14 +13,16 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
+from tests.kernels.forms import sparse_kernels
 from tests.support.cases import only
 from tests.support.logs import messages_of
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 from torchcomp.aggregators.rehearsal import rehearse
-from torchcomp.kernels import backend, elias_fano, select
+from torchcomp.kernels import backend
+from torchcomp.kernels.sparse import Sparse
 
-NUMBA = "select_numba", "elias_fano_numba", "entries_numba", "quantize_numba", "follow_numba"
+STEMS = "sparse", "select", "elias_fano", "entries", "quantize", "follow"
 
 
 @pytest.fixture
@@ -30,17 +32,17 @@ def warned(caplog):
 
 
 def use_two_kernels():
-    x = torch.arange(1000.0)
-    assert select.largest(x, 3).tolist() == [997, 998, 999]
-    code = elias_fano.encode(torch.tensor([5, 40, 41, 120]), 128)
+    assert sparse_kernels((0, 1000, 3)).select(torch.arange(1000.0)).tolist() == [997, 998, 999]
+    index = torch.tensor([5, 40, 41, 120])
+    ((_, code),) = sparse_kernels((0, 128, 4)).encode(torch.ones(128), index, None)
     assert bytes(code.tolist()) == bytes.fromhex("85 89 19 04")
 
 
 @pytest.mark.usefixtures("uncached_fast_forms")
 def test_without_numba_one_warning_says_how_to_install_it(monkeypatch, warned):
     monkeypatch.setitem(sys.modules, "numba", None)
-    for name in NUMBA:
-        monkeypatch.delitem(sys.modules, f"torchcomp.kernels.{name}", raising=False)
+    for stem in STEMS:
+        monkeypatch.delitem(sys.modules, f"torchcomp.kernels.{stem}_numba", raising=False)
     use_two_kernels()
     assert ['torchcomp-ddp[kernels]"' in message for message in warned()] == [True]
 
@@ -62,8 +64,8 @@ def test_a_kernel_that_fails_is_found_before_training(monkeypatch, warned):
         raise TypeError("failed at nopython frontend")
 
     method, cpu = torchcomp.parse("ef(topk(0.01))"), torch.device("cpu")
-    broken = SimpleNamespace(select=fail, DTYPES=(torch.float32,), LIMIT=2**31, SUMS=())
-    monkeypatch.setitem(sys.modules, "torchcomp.kernels.select_numba", broken)
+    broken = SimpleNamespace(SparseNumba=fail)
+    monkeypatch.setitem(sys.modules, "torchcomp.kernels.sparse_numba", broken)
     rehearse.cache_clear()
     rehearse(method, torch.float32, cpu)
     assert ["nopython frontend" in message for message in warned()] == [True]
@@ -97,12 +99,13 @@ def test_averages_of_bfloat16_weights_are_rehearsed_in_float32():
 
 
 def test_a_large_k_is_rehearsed_as_well(monkeypatch):
-    chosen = []
-    largest = select.add_and_select
-    monkeypatch.setattr(
-        "torchcomp.kernels.select.add_and_select",
-        lambda *arguments: chosen.append(arguments[3]) or largest(*arguments),
-    )
+    chosen, made = [], Sparse.__init__
+
+    def record(self, vectors, fmt):
+        chosen.extend(segment.k for segment in vectors.segments)
+        made(self, vectors, fmt)
+
+    monkeypatch.setattr(Sparse, "__init__", record)
     rehearse.cache_clear()
     rehearse(torchcomp.parse("ef(topk(k=1000))"), torch.float32, torch.device("cpu"))
     assert chosen == [1000]
@@ -147,9 +150,9 @@ averager = torchcomp.Averager(
     {"w": torch.zeros(10_000)},
 )
 assert builtins.print is replaced
-assert "torchcomp.kernels.select_numba" in sys.modules  # before the first backward pass
+assert "torchcomp.kernels.sparse_numba" in sys.modules  # before the first backward pass
 averager.average_all({"w": torch.randn(10_000)})
-assert backend.fast_form("select", "cpu") is not None
+assert backend.fast_form("sparse", "cpu") is not None
 """
 
 NO_FOLDER_FOR_THE_CACHE = """
@@ -162,10 +165,14 @@ caching.CodeLibraryCacheImpl._locator_classes = []
 logging.getLogger("torchcomp").addHandler(logging.StreamHandler(sys.stdout))
 
 import torch
-from torchcomp.kernels import backend, select
+from torchcomp.compressors import TopK
+from torchcomp.compressors.base import Vectors
+from torchcomp.kernels import backend
 
-assert select.largest(torch.arange(100_000.0), 2).tolist() == [99_998, 99_999]
-assert backend.fast_form("select", "cpu") is not None
+topk = TopK(k=2)
+x = torch.arange(100_000.0)
+assert topk.select(x, Vectors.of(topk, 100_000)).tolist() == [99_998, 99_999]
+assert backend.fast_form("sparse", "cpu") is not None
 assert backend.fast_form("quantize", "cpu") is not None
 """
 

@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.forms import use_form
+from tests.kernels.forms import sparse_kernels, use_form
 from tests.support.cases import only
 from tests.support.threads import torch_threads
 from tests.support.vectors import normal
-from torchcomp.kernels import elias_fano, entries, pool, quantize
+from torchcomp.kernels import elias_fano, pool, quantize
+from torchcomp.kernels.segments import Segment
 
 BACKENDS = ["torch", "numba", *(["cuda"] if torch.cuda.is_available() else [])]
 FORMATS = [None, *quantize.FORMATS]
@@ -23,7 +24,7 @@ def device(request, monkeypatch):
     """Run a test on every backend. The value is the device for its tensors."""
     if request.param == "cuda":
         return "cuda"
-    use_form(request.param, "entries", monkeypatch)
+    use_form(request.param, "sparse", monkeypatch)
     return "cpu"
 
 
@@ -41,7 +42,9 @@ def some_of(n, k, seed=0):
 def message(n, k, fmt, seed=0, dtype=torch.float32):
     """Return the indices and the fields of a message."""
     index, values = some_of(n, k, seed), normal(k, dtype=dtype, seed=seed)
-    return index, (*quantize.encode(values, fmt, None), elias_fano.encode(index, n))
+    (code,) = elias_fano.encode(index, [Segment(0, n, k)])
+    (fields,) = quantize.encode(values, [k], fmt, None)
+    return index, (*fields, code)
 
 
 def moved(parts, device):
@@ -49,7 +52,23 @@ def moved(parts, device):
 
 
 def decoded(parts, k, dtype):
-    return quantize.decode(parts[:-1], k, dtype)
+    return quantize.decode([parts[:-1]], [k], dtype)[0]
+
+
+def decoded_index(code, n, k):
+    """Return the indices of a code, and whether it is intact."""
+    index, damaged = elias_fano.decode([code], [Segment(0, n, k)])
+    return index, not damaged
+
+
+def subtract(x, index, parts, weight=1.0):
+    kernels = sparse_kernels((0, x.numel(), index.numel()), device=x.device)
+    kernels.subtract(index, [parts], x, weight)
+
+
+def accumulate(messages, k, out, weight=1.0):
+    kernels = sparse_kernels((0, out.numel(), k), device=out.device)
+    kernels.accumulate([[parts] for parts in messages], out, weight)
 
 
 def same_bits(a, b):
@@ -70,7 +89,7 @@ def test_subtract_subtracts_the_decoded_values(device, n, k, fmt, dtype, weight)
     expected = x.clone()
     expected[index] -= decoded(parts, k, dtype) * weight
     residual = x.to(device)
-    entries.subtract(residual, index.to(device), moved(parts[:-1], device), weight)
+    subtract(residual, index.to(device), moved(parts, device), weight)
     assert same_bits(residual, expected)
 
 
@@ -78,8 +97,8 @@ def test_subtract_works_on_a_strided_vector(device):
     index, parts = message(5000, 70, "int8")
     x = normal(10_000).to(device)
     expected = x.clone()
-    expected[::2][index] -= quantize.decode(parts[:-1], 70, torch.float32).to(device)
-    entries.subtract(x[::2], index.to(device), moved(parts[:-1], device))
+    expected[::2][index] -= decoded(parts, 70, torch.float32).to(device)
+    subtract(x[::2], index.to(device), moved(parts, device))
     assert x[1::2].equal(expected[1::2])
 
 
@@ -96,7 +115,7 @@ def test_accumulate_is_index_add_of_one_message_after_the_other(device, n, k, fm
     for index, parts in made:
         expected.index_add_(0, index, decoded(parts, k, dtype), alpha=1 / 3)
     out = out.to(device)
-    entries.accumulate([moved(parts, device) for _, parts in made], k, out, 1 / 3)
+    accumulate([moved(parts, device) for _, parts in made], k, out, 1 / 3)
     # Bit for bit, because ranks with and without Numba must not diverge.
     assert same_bits(out.float(), expected.float())
 
@@ -106,9 +125,9 @@ def test_the_number_of_threads_and_of_messages_per_call_does_not_matter(threads,
     n, k = 1_000_003, 20_011
     made = [message(n, k, fmt, seed)[1] for seed in range(9)]
     out, expected = normal(n), normal(n)
-    entries.accumulate(made, k, out, 0.3)
+    accumulate(made, k, out, 0.3)
     for parts in made:
-        entries.accumulate([parts], k, expected, 0.3)
+        accumulate([parts], k, expected, 0.3)
     assert same_bits(out, expected)
 
 
@@ -116,13 +135,13 @@ def test_values_of_another_dtype_are_converted_first(device):
     index, parts = message(5000, 70, None, dtype=torch.float64)
     out = normal(5000, seed=1).to(device)
     expected = out.index_add(0, index.to(device), parts[0].to(device).float(), alpha=1 / 3)
-    entries.accumulate([moved(parts, device)], 70, out, 1 / 3)
+    accumulate([moved(parts, device)], 70, out, 1 / 3)
     assert same_bits(out, expected)
 
 
 def test_no_message_changes_nothing(device):
     out = torch.ones(5000, device=device)
-    entries.accumulate([], 70, out)
+    accumulate([], 70, out)
     assert out.equal(torch.ones(5000, device=device))
 
 
@@ -134,15 +153,15 @@ def test_a_damaged_code_makes_the_first_entry_nan(device, fmt, dtype):
     bad[-1][-1] ^= 128
     out = torch.ones(5000, dtype=dtype, device=device)
     # What else is added depends on the form. The NaN stops the step.
-    entries.accumulate([moved(good, device), moved(bad, device), moved(good, device)], 70, out)
+    accumulate([moved(good, device), moved(bad, device), moved(good, device)], 70, out)
     assert out[0].isnan()
 
 
 @pytest.mark.parametrize("first", [0.0, -0.0, math.inf])
 def test_an_intact_code_leaves_the_first_entry_as_it_was(device, first):
     out = torch.full((128,), first, device=device)
-    code = elias_fano.encode(torch.tensor([5, 40, 41, 120]), 128)
-    entries.accumulate([moved((torch.ones(4), code), device)], 4, out)
+    (code,) = elias_fano.encode(torch.tensor([5, 40, 41, 120]), [Segment(0, 128, 4)])
+    accumulate([moved((torch.ones(4), code), device)], 4, out)
     assert same_bits(out[:1], torch.tensor([first]))
 
 
@@ -157,9 +176,9 @@ def test_random_bytes_change_only_the_vector(device, fmt, n, k, chunks, monkeypa
     for density in [0.05, 0.1, 0.3, 0.5, 0.9] * 10:
         bits = generator.random(8 * parts[-1].numel()) < density
         code = torch.from_numpy(np.packbits(bits))
-        index, intact = elias_fano.decode(code, n, k)
+        index, intact = decoded_index(code, n, k)
         around = torch.ones(n + 200, device=device)
-        entries.accumulate([moved((*parts[:-1], code), device)], k, around[100:-100])
+        accumulate([moved((*parts[:-1], code), device)], k, around[100:-100])
         assert around[:100].eq(1).all()
         assert around[-100:].eq(1).all()
         inside = torch.ones(n).index_add_(0, index, decoded(parts, k, torch.float32))
@@ -173,15 +192,15 @@ def test_every_bit_of_an_index_code_is_checked(device, shape, chunks, monkeypatc
     monkeypatch.setattr(pool, "chunks", lambda entries: chunks)
     index, (values, code) = message(n, k, None)
     whole = torch.zeros(n, device=device)
-    entries.accumulate([moved((values, code), device)], k, whole)
+    accumulate([moved((values, code), device)], k, whole)
     assert whole.cpu().equal(torch.zeros(n).index_add_(0, index, values))
     # Bits all over the code, so also those beside the ends of chunks and blocks.
     for bit in range(0, 8 * code.numel(), max(1, code.numel() // 8)):
         bad = code.clone()
         bad[bit // 8] ^= 1 << bit % 8
         out = torch.zeros(n, device=device)
-        entries.accumulate([moved((values, bad), device)], k, out)
-        found, intact = elias_fano.decode(bad, n, k)
+        accumulate([moved((values, bad), device)], k, out)
+        found, intact = decoded_index(bad, n, k)
         expected = torch.zeros(n).index_add_(0, found, values)
         assert out.cpu().equal(expected) if intact else out[0].isnan()
 
@@ -191,7 +210,53 @@ def test_fields_can_be_strided(device, fmt):
     _, parts = message(5000, 70, fmt)
     strided = tuple(part.repeat_interleave(2)[::2] for part in parts)
     out, expected = (torch.zeros(5000, device=device) for _ in range(2))
-    entries.accumulate([moved(strided, device)], 70, out)
-    entries.accumulate([moved(parts, device)], 70, expected)
+    accumulate([moved(strided, device)], 70, out)
+    accumulate([moved(parts, device)], 70, expected)
     assert out.any()
     assert out.equal(expected)
+
+
+# --- Several segments -----------------------------------------------------------------------------
+
+SEGMENTS = [(0, 5000, 70), (5000, 0, 0), (5000, 50, 50), (5050, 400, 0), (5450, 1000, 300)]
+OVERLAPPING = [*SEGMENTS, (0, 5000, 33), (5450, 1000, 1)]
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+@pytest.mark.parametrize("segments", [SEGMENTS, OVERLAPPING], ids=["apart", "overlapping"])
+def test_segments_are_added_one_after_the_other(device, fmt, segments):
+    messages = [[message(n, k, fmt, seed)[1] for _, n, k in segments] for seed in range(2)]
+    out = normal(6450, seed=7)
+    expected = out.clone()
+    for parts in messages:
+        for (start, n, k), own in zip(segments, parts, strict=True):
+            index = decoded_index(own[-1], n, k)[0] + start
+            expected.index_add_(0, index, decoded(own, k, torch.float32), alpha=1 / 3)
+    out = out.to(device)
+    there = [[moved(own, device) for own in parts] for parts in messages]
+    kernels = sparse_kernels(*segments, fmt=fmt, device=device)
+    kernels.accumulate(there, out, 1 / 3)
+    assert same_bits(out, expected)
+    mean = torch.full_like(out, torch.nan)
+    kernels.mean(there, mean, 3)
+    zeros = torch.zeros_like(out)
+    kernels.accumulate(there, zeros)
+    assert same_bits(mean, zeros.div_(3))
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16,) * 2 + (torch.float32,)])
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_what_a_sum_leaves_is_the_sum_without_the_message(device, fmt, dtypes):
+    gradient, wire, residual = dtypes
+    g, e = normal(6450, dtype=gradient), normal(6450, dtype=residual, seed=1)
+    g[[3, 5440]] = torch.tensor([torch.nan, torch.inf], dtype=gradient)
+    rest, total = torch.empty_like(e, device=device), torch.add(g, e, out=torch.empty_like(e))
+    kernels = sparse_kernels(*SEGMENTS, fmt=fmt, dtype=wire, device=device)
+    parts, index = kernels.encode_sum(g.to(device), e.to(device), rest, None)
+    counts = [k for *_, k in SEGMENTS]
+    for own, (start, n, k), at in zip(parts, SEGMENTS, index.cpu().split(counts), strict=True):
+        own = moved(own, "cpu")
+        assert decoded_index(own[-1], n, k)[0].equal(at - start)
+        values = decoded(own, k, residual)
+        total[at] -= values.where(values.isfinite(), 0.0)
+    torch.testing.assert_close(rest.cpu(), total, rtol=0, atol=0, equal_nan=True)

@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.forms import use_form
 from tests.support.vectors import normal
-from torchcomp import Averager, Guard
+from torchcomp import Averager, Guard, watch
 from torchcomp.exchange import InProcessExchange
 from torchcomp.kernels import backend, follow
 
@@ -210,8 +210,8 @@ def test_kernels_are_compiled_before_training(monkeypatch):
         "dgc(topk(0.1))",
         InProcessExchange.alone(torch.device("cpu")),
         {"weight": torch.zeros(20, 30)},
-        guard=Guard(every=2),
     )
+    watch(averager, Guard(every=2))
     assert follow.rehearse.cache_info().currsize == 1
     compiled = [len(kernel.signatures) for kernel in kernels]
     for number in range(5):

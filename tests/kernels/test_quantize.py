@@ -8,7 +8,7 @@ import torch
 
 from tests.kernels.forms import use_form
 from tests.support.cases import thorough
-from tests.support.codecs import fields_of, message_of
+from tests.support.codecs import message_of, received
 from tests.support.vectors import normal
 from torchcomp import wire
 from torchcomp.kernels import quantize
@@ -31,12 +31,16 @@ def roundings(fmt):
     return [None, np.random.default_rng(5)] if fmt in LEVELS else [None]
 
 
-def encode(values, fmt, generator, index=None):
-    """Encode values, rounded at random if there is a generator."""
-    noise, count = None, (values if index is None else index).numel()
+def encode(values, fmt, generator):
+    """Encode values in the form of the test, rounded at random if there is a generator."""
+    noise, count = None, values.numel()
     if generator is not None:
         noise = torch.from_numpy(generator.random(count, dtype=np.float32)).to(values.device)
-    return quantize.encode(values, fmt, noise, index)
+    return quantize.form_for(values.device).encode(values, [count], fmt, noise)[0]
+
+
+def decode(parts, count, dtype):
+    return quantize.form_for(parts[0].device).decode([parts], [count], dtype)[0]
 
 
 def through(values, fmt, noise=None, dtype=torch.float32):
@@ -44,7 +48,7 @@ def through(values, fmt, noise=None, dtype=torch.float32):
     count = values.numel()
     layout = quantize.layout(fmt, count, torch.float32)
     message = message_of(encode(values, fmt, noise), layout)
-    return quantize.decode(fields_of(message, layout), count, dtype)
+    return decode(received(message, layout), count, dtype)
 
 
 def message(values, fmt, noise=None):
@@ -226,9 +230,9 @@ def test_sent_plus_residual_is_the_value(fmt, count):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decoding_multiplies_in_float32(fmt, dtype):
     scale, codes = encode(normal(128).to(dtype), fmt, None)
-    decoded = quantize.decode((scale, codes), 128, dtype)
+    decoded = decode((scale, codes), 128, dtype)
     assert decoded.dtype == dtype
-    in_float32 = quantize.decode((scale, codes), 128, torch.float32)
+    in_float32 = decode((scale, codes), 128, torch.float32)
     assert decoded.equal(in_float32.to(dtype))
     assert (in_float32 / scale - (in_float32 / scale).round()).abs().max() < 1e-4
 
@@ -335,20 +339,15 @@ def same_bits(made):
 @pytest.mark.parametrize("seed", [None, 5])
 def test_forms_agree_bit_for_bit(fmt, dtype, seed):
     values = adversarial(dtype)
-    if seed is None:
-        index, count = None, values.numel()
-    else:
-        count = 3001
-        index = torch.randperm(values.numel(), generator=torch.Generator().manual_seed(2))[:count]
+    count = values.numel()
 
     def encoded():
-        noise = None if seed is None else np.random.default_rng(seed)
-        return encode(values, fmt, noise, index)
+        return encode(values, fmt, None if seed is None else np.random.default_rng(seed))
 
     parts = both(encoded)
     assert same_bits(parts)
     for to in DTYPES:
-        assert same_bits(both(lambda to=to: [quantize.decode(parts[0], count, to)]))
+        assert same_bits(both(lambda to=to: [decode(parts[0], count, to)]))
 
 
 @pytest.mark.parametrize("fmt", LEVELS)
@@ -356,19 +355,23 @@ def test_any_bytes_decode_to_the_same_values(fmt):
     generator = np.random.default_rng(3)
     layout = quantize.layout(fmt, 1001, torch.float32)
     content = generator.integers(0, 256, wire.nbytes(layout), dtype=np.uint8)
-    parts = fields_of(torch.from_numpy(content), layout)
-    assert same_bits(both(lambda: [quantize.decode(parts, 1001, torch.float32)]))
+    parts = received(torch.from_numpy(content), layout)
+    assert same_bits(both(lambda: [decode(parts, 1001, torch.float32)]))
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_an_index_chooses_the_values(fmt):
-    values, index = normal(5000), torch.arange(4999, 0, -3)
-    for one, other in zip(
-        encode(values, fmt, None, index),
-        encode(values[index], fmt, None),
-        strict=True,
-    ):
-        assert one.equal(other)
+def test_several_messages_at_once(fmt):
+    values, counts = normal(1000), [300, 0, 1, 128, 571]
+    noise = torch.rand(1000, generator=torch.Generator().manual_seed(0)) if fmt in LEVELS else None
+    form = quantize.form_for(values.device)
+    together = form.encode(values, counts, fmt, noise)
+    drawn = noise.split(counts) if fmt in LEVELS else [None] * len(counts)
+    for part, own, found in zip(values.split(counts), drawn, together, strict=True):
+        (alone,) = form.encode(part, [part.numel()], fmt, own)
+        assert all(map(torch.equal, found, alone))
+    values = form.decode(together, counts, torch.float32)
+    for found, part, count in zip(values, together, counts, strict=True):
+        assert torch.equal(found, decode(part, count, torch.float32))
 
 
 @pytest.mark.parametrize("fmt", LEVELS)

@@ -13,13 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.kernels.forms import use_form
+from tests.kernels.forms import sparse_kernels, use_form
 from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from tests.support.threads import torch_threads
 from tests.support.vectors import normal
 from torchcomp.kernels import backend, pool, select
-from torchcomp.kernels.select import Scratch, add_and_select, largest
+from torchcomp.kernels.segments import Segment
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # One and several chunks, and lengths around the kernels' words of 64 and blocks of 2048.
@@ -32,17 +32,25 @@ def sorted_out(x, k):
     return torch.from_numpy(np.sort(np.argsort(-magnitude, kind="stable")[:k]))
 
 
+def largest(x, k):
+    return sparse_kernels((0, x.numel(), k)).select(x)
+
+
+def add_and_select(g, e, out, k):
+    return sparse_kernels((0, out.numel(), k)).add_and_select(g, e, out)
+
+
 @pytest.fixture(params=["torch", "numba"])
 def form(request, monkeypatch):
     """Run a test on each form for the CPU."""
-    use_form(request.param, "select", monkeypatch)
+    use_form(request.param, "sparse", monkeypatch)
     return request.param
 
 
 @pytest.fixture(autouse=True)
 def _several_chunks(monkeypatch):
     """Make short vectors use several chunks and threads as well."""
-    if backend.fast_form("select", "cpu"):
+    if backend.fast_form("sparse", "cpu"):
         monkeypatch.setattr("torchcomp.kernels.select_numba._INLINE", 1 << 17)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
 
@@ -176,7 +184,7 @@ def test_sums_that_begin_and_end_within_a_cache_line(form, n, start, dtype):
         assert torch.equal(chosen, sorted_out(out[part], n // 100))
 
 
-# --- Scratch --------------------------------------------------------------------------------------
+# --- Workspaces -----------------------------------------------------------------------------------
 
 
 def drift(n, steps):
@@ -191,40 +199,55 @@ def drift(n, steps):
 
 @pytest.mark.parametrize("n", [1000, 20_000, 140_003])
 def test_step_after_step(form, n):
-    scratch = Scratch()
+    kernels = sparse_kernels((0, n, n // 100))
     for g, e, out in drift(n, 8):
-        assert torch.equal(
-            add_and_select(g, e, out, n // 100, scratch), sorted_out(g + e, n // 100)
-        )
+        assert torch.equal(kernels.add_and_select(g, e, out), sorted_out(g + e, n // 100))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bound", ["zero", "denormal", "median", "infinity", "nan"])
 @pytest.mark.parametrize("n", [20_000, 140_003])
-def test_no_bound_changes_the_result(n, bound, dtype):
+@pytest.mark.parametrize("share", [100, 50])
+def test_no_bound_changes_the_result(n, bound, dtype, share):
     pytest.importorskip("numba")
-    x, scratch = normal(n, dtype=dtype), Scratch()
-    expected = sorted_out(x, n // 100)
-    largest(x, n // 100, scratch)
+    x, kernels = normal(n, dtype=dtype), sparse_kernels((0, n, n // share))
+    expected = sorted_out(x, n // share)
+    kernels.select(x)
     infinity = int(torch.tensor(torch.inf, dtype=dtype).view(_integer(dtype)))
     median = int(x.abs().median().view(_integer(dtype)))
     bounds = {"zero": 0, "denormal": 1, "median": median, "infinity": infinity}
-    for forced in (True, False):
-        scratch.kept.lowest = bounds.get(bound, infinity + 1)
-        k = n // 100 if forced else n // 50
-        assert torch.equal(largest(x, n // 100, scratch), expected)
-        assert torch.equal(largest(x, k, scratch), sorted_out(x, k))
+    kernels._candidates[0].lowest = bounds.get(bound, infinity + 1)
+    for _ in range(2):
+        assert torch.equal(kernels.select(x), expected)
 
 
 def _integer(dtype):
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
-def test_one_scratch_for_different_vectors(form):
-    scratch = Scratch()
-    for n, dtype in [(300, torch.float32), (140_003, torch.float64), (70, torch.bfloat16)] * 2:
+@pytest.mark.parametrize("n", [70, 140_003])
+def test_one_workspace_for_different_dtypes(form, n):
+    kernels = sparse_kernels((0, n, n // 7))
+    for dtype in [torch.float32, torch.float64, torch.bfloat16] * 2:
         x = awkward(n, dtype)
-        assert torch.equal(largest(x, n // 7, scratch), sorted_out(x, n // 7))
+        assert torch.equal(kernels.select(x), sorted_out(x, n // 7))
+
+
+SEGMENTS = ((0, 5000, 50), (5000, 0, 0), (5000, 9, 9), (5010, 140_003, 1400), (145_013, 30, 0))
+
+
+@pytest.mark.parametrize("step", range(2))
+def test_several_segments(form, step):
+    n, kernels = 145_043, sparse_kernels(*SEGMENTS)
+    for seed in range(step + 1):
+        g, e, out = awkward(n, torch.float32), normal(n, seed=seed), torch.empty(n)
+        chosen = kernels.add_and_select(g, e, out)
+        parts = [sorted_out(out[at : at + size], k) + at for at, size, k in SEGMENTS]
+        covered = torch.ones(n, dtype=torch.bool)
+        covered[5009] = False  # in no segment
+        torch.testing.assert_close(out[covered], (g + e)[covered], rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(chosen, torch.cat(parts))
+        assert torch.equal(kernels.select(out), chosen)
 
 
 @pytest.mark.parametrize("n", [20_000, 140_003])
@@ -249,42 +272,43 @@ def passes(monkeypatch):
 
 
 @pytest.mark.parametrize("n", [100_003, 140_003])
-def test_with_scratch_one_pass_is_enough(n, passes):
-    scratch = Scratch()
+def test_from_the_second_step_on_one_pass_is_enough(n, passes):
+    kernels = sparse_kernels((0, n, n // 100))
     for seed in range(5):
         del passes[:]
-        add_and_select(normal(n, seed=seed), torch.zeros(n), torch.empty(n), n // 100, scratch)
+        kernels.add_and_select(normal(n, seed=seed), torch.zeros(n), torch.empty(n))
         assert len(passes) == 1
-    assert n // 100 <= scratch.kept.counts.sum() < 1.6 * (n // 100)
+    assert n // 100 <= kernels._candidates[0].counts.sum() < 1.6 * (n // 100)
 
 
 @pytest.mark.parametrize("n", [100_003, 140_003])
 def test_bounds_adapt_to_vectors_that_change_from_step_to_step(n, passes):
-    scratch, twice = Scratch(), 0
+    kernels, twice = sparse_kernels((0, n, n // 100)), 0
     for step in range(30):
         del passes[:]
         x = normal(n, seed=step) * (1.0, 0.9, 1.1, 0.95)[step % 4]
-        assert torch.equal(largest(x, n // 100, scratch), sorted_out(x, n // 100))
+        assert torch.equal(kernels.select(x), sorted_out(x, n // 100))
         twice += len(passes) > 1
     assert twice <= 6  # with the initial tight bound, it would be every second step
-    assert scratch.kept.spare > 0.5
+    assert kernels._candidates[0].spare > 0.5
 
 
 def test_in_steady_state_only_the_result_is_allocated():
     pytest.importorskip("numba")
-    n, scratch = 1 << 20, Scratch()
+    n = 1 << 20
+    kernels = sparse_kernels((0, n, n // 100))
     g, e, out = normal(n), normal(n, seed=1), torch.empty(n)
     for _ in range(3):
-        add_and_select(g, e, out, n // 100, scratch)
-    kept = scratch.kept
+        kernels.add_and_select(g, e, out)
+    kept = kernels._candidates[0]
     addresses = [array.ctypes.data for array in (kept.keys, kept.positions, kept.counts)]
     # tracemalloc sees NumPy's arrays but not torch's. The only torch tensor here is the result.
     tracemalloc.start()
-    add_and_select(g, e, out, n // 100, scratch)
+    kernels.add_and_select(g, e, out)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50_000  # less than a byte per entry of the vector
-    assert scratch.kept is kept
+    assert kernels._candidates[0] is kept
     assert addresses == [array.ctypes.data for array in (kept.keys, kept.positions, kept.counts)]
 
 
@@ -294,8 +318,9 @@ def test_threads_do_not_disturb_each_other(form):
     expected = [sorted_out(x, k) for x, k in jobs]
 
     def rank(job):
-        scratch = Scratch()
-        return [largest(*job, scratch) for _ in range(10)]
+        x, k = job
+        kernels = sparse_kernels((0, n, k))
+        return [kernels.select(x) for _ in range(10)]
 
     with ThreadPoolExecutor(4) as ranks:
         for results, wanted in zip(ranks.map(rank, jobs), expected, strict=True):
@@ -385,6 +410,5 @@ raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 @pytest.mark.parametrize("n", SIZES)
 def test_the_form_for_any_device(n, dtype):
     x = awkward(n, dtype)
-    magnitude = x.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    for k in set(ks(n)) - {0, n}:
-        assert torch.equal(select.largest_on_device(magnitude, k), sorted_out(x, k))
+    for k in set(ks(n)) - {0}:
+        assert torch.equal(select.largest_static(x, [Segment(0, n, k)]), sorted_out(x, k))

@@ -19,7 +19,6 @@ from tests.support.logs import messages_of
 from tests.support.models import seeded
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
-from torchcomp.local_sgd import local_sgd
 
 
 def construct(change):
@@ -480,7 +479,7 @@ def test_what_was_installed_is_undone_if_the_rest_fails(monkeypatch):
         assert not any(hooks)
         return before == (sorted(vars(script.model)), script.model.require_backward_grad_sync)
 
-    monkeypatch.setattr(local_sgd, "wrap_scaler", lambda *_: {}["no scaler"])
+    monkeypatch.setattr("torchcomp.local_sgd.hooks.wrap_scaler", lambda *_: {}["no scaler"])
     assert on_threads(2, body) == [True, True]
 
 

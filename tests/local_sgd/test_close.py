@@ -222,11 +222,11 @@ def test_a_script_that_is_dropped_is_collected_even_if_its_parameters_hold_the_o
         script = Script("every(3)", total_steps=6)
         script.train(0, 4)
         script.model.module[0].weight.optimizer = script.optimizer
-        return weakref.ref(script.sync)
+        return weakref.ref(script.sync), weakref.ref(script.model), weakref.ref(script.optimizer)
 
     (held,) = on_threads(1, body)
     gc.collect()
-    assert held() is None
+    assert [each() for each in held] == [None] * 3
 
 
 def two_models(order):

@@ -271,12 +271,12 @@ def small_setting(budget: int = 500, powers: range = range(-4, 3), **changes: An
 
 def test_remembered_draws_are_randks() -> None:
     rows = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    keys = [Key(3, 5, worker, worker) for worker in range(4)]
-    expected = RandK(k=6, unbiased=True).round_trips(rows, keys)
+    names, keys = list("abcd"), [Key(3, 5, rank=worker) for worker in range(4)]
+    expected = RandK(k=6, unbiased=True).round_trips(rows, names, keys)
     for _ in range(2):
-        assert torch.equal(Messages(6, 6).random.round_trips(rows, keys), expected)
+        assert torch.equal(Messages(6, 6).random.round_trips(rows, names, keys), expected)
     other = [replace(key, step=6) for key in keys]
-    assert not torch.equal(Messages(6, 6).random.round_trips(rows, other), expected)
+    assert not torch.equal(Messages(6, 6).random.round_trips(rows, names, other), expected)
 
 
 def test_a_reported_seed_chooses_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,11 +116,10 @@ def equivalent(state, wanted):
     if isinstance(state, torch.Tensor):
         return torch.equal(state.reshape(-1), wanted.to(state.dtype).reshape(-1))
     if isinstance(state, dict):
-        # Strides are not restored. A cache, thresholds, can be missing, and older states have
-        # nothing of the guard. The names of a fragment follow its groups. The next step compares
-        # the checksum of weights with that of the model.
+        # Strides are not restored. A cache, thresholds, can be missing. The names of a fragment
+        # follow its groups. The next step compares the checksum of weights with that of the model.
         kept = state.keys() - {"parameters", "names", "weights"}
-        kept -= {"thresholds", "dense", "pauses"} - wanted.keys()
+        kept -= {"thresholds"} - wanted.keys()
         return all(equivalent(state[key], wanted[key]) for key in kept)
     if isinstance(state, list):
         return len(state) == len(wanted) and all(map(equivalent, state, wanted))

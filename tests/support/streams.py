@@ -30,13 +30,13 @@ from torch.utils._pytree import tree_leaves
 from tests.support.launches import FREE, WAITS, is_view, site
 from torchcomp import host
 from torchcomp.ddp import two_level
+from torchcomp.ddp.executors import Executor, StreamExecutor, after_backward
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange
-from torchcomp.hooks.executors import Executor, StreamExecutor, after_backward
 from torchcomp.kernels import backend
 from torchcomp.local_sgd import averages
 
 Clock = dict["Stream", int]
-MakeExecutor = Callable[[torch.device], Executor]
+MakeExecutor = Callable[[torch.device, Callable[[BaseException], None]], Executor]
 
 
 def join(clock: Clock, other: Clock) -> None:
@@ -337,7 +337,8 @@ def simulated(executor: MakeExecutor = StreamExecutor) -> Iterator[Simulator]:
     simulator = Simulator()
 
     def transport(group: Any, device: torch.device) -> tuple[Exchange, Executor]:
-        return ProcessGroupExchange(group, device), executor(device)
+        exchange = ProcessGroupExchange(group, device)
+        return exchange, executor(device, exchange.leave)
 
     replaced: list[tuple[Any, str, Any]] = [
         (torch.cuda, "Stream", simulator.new_stream),
@@ -355,7 +356,7 @@ def simulated(executor: MakeExecutor = StreamExecutor) -> Iterator[Simulator]:
         (host, "can_read", lambda x: False),
         (import_module("torchcomp.ddp.register"), "transport", transport),
         (averages, "transport", transport),
-        (two_level, "executor_for", lambda exchange: executor(exchange.device)),
+        (two_level, "executor_for", lambda exchange, leave: executor(exchange.device, leave)),
         (PrivateExchange, "__init__", _private),
         *((PrivateExchange, name, getattr(ProcessGroupExchange, name)) for name in _COLLECTIVES),
     ]

@@ -7,12 +7,14 @@ from itertools import pairwise
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
-from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.bucket import BucketShape
 from torchcomp.component import Component
 from torchcomp.compressors import Compressor
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
 from torchcomp.state import Slot, State
 from torchcomp.traffic import Load
 
@@ -171,15 +173,34 @@ class Aggregator(Component):
                 is that of the card of `rank`: what its ranks exchange with those of other nodes.
         """
 
+    def prepared(
+        self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
+    ) -> Prepared:
+        """Return a bucket of this shape, prepared for this method.
+
+        Args:
+            shape: shape of the bucket.
+            exchange: collectives of the group.
+            state: stores the slots. The caller commits it or rolls it back.
+            device: device of the gradients.
+        """
+        slots = self.slots(shape, exchange.world_size, exchange.rank)
+        bucket = Prepared(shape, exchange, state, device, slots)
+        bucket.shows_nonfinite = self.residual_shows_nonfinite(shape.dtype)
+        self.prepare(bucket)
+        return bucket
+
+    def prepare(self, bucket: Prepared) -> None:
+        """Store what every step of a bucket needs, such as its route, in the bucket."""
+
     @abstractmethod
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        """Replace ``bucket.flat`` with the estimate of its mean.
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        """Replace `g` with the estimate of its mean.
 
         Called on what :meth:`at` returns for the step.
 
         Args:
-            bucket: this rank's gradients, overwritten.
-            exchange: collectives of the group.
-            state: stores the slots. The caller commits it or rolls it back.
+            g: this rank's gradients, 1-D, overwritten.
+            bucket: the bucket that they are, as :meth:`prepared` returns it.
             key: seed, step and rank of this exchange.
         """

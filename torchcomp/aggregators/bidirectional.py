@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+from torch import Tensor
 
 from torchcomp.aggregators.base import Cost, Law
 from torchcomp.aggregators.residual import (
@@ -12,17 +13,17 @@ from torchcomp.aggregators.residual import (
     check_contractive,
     write_mean,
 )
-from torchcomp.bucket import Bucket, BucketShape
-from torchcomp.codec import codec
+from torchcomp.bucket import BucketShape
+from torchcomp.codec import message_bytes, vectors_of
 from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
 from torchcomp.routes import ShardedRoute
 from torchcomp.routes.sharded import Direction, direction
 from torchcomp.routes.sharded_load import sharded_load
-from torchcomp.state import Kind, Slot, State
+from torchcomp.state import Kind, Slot
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Bidirectional(Residual):
         _, down = self._directions(shape, world_size)
         if not down.exact:
             return error, server
-        names = tuple(vector.name for vector in down.whole.vectors)
+        names = tuple(vector.name for vector in down.whole)
         # One threshold per vector, as the bits of a float. int64 also fits those of a float64.
         # CACHE because a threshold only starts the next search and never changes its result.
         ones = (1,) * len(names)
@@ -115,19 +116,18 @@ class Bidirectional(Residual):
         )
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
-        nbytes = codec(self.up, shape.names, shape.sizes, shape.dtype).nbytes
+        nbytes = message_bytes(vectors_of(self.up, shape.names, shape.sizes, shape.dtype))
         load = sharded_load(*self._directions(shape, world_size), rank, node)
         return Cost("sharded", nbytes, load)
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        g, ranks = bucket.flat, exchange.world_size
-        error, *server = self.slots(bucket.shape, ranks, exchange.rank)
-        e, x = state.open(error, g.device)
-        up, down = self._directions(bucket.shape, ranks)
-        route = ShardedRoute(up, down, exchange, key, state, error.dtype, *server)
-        route.send_sum(g, e, x)  # steps 1 and 2
-        route.sent(x, -1.0)  # step 3: x becomes the new e
-        write_mean(route, g, x)  # steps 4 to 7
+    def prepare(self, bucket: Prepared) -> None:
+        up, down = self._directions(bucket.shape, bucket.exchange.world_size)
+        bucket.route = ShardedRoute(bucket, up, down, bucket.slots["error"].dtype)
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        e, e_next = bucket.open("error")
+        bucket.route.send_sum(g, e, e_next, key)  # steps 1 to 3
+        write_mean(bucket.route, g, e_next)  # steps 4 to 7
 
     def _directions(self, shape: BucketShape, world_size: int) -> tuple[Direction, Direction]:
         return (

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
@@ -13,13 +14,13 @@ from torchcomp.aggregators.residual import (
     check_contractive,
     write_mean,
 )
-from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.bucket import BucketShape
 from torchcomp.checks import check_count, check_flag, check_momentum
 from torchcomp.compressors import Compressor, Warmup
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.state import Kind, Slot, State
+from torchcomp.prepared import Prepared
+from torchcomp.state import Kind, Slot
 
 _START = 0.25  # the paper's first ratio
 
@@ -134,17 +135,14 @@ class DGC(Residual, OneWay):
         law = super().law(shape)
         return replace(law, gradient=gradient, before={**law.before, "momentum": -u})
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        g = bucket.flat
-        error, momentum = self.slots(bucket.shape, exchange.world_size, exchange.rank)
-        v, v_next = state.open(error, g.device)
-        u, u_next = state.open(momentum, g.device)
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        v, v_next = bucket.open("error")
+        u, u_next = bucket.open("momentum")
         torch.add(g, u, alpha=self.momentum, out=u_next)  # step 1
         # Step 2 without g, which `send_sum` adds in the same pass as it selects entries.
         without_g = torch.add(v, u_next if self.nesterov else u, alpha=self.momentum)
-        route = self.route(bucket.shape, exchange, state, key)
-        route.send_sum(g, without_g, v_next)  # steps 2 and 3
-        route.sent(v_next, -1.0)  # step 4, for v
+        route = bucket.route
+        route.send_sum(g, without_g, v_next, key)  # steps 2 and 3, and step 4 for v
         # Step 4, for u. `without_g` is no longer needed: reuse it for the sent entries.
         route.sent(without_g.zero_())
         u_next.masked_fill_(without_g != 0, 0.0)

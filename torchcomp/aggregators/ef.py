@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
@@ -13,10 +14,10 @@ from torchcomp.aggregators.residual import (
     check_contractive,
     write_mean,
 )
-from torchcomp.bucket import Bucket, BucketShape
-from torchcomp.exchange import Exchange
+from torchcomp.bucket import BucketShape
 from torchcomp.keys import Key
-from torchcomp.state import Slot, State
+from torchcomp.prepared import Prepared
+from torchcomp.state import Slot
 
 
 @dataclass(frozen=True)
@@ -67,10 +68,7 @@ class EF(Residual, OneWay):
         error, smallest = self.sum_rounding(shape)
         return replace(super().law(shape), error=error, smallest=smallest)
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        g = bucket.flat
-        e, x = state.open(self.error_slot(bucket.shape), g.device)
-        route = self.route(bucket.shape, exchange, state, key)
-        route.send_sum(g, e, x)  # steps 1 and 2
-        route.sent(x, -1.0)  # step 3: x becomes the new e
-        write_mean(route, g, x)  # step 4
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        e, e_next = bucket.open("error")
+        bucket.route.send_sum(g, e, e_next, key)  # steps 1 to 3
+        write_mean(bucket.route, g, e_next)  # step 4

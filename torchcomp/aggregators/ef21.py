@@ -4,15 +4,16 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
 from torchcomp.aggregators.residual import check_contractive
-from torchcomp.bucket import Bucket, BucketShape
-from torchcomp.exchange import Exchange
+from torchcomp.bucket import BucketShape
 from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
-from torchcomp.state import Kind, Slot, State
+from torchcomp.prepared import Prepared
+from torchcomp.state import Kind, Slot
 
 
 @dataclass(frozen=True)
@@ -69,15 +70,13 @@ class EF21(OneWay):
             smallest=smallest,
         )
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        g = bucket.flat
-        own, mean = self.slots(bucket.shape, exchange.world_size, exchange.rank)
-        s, s_next = state.open(own, g.device)
-        m, m_next = state.open(mean, g.device)
-        route = self.route(bucket.shape, exchange, state, key)
-        # Step 1. `s_next` and `m_next` are free until steps 2 and 3. Use them for -s and g - s, to
-        # save two temporary tensors.
-        route.send_sum(g, torch.neg(s, out=s_next), m_next)
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        s, s_next = bucket.open("estimate")
+        m, m_next = bucket.open("mean_estimate")
+        route = bucket.route
+        # Step 1. `s_next` and `m_next` are free until steps 2 and 3. Use them for -s and for what
+        # is not sent of g - s, to save two temporary tensors.
+        route.send_sum(g, torch.neg(s, out=s_next), m_next, key)
         s_next.copy_(s)
         route.sent(s_next)  # step 2
         route.mean(m_next)

@@ -4,13 +4,14 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import Tensor
+
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.bucket import BucketShape
 from torchcomp.compressors import Compressor, Identity
-from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.state import State
+from torchcomp.prepared import Prepared
 
 _DENSE = Identity()
 # The constants alpha and omega depend on the vector's length. Judge them for a realistic bucket.
@@ -61,7 +62,6 @@ class Mean(OneWay):
         error = min(bounds, default=math.inf) + rounding
         return Law(error=error, per_parameter=self.compressor.elementwise, smallest=smallest)
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        route = self.route(bucket.shape, exchange, state, key)
-        route.send(bucket.flat)  # step 1
-        route.mean(bucket.flat)  # step 2
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        bucket.route.send(g, key)  # step 1
+        bucket.route.mean(g)  # step 2

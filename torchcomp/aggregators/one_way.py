@@ -1,25 +1,24 @@
 """OneWay: base of the aggregators that compress what a rank sends, but not the mean it receives."""
 
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Annotated
 
 import torch
 
+from torchcomp import wire
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.bucket import BucketShape
-from torchcomp.codec import codec
+from torchcomp.codec import Codec, message_bytes, vectors_of
 from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor, Identity
+from torchcomp.compressors.base import Vector
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange
-from torchcomp.keys import Key
-from torchcomp.routes import AllGatherRoute, AllReduceRoute, Route, ShardedRoute
+from torchcomp.prepared import Prepared
+from torchcomp.routes import AllGatherRoute, AllReduceRoute, ShardedRoute
 from torchcomp.routes.sharded import Direction, direction
 from torchcomp.routes.sharded_load import sharded_load
-from torchcomp.state import State
 from torchcomp.traffic import Load, gathered
-from torchcomp.wire import Frames
 
 COLLECTIVES = Choices(("auto", "allreduce", "allgather", "sharded"))
 # Earlier versions used these names. Specs in old checkpoints and scripts can still contain them.
@@ -87,29 +86,34 @@ class OneWay(Aggregator):
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)
-        nbytes = codec(self.compressor, shape.names, shape.sizes, shape.dtype).nbytes
+        nbytes = message_bytes(_vectors(self, shape))
         return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank, node))
 
-    def route(self, shape: BucketShape, exchange: Exchange, state: State, key: Key) -> Route:
-        """Return the route of one bucket for one step."""
+    def prepare(self, bucket: Prepared) -> None:
+        shape, exchange = bucket.shape, bucket.exchange
         collective = _collective(self, shape, exchange.world_size)
         if collective == "sharded":
             up, down = _directions(self, shape, exchange.world_size)
             # No slot for a server residual: the downlink is dense, so it leaves nothing unsent.
-            return ShardedRoute(up, down, exchange, key, state, down.shape.dtype)
-        encoder = codec(self.compressor, shape.names, shape.sizes, shape.dtype)
-        if collective == "allreduce":
-            return AllReduceRoute(encoder, exchange, key)
-        scratch = state.scratch((self, shape), encoder.scratch)
+            bucket.route = ShardedRoute(bucket, up, down, down.shape.dtype)
+        else:
+            # Messages that are added have no frames, and so no checksums.
+            framed = collective == "allgather"
+            codec = Codec(
+                _vectors(self, shape),
+                bucket.device,
+                shape.dtype,
+                None,
+                framed and exchange.checksum,
+            )
+            bucket.route = (AllGatherRoute if framed else AllReduceRoute)(codec, exchange)
 
-        def frames(device: torch.device) -> Frames:
-            make = partial(encoder.frames, device, exchange.checksum)
-            return state.scratch(("frames", self, shape, device, exchange.checksum), make)
 
-        return AllGatherRoute(encoder, frames, exchange, key, scratch)
+def _vectors(method: OneWay, shape: BucketShape) -> tuple[Vector, ...]:
+    return vectors_of(method.compressor, shape.names, shape.sizes, shape.dtype)
 
 
-# Cached because every bucket of every step needs it, and computing it takes milliseconds.
+# Cached because `explain` asks for it many times, and computing it takes milliseconds.
 @lru_cache(maxsize=4096)
 def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
     if method.exchange != "auto":
@@ -135,10 +139,10 @@ def _load(
 ) -> Load:
     if collective == "sharded":
         return sharded_load(*_directions(method, shape, world_size), rank, node)
-    encoder = codec(method.compressor, shape.names, shape.sizes, shape.dtype)
+    nbytes = message_bytes(_vectors(method, shape))
     if collective == "allreduce":
-        return Load(summed=encoder.nbytes)
-    moved = gathered(encoder.framed, world_size, node)
+        return Load(summed=nbytes)
+    moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
     return Load(sent=moved, received=moved)
 
 

@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from torchcomp import host
 from torchcomp.aggregators.base import Cost
 from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.checks import check_count, check_positive
-from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
-from torchcomp.state import Kind, Slot, State
+from torchcomp.prepared import Prepared
+from torchcomp.state import Kind, Slot
 from torchcomp.traffic import Load
 
 
@@ -73,37 +74,123 @@ class PowerSGD(Residual):
         _, q, numel = _plan(self, shape)
         return Cost("allreduce", numel * q.dtype.itemsize, Load(summed=numel * q.dtype.itemsize))
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        error, basis, _ = _plan(self, bucket.shape)
-        flats = (bucket.flat, *state.open(error, bucket.flat.device))
-        g, e, residual = (Bucket(bucket.shape, flat).tensors() for flat in flats)
-        # Step 1. Contiguous, so that `m` are views of `x` and step 3 works in place.
-        x = {name: (g[name].to(basis.dtype) + e[name]).contiguous() for name in g}
-        m = {name: x[name].flatten(1) for name in basis.names}
+    def prepare(self, bucket: Prepared) -> None:
+        bucket.work = _Matrices(bucket.shape, bucket.slots["q"], bucket.device)
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        e, e_next = bucket.open("error")
+        q, q_next = bucket.open("q")
+        work, exchange = bucket.work, bucket.exchange
+        # Step 1. In place, if the residual can store the sum.
+        total = e_next if e_next.dtype == q.dtype else torch.empty_like(e, dtype=q.dtype)
+        x = [part.contiguous() for part in work.split(torch.add(g, e, out=total))]
+        m = [x[i].flatten(1) for i in work.compressed]
         # Q and R are stored transposed: products with a few long rows are several times faster.
-        before, after = state.open(basis, bucket.flat.device)
-        rows = (zip(m, torch.split(z, list(basis.sizes)), strict=True) for z in (before, after))
-        q, r = ({n: part.view(-1, m[n].shape[1]) for n, part in each} for each in rows)
+        after = work.bases(q_next)
         # Step 2 does not depend on the lengths of Q's columns. Lengths near 1 keep M Q in range.
-        sent = [normalize(q[n], torch.inf, 1, 1e-37) @ m[n].T if n in m else x[n] for n in g]
+        sent = list(x)
+        for i, matrix, rows in zip(work.compressed, m, work.bases(work.near_1(q)), strict=True):
+            sent[i] = rows @ matrix.T
         first = torch.cat([part.flatten() for part in sent]).div_(exchange.world_size)
         exchange.all_reduce(first)
-        p = dict(zip(g, torch.split(first, [part.numel() for part in sent]), strict=True))
-        for name in m:
-            p[name] = torch.linalg.qr(p[name].view(len(q[name]), -1).T).Q
+        means = list(torch.split(first, work.sizes_sent))
+        for i, matrix, r in zip(work.compressed, m, after, strict=True):
+            p = means[i] = _orthonormal(means[i].view(len(r), -1))
             # Step 3. R must be subtracted before the all-reduce replaces it with its mean.
-            torch.mm(p[name].T, m[name], out=r[name])
-            m[name].addmm_(p[name], r[name], alpha=-1)
+            torch.mm(p.T, matrix, out=r)
+            matrix.addmm_(p, r, alpha=-1)
         if m:
-            exchange.all_reduce(after.div_(exchange.world_size))  # step 4: `r` are views of `after`
-        for name, out in g.items():
-            mean = (p[name] @ r[name] if name in m else p[name]).view(out.shape)
-            unsent = x[name] if name in m else torch.zeros_like(mean)
+            exchange.all_reduce(q_next.div_(exchange.world_size))  # step 4: R are views of it
+        for i, r in zip(work.compressed, after, strict=True):
+            means[i] = means[i] @ r
+        work.keep_zero_rows(q, q_next)
+        for i, (out, kept) in enumerate(zip(work.split(g), work.split(e_next), strict=True)):
+            mean = means[i].view(out.shape)
             narrow(mean, out.dtype, out)
-            residual[name].copy_(unsent if out.dtype == mean.dtype else unsent + mean.sub_(out))
-            if name in m:
-                # A zero column would stay zero in all later power iterations.
-                r[name].copy_(torch.where(r[name].any(1, keepdim=True), r[name], q[name]))
+            if i in work.dense:
+                kept.zero_()
+            elif total is not e_next or i in work.strided:
+                kept.copy_(x[i] if out.dtype == mean.dtype else x[i] + (mean - out))
+                continue
+            if out.dtype != mean.dtype:
+                kept.add_(mean.sub_(out))
+
+
+def _orthonormal(rows: Tensor) -> Tensor:
+    """Return the columns of P, orthonormal; (n, rank). A zero column can stay zero.
+
+    Args:
+        rows: the columns of P as rows; (rank, n).
+    """
+    if len(rows) > 1:
+        columns: Tensor = torch.linalg.qr(rows.T).Q
+        return columns
+    # Much faster than a QR decomposition. The scale of each matrix is that of its gradient.
+    return normalize(normalize(rows, torch.inf, 1, 1e-37), 2, 1, 1e-37).T
+
+
+class _Matrices:
+    """The matrices in a bucket.
+
+    Args:
+        shape: shape of the bucket.
+        basis: the slot of Q.
+        device: device of the bucket.
+
+    Attributes:
+        compressed: numbers of the parameters that are compressed, in the order of the bucket.
+        dense: numbers of the others.
+        strided: numbers of the parameters that are not contiguous.
+        sizes_sent: number of elements of each parameter's part of the first message.
+    """
+
+    def __init__(self, shape: BucketShape, basis: Slot, device: torch.device) -> None:
+        self._shape, self._sizes = shape, list(basis.sizes)
+        numbers = {name: i for i, name in enumerate(shape.names)}
+        self.compressed = [numbers[name] for name in basis.names]
+        self.dense = set(numbers.values()).difference(self.compressed)
+        strides = [torch.empty(size, device="meta").stride() for size in shape.shapes]
+        both = enumerate(zip(shape.strides, strides, strict=False))
+        self.strided = {i for i, (own, contiguous) in both if own != contiguous}
+        self.sizes_sent = list(shape.sizes)
+        self._widths: list[int] = []  # of each Q, transposed
+        rows: list[int] = []  # length of each row of all Q
+        for i, size in zip(self.compressed, basis.sizes, strict=True):
+            width = shape.sizes[i] // shape.shapes[i][0]
+            self._widths.append(width)
+            rows += [width] * (size // width)
+            self.sizes_sent[i] = size // width * shape.shapes[i][0]
+        self._rows = rows
+        # The row of each element.
+        row_of = torch.repeat_interleave(torch.tensor(rows, dtype=torch.int64))
+        self._row_of = host.copy_to(row_of, device)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """Return each parameter's part of a bucket, in its shape."""
+        if self.strided:
+            return list(Bucket(self._shape, flat).tensors().values())
+        parts = torch.split(flat, list(self._shape.sizes))
+        return [part.view(size) for part, size in zip(parts, self._shape.shapes, strict=True)]
+
+    def bases(self, flat: Tensor) -> list[Tensor]:
+        """Return each Q, transposed; (rank, width)."""
+        both = zip(torch.split(flat, self._sizes), self._widths, strict=True)
+        return [part.view(-1, width) for part, width in both]
+
+    def near_1(self, q: Tensor) -> Tensor:
+        """Return all Q, each column divided by its largest magnitude."""
+        if not self._rows:
+            return q
+        return q / self._norms(q).clamp_(min=1e-37).index_select(0, self._row_of)
+
+    def keep_zero_rows(self, before: Tensor, after: Tensor) -> None:
+        """Replace columns of the new Q that are zero: they would stay zero in all later steps."""
+        if self._rows:
+            zero = (self._norms(after) == 0).index_select(0, self._row_of)
+            torch.where(zero, before, after, out=after)
+
+    def _norms(self, q: Tensor) -> Tensor:
+        return torch.stack(torch._foreach_norm(torch.split(q, self._rows), torch.inf))
 
 
 @lru_cache(maxsize=1024)

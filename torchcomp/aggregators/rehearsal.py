@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator
-from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.bucket import BucketShape
 from torchcomp.exchange import InProcessExchange
 from torchcomp.kernels import backend
 from torchcomp.keys import Key
@@ -44,4 +44,4 @@ def _average(method: Aggregator, dtype: torch.dtype, device: torch.device) -> No
     shape = BucketShape(("weight",), ((256, 256),), dtype)
     values = torch.linspace(-1, 1, shape.numel).to(device, dtype)
     exchange = InProcessExchange.alone(device)
-    method.aggregate(Bucket(shape, values), exchange, State(), Key(seed=0))
+    method.aggregate(values, method.prepared(shape, exchange, State(), device), Key(seed=0))

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from torchcomp import wire
 from torchcomp.checks import check_count
-from torchcomp.codec import Codec
 from torchcomp.compressors import Compressor, Identity
-from torchcomp.compressors.base import Encoded, Vector
+from torchcomp.compressors.base import Encoded, Vectors
 from torchcomp.errors import NonFiniteError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.keys import Key, check_seed, tensor_id
-from torchcomp.wire import Parts
+from torchcomp.keys import Key, check_seed
+from torchcomp.wire import Frames, Layout, Parts
 
 DENSE = Identity()
 
@@ -106,8 +105,7 @@ class ParameterServer(ABC):
             compressor: compressor of the workers.
             call: number of the message, unique within the run, because it seeds the randomness.
         """
-        keys = [self._uplink_key(worker, call) for worker in self.mine]
-        encoded, decoded = self._encode(vectors, compressor, keys)
+        encoded, decoded = self._encode(vectors, compressor, call)
         finite = vectors.isfinite().all(1).tolist()
         faulty = [worker for worker, good in zip(self.mine, finite, strict=True) if not good]
         return Uplink(compressor, call, encoded, decoded, faulty)
@@ -120,17 +118,16 @@ class ParameterServer(ABC):
                 message has the number of the worker.
             WireError: on all ranks, if a frame was damaged in transit.
         """
-        vectors = []
+        layouts: list[Layout] = []
         for message in messages:
-            d, compressor = message.decoded.shape[1], message.compressor
-            layout = compressor.layout(d, message.decoded.dtype)
-            vectors.append(Vector("uplink", slice(d), compressor, layout))
-            self.traffic.up_coordinates += compressor.kept(d)
-        codec = Codec(tuple(vectors))
-        self.traffic.up_bytes += codec.framed
+            decoded, compressor = message.decoded, message.compressor
+            layouts.append(compressor.layout(decoded.shape[1], decoded.dtype))
+            self.traffic.up_coordinates += compressor.kept(decoded.shape[1])
+        nbytes = sum(map(wire.nbytes, layouts))
+        self.traffic.up_bytes += wire.framed(nbytes) if nbytes else 0
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
-        delivered = self._deliver(messages, codec, faults)
+        delivered = self._deliver(messages, layouts, faults)
         # Add one worker after another: a sum over an axis can add in another order on other
         # hardware, and all ranks must get the same bits.
         return [reduce(torch.add, rows) / self.n for rows in delivered]
@@ -152,29 +149,29 @@ class ParameterServer(ABC):
         d, dtype = vector.numel(), vector.dtype
         self.traffic.down_coordinates += compressor.kept(d)
         self.traffic.down_bytes += wire.framed(wire.nbytes(compressor.layout(d, dtype)))
-        key = Key(self.seed, call, tensor_id("downlink"))
-        return compressor.round_trips(vector[None], [key])[0]
+        return compressor.round_trips(vector[None], ["downlink"], [Key(self.seed, call)])[0]
 
     @abstractmethod
     def _encode(
-        self, vectors: Tensor, compressor: Compressor, keys: list[Key]
+        self, vectors: Tensor, compressor: Compressor, call: int
     ) -> tuple[Encoded | None, Tensor]:
         """Return the message if this process sends one, and what the server decodes; (mine, d)."""
 
     @abstractmethod
-    def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
+    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
         """Return the decoded vectors of all n workers. Raise on all ranks if a worker has a fault.
 
         Args:
             messages: the uplink messages.
-            codec: packs them into a frame.
+            layouts: their fields.
             faults: faults of this process's workers.
         """
 
-    def _uplink_key(self, worker: int, call: int) -> Key:
+    def _uplink(self, worker: int, call: int) -> tuple[str, Key]:
+        """Return the name of a worker's vector, and the key of a message."""
         # RandK draws with `Key.shared`, which ignores the rank. A different name per worker makes
         # the workers' draws independent.
-        return Key(self.seed, call, tensor_id(f"uplink of worker {worker}"), worker)
+        return f"uplink of worker {worker}", Key(self.seed, call, rank=worker)
 
 
 class Simulated(ParameterServer):
@@ -192,11 +189,12 @@ class Simulated(ParameterServer):
         super().__init__(n, range(n), seed)
 
     def _encode(
-        self, vectors: Tensor, compressor: Compressor, keys: list[Key]
+        self, vectors: Tensor, compressor: Compressor, call: int
     ) -> tuple[Encoded | None, Tensor]:
-        return None, compressor.round_trips(vectors, keys)
+        names, keys = zip(*(self._uplink(worker, call) for worker in self.mine), strict=True)
+        return None, compressor.round_trips(vectors, names, keys)
 
-    def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
+    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
         if faults:
             raise _unusable(faults)
         return [message.decoded for message in messages]
@@ -237,17 +235,20 @@ class Ranks(ParameterServer):
         self.exchange.verify("the seed of compressed messages", {"seed": seed})
 
     def _encode(
-        self, vectors: Tensor, compressor: Compressor, keys: list[Key]
+        self, vectors: Tensor, compressor: Compressor, call: int
     ) -> tuple[Encoded | None, Tensor]:
-        encoded = compressor.encode(vectors[0], keys[0])
+        name, key = self._uplink(self.exchange.rank, call)
+        own = _one(compressor, vectors[0], name)
+        encoded = compressor.encode(vectors[0], own, key)
         # A worker needs the value that the server decodes, for example to update its h_i.
-        decoded = compressor.decode(encoded.parts, torch.empty_like(vectors[0]), keys[0])
-        return encoded, decoded[None]
+        decoded = torch.empty_like(vectors)
+        compressor.mean((encoded.parts,), decoded[0], own, key, 1)
+        return encoded, decoded
 
-    def _deliver(self, messages: Messages, codec: Codec, faults: Faults) -> Decoded:
-        frames = codec.frames(self.exchange.device, self.exchange.checksum)
-        frame = frames.pack([message.encoded.parts for message in messages if message.encoded])
-        received = self.exchange.all_gather_rows(frame)
+    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
+        frames = Frames(layouts, self.exchange.device, self.exchange.checksum, [len(layouts)])
+        parts = [own for message in messages if message.encoded for own in message.encoded.parts]
+        received = self.exchange.all_gather_rows(frames.pack(parts))
         self.exchange.check(frames, received, range(self.n))
         # A rank with a fault has also sent its frame, so that no rank waits forever. The collective
         # in conclude() reports the fault to all ranks, and all of them raise.
@@ -261,8 +262,14 @@ class Ranks(ParameterServer):
     def _decoded(self, message: Uplink, by_worker: Sequence[Parts]) -> Iterator[Tensor]:
         # A generator, so that only one worker's vector and the running sum are in memory.
         for worker, parts in enumerate(by_worker):
-            out = torch.empty_like(message.decoded[0])
-            yield message.compressor.decode(parts, out, self._uplink_key(worker, message.call))
+            out, compressor = torch.empty_like(message.decoded[0]), message.compressor
+            name, key = self._uplink(worker, message.call)
+            compressor.mean(((parts,),), out, _one(compressor, out, name), key, 1)
+            yield out
+
+
+def _one(compressor: Compressor, like: Tensor, name: str) -> Vectors:
+    return Vectors.of(compressor, like.numel(), like.dtype, like.device, name)
 
 
 def _unusable(faults: Faults) -> NonFiniteError:

@@ -3,32 +3,104 @@
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
-from typing import ClassVar
+from functools import cached_property
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchcomp.component import Component
+from torchcomp.draws import Drawing
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.select import Scratch
-from torchcomp.keys import Key
+from torchcomp.kernels.segments import Segment, joined
+from torchcomp.keys import Key, uniform
 from torchcomp.wire import Layout, Parts
+
+Message = Sequence[Parts]
+"""The fields of the message of each vector, in the order of :meth:`Compressor.layout`."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """The message of one vector.
+    """The message of all vectors of a tensor.
 
     Attributes:
-        parts: the fields of the message, in the order of :meth:`Compressor.layout`.
-        index: ascending int64 indices of the selected entries, if the compressor selects. From
-            `encode` they are within the vector, from `encode_all` within the whole tensor.
+        parts: the fields of each vector's message.
+        index: int64 indices of the selected entries within the whole tensor, vector by vector and
+            ascending in each, if the compressor selects.
     """
 
-    parts: Parts
+    parts: Message
     # The sender's own copy: subtract() does not have to decode the indices from the message.
     index: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Vector:
+    """A part of a tensor that is compressed separately."""
+
+    # The parameter, or the first one of several. Random draws depend on it; see `Key.of_tensor`.
+    name: str
+    span: slice  # the elements of the vector within the tensor
+    compressor: "Compressor"
+    layout: Layout
+
+
+class Vectors(tuple[Vector, ...]):
+    """The vectors of a tensor, prepared for a device: what is the same in every step.
+
+    Only one thread can use an instance at a time, because it has workspaces.
+
+    Args:
+        vectors: the vectors. Their compressors can differ in the number of entries only.
+        device: the device of the tensor.
+        dtype: dtype of the values in the messages, as in the layouts.
+
+    Attributes:
+        compressor: that of the first vector, which handles them all.
+        segments: where each vector is, and how many of its entries are sent.
+        drawing: draws random numbers for the device.
+        fields: where the fields of each vector lie in the frames to send, if that is known. A
+            compressor can write there and return these very tensors.
+    """
+
+    def __new__(
+        cls, vectors: Sequence[Vector], device: torch.device, dtype: torch.dtype
+    ) -> "Vectors":
+        return super().__new__(cls, vectors)
+
+    def __init__(self, vectors: Sequence[Vector], device: torch.device, dtype: torch.dtype) -> None:
+        self.device, self.dtype = device, dtype
+        self.compressor: Compressor = self[0].compressor if self else None  # type: ignore[assignment]
+        sizes = ((v, v.span.stop - v.span.start) for v in self)
+        self.segments = tuple(
+            Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes
+        )
+        self.drawing = Drawing(device)
+        self.fields: Sequence[Parts] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        compressor: "Compressor",
+        numel: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        name: str = "",
+    ) -> "Vectors":
+        """Return the vectors of a tensor that is compressed as one."""
+        vector = Vector(name, slice(0, numel), compressor, compressor.layout(numel, dtype))
+        return cls((vector,), torch.device(device), dtype)
+
+    @cached_property
+    def kernels(self) -> Any:
+        """What :meth:`Compressor.prepare` returns, chosen once."""
+        return self.compressor.prepare(self)
+
+    def noise(self, key: Key) -> Tensor:
+        """Draw a number in [0, 1) for each value sent, independent between ranks."""
+        draws = zip(self, self.segments, strict=True)
+        return joined([self.drawing(uniform, key.of_tensor(v.name), s.k) for v, s in draws])
 
 
 @dataclass(frozen=True)
@@ -92,120 +164,102 @@ class Compressor(Component):
         """Return how many of `numel` entries are kept."""
         return numel
 
-    @abstractmethod
-    def encode(self, x: Tensor, key: Key) -> Encoded:
-        """Compress `x`, a 1-D contiguous floating-point tensor."""
+    # The methods of a step. They get all vectors of a tensor, usually one.
 
-    def encode_sum(
-        self, g: Tensor, e: Tensor, out: Tensor, key: Key, scratch: Scratch, dtype: torch.dtype
-    ) -> Encoded:
-        """Compute ``out = g + e`` and compress it, in one pass if possible.
+    def prepare(self, vectors: Vectors) -> object:
+        """Return ``vectors.kernels``: whatever is chosen once for a device, and workspaces."""
+        return None
+
+    @abstractmethod
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        """Compress the vectors of `x`.
+
+        Args:
+            x: 1-D, contiguous, floating-point. The message can be a view of it.
+            vectors: the vectors.
+            key: seed, step and rank; ``key.of_tensor(vector.name)`` seeds a vector's random draws.
+        """
+
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        """Compress ``g + e``, and write what the message does not contain to `rest`.
+
+        The sum is rounded to ``vectors.dtype`` before it is encoded; `rest` includes that rounding
+        error. Of a selecting compressor, it also keeps NaN and infinities.
 
         Args:
             g: gradient, 1-D.
             e: residual, 1-D.
-            out: receives the sum; 1-D, in the residual's dtype.
+            rest: 1-D, in the residual's dtype. It shares no memory with `g`, `e` and the message.
+            vectors: the vectors.
             key: as for :meth:`encode`.
-            scratch: workspace from the last encoding of the same vector. It affects the speed but
-                not the result.
-            dtype: the sum is rounded to this dtype before it is encoded.
         """
-        # `out` keeps the sum in full: after subtract() the residual includes the rounding error.
-        torch.add(g, e, out=out)
-        return self.encode(narrow(out, dtype), key)
+        torch.add(g, e, out=rest)
+        encoded = self.encode(narrow(rest, vectors.dtype), vectors, key)
+        memory = rest.untyped_storage().data_ptr()
+        if memory and any(
+            part.untyped_storage().data_ptr() == memory for own in encoded.parts for part in own
+        ):
+            copies = [tuple(part.clone() for part in own) for own in encoded.parts]
+            encoded = Encoded(copies, encoded.index)
+        self.subtract(encoded, rest, vectors, key)
+        return encoded
 
-    def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        """Subtract `weight` times the decoded message in place from `x`, the encoded vector."""
+    def subtract(
+        self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
+    ) -> None:
+        """Subtract `weight` times the decoded message in place from `x`, the encoded tensor."""
         # Decodes the message. Subclasses can be faster, because the sender has `encoded.index`.
-        self.accumulate((encoded.parts,), x, key, -weight)
+        self.accumulate((encoded.parts,), x, vectors, key, -weight)
 
     @abstractmethod
     def accumulate(
-        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+        self,
+        messages: Sequence[Message],
+        out: Tensor,
+        vectors: Vectors,
+        key: Key,
+        weight: float = 1.0,
     ) -> None:
         """Decode messages and add `weight` times each to `out`, in place and in order.
 
         Args:
-            messages: the fields of each message, as returned by :meth:`encode`.
+            messages: for each message, the fields of each vector.
             out: 1-D tensor of the original length, of any floating-point dtype.
+            vectors: the vectors. They can overlap, if they are those of several messages.
             key: the key passed to :meth:`encode`; its rank can differ.
             weight: factor on the decoded values.
         """
         # In rank order on every rank: floating-point addition is not associative, and the ranks'
         # means must be equal bit for bit.
 
-    def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
-        """Decode a message to a dense vector. Write it to `out` (1-D) and return `out`."""
-        self.accumulate((parts,), out.zero_(), key)
-        return out
+    def mean(
+        self, messages: Sequence[Message], out: Tensor, vectors: Vectors, key: Key, divisor: int
+    ) -> None:
+        """Write the sum of the decoded messages, in order, divided by `divisor`, to `out`."""
+        # Divide after the sum, so that all routes give the same bits.
+        self.accumulate(messages, out.zero_(), vectors, key)
+        if divisor != 1:
+            out.div_(divisor)
 
-    def round_trips(self, rows: Tensor, keys: Sequence[Key]) -> Tensor:
-        """Return what the receivers decode from the message of each vector.
+    def round_trips(self, rows: Tensor, names: Sequence[str], keys: Sequence[Key]) -> Tensor:
+        """Return what the receivers decode from the message of each vector, for simulations.
 
-        It equals :meth:`encode` and :meth:`decode` of each row with its key. A simulation needs
-        only this result, so a subclass can compute it without building messages.
+        It equals :meth:`encode` and :meth:`mean` of each row. A subclass can compute it without
+        building messages.
 
         Args:
             rows: the vectors; (count, n).
+            names: the name of each vector.
             keys: the key of each vector.
 
         Returns:
             A new tensor, shaped like `rows`.
         """
         out = torch.empty_like(rows)
-        for row, key, decoded in zip(rows, keys, out, strict=True):
-            self.decode(self.encode(row, key).parts, decoded, key)
+        for row, name, key, decoded in zip(rows, names, keys, out, strict=True):
+            one = Vectors.of(self, row.numel(), row.dtype, row.device, name)
+            self.mean((self.encode(row, one, key).parts,), decoded, one, key, 1)
         return out
-
-    # Several vectors of one tensor, by compressors of this class. A compressor whose kernels are
-    # small overrides these for accelerators, where each launch delays the backward pass.
-
-    @classmethod
-    def encode_all(cls, vectors: "Sequence[Vector]", x: Tensor, key: Key) -> list[Encoded]:
-        """Compress each of the vectors of `x`, a 1-D tensor."""
-        return [v.compressor.encode(x[v.span], key.of_tensor(v.name)) for v in vectors]
-
-    @classmethod
-    def encode_sum_all(
-        cls,
-        vectors: "Sequence[Vector]",
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        key: Key,
-        scratch: Sequence[Scratch],
-        dtype: torch.dtype,
-    ) -> list[Encoded]:
-        """Write ``out = g + e``, and compress each of its vectors; see :meth:`encode_sum`."""
-        message = []
-        for v, s in zip(vectors, scratch, strict=True):
-            own, named = v.span, key.of_tensor(v.name)
-            message.append(v.compressor.encode_sum(g[own], e[own], out[own], named, s, dtype))
-        return message
-
-    @classmethod
-    def subtract_all(
-        cls,
-        vectors: "Sequence[Vector]",
-        message: Sequence[Encoded],
-        x: Tensor,
-        key: Key,
-        weight: float,
-    ) -> None:
-        """Subtract the decoded message of each vector from `x`; see :meth:`subtract`."""
-        for encoded, v in zip(message, vectors, strict=True):
-            v.compressor.subtract(encoded, x[v.span], key.of_tensor(v.name), weight)
-
-    @classmethod
-    def accumulate_all(
-        cls, messages: "Sequence[Received]", out: Tensor, key: Key, weight: float
-    ) -> None:
-        """Decode messages of several vectors, and add them to `out` in order."""
-        # Consecutive messages of the same vectors in one call: `accumulate` can add them together.
-        for _, same in groupby(messages, key=lambda message: id(message[0])):
-            vectors, parts = zip(*same, strict=True)
-            for v, each in zip(vectors[0], zip(*parts, strict=True), strict=True):
-                v.compressor.accumulate(each, out[v.span], key.of_tensor(v.name), weight)
 
     @abstractmethod
     def alpha(self, numel: int) -> float | None:
@@ -214,18 +268,3 @@ class Compressor(Component):
     @abstractmethod
     def omega(self, numel: int) -> float | None:
         """Bound >= 0 on the relative variance for `numel` elements; None if not unbiased."""
-
-
-@dataclass(frozen=True)
-class Vector:
-    """A part of a tensor that is compressed separately."""
-
-    # The parameter, or the first one of several. Random draws depend on it; see `Key.of_tensor`.
-    name: str
-    span: slice  # the elements of the vector within the tensor
-    compressor: Compressor
-    layout: Layout
-
-
-Received = tuple[Sequence[Vector], Sequence[Parts]]
-"""A received message: its vectors, and the fields of each."""

@@ -1,6 +1,5 @@
 """Cast: round every value to a 16-bit float."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -8,14 +7,17 @@ import torch
 from torch import Tensor
 
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Compressor, Encoded
+from torchcomp.compressors.base import Encoded, Vectors
+from torchcomp.compressors.dense import Dense
 from torchcomp.kernels import quantize
+from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.segments import part
 from torchcomp.keys import Key
-from torchcomp.wire import Layout, Parts
+from torchcomp.wire import Layout
 
 
 @dataclass(frozen=True)
-class Cast(Compressor):
+class Cast(Dense):
     """``cast("bf16")``: round every value to 16 bits.
 
     Values are rounded to nearest. fp16 clamps magnitudes above 65,504 and loses precision below
@@ -30,26 +32,16 @@ class Cast(Compressor):
 
     name: ClassVar[str] = "cast"
     example: ClassVar[str] = 'cast("bf16")'
-    summable: ClassVar[bool] = True
-    elementwise: ClassVar[bool] = True
 
     dtype: Annotated[str, Choices(quantize.CASTS)]
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.dtype, numel, dtype)
 
-    def encode(self, x: Tensor, key: Key) -> Encoded:
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
         # Finite values beyond the range are clamped, because an infinity would stop the step.
-        return Encoded(quantize.encode(x, self.dtype, None))
-
-    def accumulate(
-        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
-    ) -> None:
-        for (values,) in messages:
-            out.add_(values, alpha=weight)
-
-    def decode(self, parts: Parts, out: Tensor, key: Key) -> Tensor:
-        return out.copy_(parts[0])  # instead of zero_() and add_(): one pass
+        values = narrow(x, quantize.CASTS[self.dtype])
+        return Encoded([(part(values, segment),) for segment in vectors.segments])
 
     def alpha(self, numel: int) -> float:
         return 1.0 - quantize.error_bound(self.dtype, numel)

@@ -7,14 +7,12 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Compressor, Encoded
-from torchcomp.draws import drawn
+from torchcomp.compressors.base import Compressor, Encoded, Message, Vectors
 from torchcomp.kernels import quantize
-from torchcomp.kernels.segments import TOGETHER, batches
-from torchcomp.keys import Key, uniform
-from torchcomp.wire import Layout, Parts
+from torchcomp.kernels.segments import TOGETHER, batches, joined, part
+from torchcomp.keys import Key
+from torchcomp.wire import Layout
 
 
 @dataclass(frozen=True)
@@ -40,25 +38,32 @@ class Quantize(Compressor):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.format, numel, dtype)
 
-    def encode(self, x: Tensor, key: Key) -> Encoded:
-        noise = None
-        if self.rounding == "stochastic":
-            # Independent on each rank: the rounding errors average out in the mean.
-            noise = drawn(uniform, key, x.numel(), like=x)
-        return Encoded(quantize.encode(x, self.format, noise))
+    def prepare(self, vectors: Vectors) -> quantize.Form:
+        return quantize.form_for(vectors.device)
+
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        # Independent on each rank: the rounding errors average out in the mean.
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        values = joined([part(x, segment) for segment in vectors.segments])
+        counts = [segment.n for segment in vectors.segments]
+        return Encoded(vectors.kernels.encode(values, counts, self.format, noise))
 
     def accumulate(
-        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+        self,
+        messages: Sequence[Message],
+        out: Tensor,
+        vectors: Vectors,
+        key: Key,
+        weight: float = 1.0,
     ) -> None:
-        if host.can_read(out):
-            for parts in messages:
-                out.add_(quantize.decode(parts, out.numel(), out.dtype), alpha=weight)
-            return
-        # Together, because each launch delays the backward pass.
-        counts = [out.numel()] * len(messages)
+        segments = [segment for _ in messages for segment in vectors.segments]
+        parts = [own for message in messages for own in message]
+        counts = [segment.n for segment in segments]
+        # As many at once as memory allows: each launch on an accelerator delays the backward pass.
         for run in batches(counts, TOGETHER):
-            for values in quantize.decode_all(messages[run], counts[run], out.dtype):
-                out.add_(values, alpha=weight)
+            decoded = vectors.kernels.decode(parts[run], counts[run], out.dtype)
+            for segment, values in zip(segments[run], decoded, strict=True):
+                part(out, segment).add_(values, alpha=weight)
 
     def alpha(self, numel: int) -> float:
         # One bound serves both kinds of rounding; see error_bound() for the proof.

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.checks import check_flag
-from torchcomp.compressors.base import Encoded
+from torchcomp.compressors.base import Encoded, Message, Vectors
 from torchcomp.compressors.sparse import Sparsifier
-from torchcomp.draws import drawn
 from torchcomp.kernels.cast import nan_unless_finite
+from torchcomp.kernels.segments import add, joined, part
 from torchcomp.keys import Key
-from torchcomp.wire import Field, Layout, Parts
+from torchcomp.wire import Field, Layout
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,44 @@ class RandK(Sparsifier):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return (Field("values", dtype, self.kept(numel)),)
 
-    def encode(self, x: Tensor, key: Key) -> Encoded:
-        index = self._support(x, key)
-        values = x.index_select(0, index) * self._scale(x.numel())
-        # Add NaN to every value sent if any entry of `x` is not finite, drawn or not: the other
-        # ranks see only the message.
-        return Encoded((values + nan_unless_finite(x),), index)
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        parts, every = [], []
+        for segment, index in zip(vectors.segments, self._supports(vectors, key), strict=True):
+            own = part(x, segment)
+            values = own.index_select(0, index) * self._scale(segment.n)
+            # Add NaN to every value sent if any entry of the vector is not finite, drawn or not:
+            # the other ranks see only the message.
+            parts.append((values + nan_unless_finite(own),))
+            every.append(add(index, segment.start))
+        return Encoded(parts, joined(every))
 
-    def round_trips(self, rows: Tensor, keys: Sequence[Key]) -> Tensor:
-        index = host.copy_to(torch.from_numpy(self.supports(keys, rows.shape[1])), rows.device)
+    def subtract(
+        self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
+    ) -> None:
+        if encoded.index is None:
+            super().subtract(encoded, x, vectors, key, weight)
+        else:
+            values = joined([values for (values,) in encoded.parts])
+            x.index_add_(0, encoded.index, values.to(x.dtype), alpha=-weight)
+
+    def accumulate(
+        self,
+        messages: Sequence[Message],
+        out: Tensor,
+        vectors: Vectors,
+        key: Key,
+        weight: float = 1.0,
+    ) -> None:
+        for i, index in enumerate(self._supports(vectors, key)):
+            own = part(out, vectors.segments[i])
+            # No index occurs twice, so index_add_ gives the same result in any order of its
+            # threads.
+            for message in messages:
+                own.index_add_(0, index, message[i][0].to(out.dtype), alpha=weight)
+
+    def round_trips(self, rows: Tensor, names: Sequence[str], keys: Sequence[Key]) -> Tensor:
+        of = [key.of_tensor(name) for key, name in zip(keys, names, strict=True)]
+        index = host.copy_to(torch.from_numpy(self.supports(of, rows.shape[1])), rows.device)
         values = rows.gather(1, index) * self._scale(rows.shape[1])
         # As in encode(): 0, or NaN for a row that is not finite.
         values += (rows * 0.0).sum(1, keepdim=True)
@@ -63,18 +92,6 @@ class RandK(Sparsifier):
     def supports(self, keys: Sequence[Key], numel: int) -> NDArray[np.int64]:
         """Return the entries that each key keeps of `numel`; (keys, k), each row ascending."""
         return np.stack([_draw(key, numel, self.kept(numel)) for key in keys])
-
-    def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        index = self._support(x, key) if encoded.index is None else encoded.index
-        x.index_add_(0, index, encoded.parts[0].to(x.dtype), alpha=-weight)
-
-    def accumulate(
-        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
-    ) -> None:
-        index = self._support(out, key)
-        # No index occurs twice, so index_add_ gives the same result in any order of its threads.
-        for (values,) in messages:
-            out.index_add_(0, index, values.to(out.dtype), alpha=weight)
 
     def alpha(self, numel: int) -> float | None:
         if self.unbiased:
@@ -87,8 +104,10 @@ class RandK(Sparsifier):
     def _scale(self, numel: int) -> float:
         return numel / self.kept(numel) if self.unbiased and numel else 1.0
 
-    def _support(self, x: Tensor, key: Key) -> Tensor:
-        return drawn(_draw, key, x.numel(), self.kept(x.numel()), like=x)
+    def _supports(self, vectors: Vectors, key: Key) -> list[Tensor]:
+        """Return the indices to keep of each vector, within it."""
+        draws = zip(vectors, vectors.segments, strict=True)
+        return [vectors.drawing(_draw, key.of_tensor(v.name), s.n, s.k) for v, s in draws]
 
 
 # Each bucket needs its support twice in a row: to encode and to decode.

@@ -2,22 +2,17 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from typing import Annotated, ClassVar
 
-import torch
 from torch import Tensor
 
 from torchcomp.checks import check_count, is_whole, shown
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Compressor, Encoded, Vector
+from torchcomp.compressors.base import Compressor, Encoded, Vectors
 from torchcomp.errors import SpecError
-from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.select import Scratch
 from torchcomp.keys import Key
 
 
@@ -88,40 +83,21 @@ class Selector(Sparsifier):
     selects: ClassVar[bool] = True
 
     @abstractmethod
-    def select(self, x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratch]) -> Tensor:
-        """Select entries of each segment of `x`, 1-D.
+    def select(self, x: Tensor, vectors: Vectors) -> Tensor:
+        """Return the indices within `x` to keep of each vector, vector by vector.
 
-        Args:
-            x: 1-D.
-            segments: parts of `x` in ascending order, and how many entries to keep of each.
-            scratch: workspaces from the last selections of the same segments; can be empty.
-
-        Returns:
-            The indices within `x` to keep, 1-D int64, ascending.
+        They are 1-D int64, and ascend strictly in each vector.
         """
 
     @abstractmethod
-    def select_sum(
-        self,
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        segments: Sequence[Segment],
-        scratch: Sequence[Scratch],
-    ) -> Tensor:
-        """Write ``out = g + e`` in the segments, and :meth:`select` from it."""
+    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, vectors: Vectors) -> Tensor:
+        """Write ``out = g + e``, and :meth:`select` from it."""
 
     @abstractmethod
-    def encode_selected(
-        self, x: Tensor, segments: Sequence[Segment], index: Tensor, keys: Iterable[Key]
-    ) -> list[Encoded]:
-        """Encode the entries `index` of `x`, which :meth:`select` returned, as one message each.
+    def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        """Encode the entries `index` of `x`, which :meth:`select` returned.
 
-        Args:
-            x: 1-D.
-            segments: the parts of `x`.
-            index: indices within `x`, segment by segment.
-            keys: the key of each segment.
+        The values are rounded to ``vectors.dtype`` first.
         """
 
     def exactly(self, count: int) -> "Selector":
@@ -129,72 +105,12 @@ class Selector(Sparsifier):
         # For the shards of a bucket: how many of its k entries fall into a shard varies.
         return replace(self, ratio=None, k=count)
 
-    def encode(self, x: Tensor, key: Key) -> Encoded:
-        whole = self._whole(x)
-        return self.encode_selected(x, whole, self.select(x, whole, ()), (key,))[0]
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        return self.encode_selected(x, self.select(x, vectors), vectors, key)
 
-    def encode_sum(
-        self, g: Tensor, e: Tensor, out: Tensor, key: Key, scratch: Scratch, dtype: torch.dtype
-    ) -> Encoded:
-        whole = self._whole(out)
-        # Select in the residual's dtype: rounding to `dtype` first would create ties.
-        index = self.select_sum(g, e, out, whole, (scratch,))
-        return self.encode_selected(narrow(out, dtype), whole, index, (key,))[0]
-
-    def _whole(self, x: Tensor) -> list[Segment]:
-        return [Segment(0, x.numel(), self.kept(x.numel()))]
-
-    @classmethod
-    def encode_all(cls, vectors: Sequence[Vector], x: Tensor, key: Key) -> list[Encoded]:
-        selector, segments = selector_of(vectors), segments_of(vectors)
-        index = selector.select(x, segments, ())
-        return selector.encode_selected(x, segments, index, keys_of(vectors, key))
-
-    @classmethod
-    def encode_sum_all(
-        cls,
-        vectors: Sequence[Vector],
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        key: Key,
-        scratch: Sequence[Scratch],
-        dtype: torch.dtype,
-    ) -> list[Encoded]:
-        selector, segments = selector_of(vectors), segments_of(vectors)
-        index = selector.select_sum(g, e, out, segments, scratch)
-        keys = keys_of(vectors, key)
-        return selector.encode_selected(narrow(out, dtype), segments, index, keys)
-
-    @classmethod
-    def subtract_all(
-        cls,
-        vectors: Sequence[Vector],
-        message: Sequence[Encoded],
-        x: Tensor,
-        key: Key,
-        weight: float,
-    ) -> None:
-        # `encode_all` returns indices within the whole tensor, and `subtract` takes a vector.
-        local = []
-        for encoded, v in zip(message, vectors, strict=True):
-            index = None if encoded.index is None else encoded.index - v.span.start
-            local.append(Encoded(encoded.parts, index))
-        super().subtract_all(vectors, local, x, key, weight)
-
-
-def selector_of(vectors: Sequence[Vector]) -> Selector:
-    """Return the compressor of vectors, which can differ in the number of entries only."""
-    return vectors[0].compressor  # type: ignore[return-value]
-
-
-def segments_of(vectors: Sequence[Vector]) -> list[Segment]:
-    """Return the parts of a tensor that the vectors are, and how many entries each sends."""
-    sizes = ((v, v.span.stop - v.span.start) for v in vectors)
-    return [Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes]
-
-
-def keys_of(vectors: Sequence[Vector], key: Key) -> Iterator[Key]:
-    """Yield the key of each vector."""
-    # One by one, because most compressors draw nothing and need no key.
-    return (key.of_tensor(v.name) for v in vectors)
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        # Select in the residual's dtype: rounding to the message's dtype first would create ties.
+        index = self.select_sum(g, e, rest, vectors)
+        encoded = self.encode_selected(rest, index, vectors, key)
+        self.subtract(encoded, rest, vectors, key)
+        return encoded

@@ -1,23 +1,20 @@
 """TopK: keep the k entries of largest magnitude."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Encoded, Received, Vector
-from torchcomp.compressors.sparse import Selector, segments_of
-from torchcomp.draws import drawn
+from torchcomp.compressors.base import Encoded, Message, Vectors
+from torchcomp.compressors.sparse import Selector
 from torchcomp.errors import SpecError
-from torchcomp.kernels import elias_fano, entries, quantize, select
-from torchcomp.kernels.segments import Segment, joined, split
-from torchcomp.kernels.select import Scratch
-from torchcomp.keys import Key, uniform
-from torchcomp.wire import Field, Layout, Parts
+from torchcomp.kernels import elias_fano, quantize
+from torchcomp.kernels.sparse import Sparse, kernels_for
+from torchcomp.keys import Key
+from torchcomp.wire import Field, Layout
 
 
 @dataclass(frozen=True)
@@ -55,104 +52,46 @@ class TopK(Selector):
         index = Field("index", torch.uint8, elias_fano.nbytes(numel, k))
         return (*quantize.layout(self.values, k, dtype), index)
 
-    def select(self, x: Tensor, segments: Sequence[Segment], scratch: Sequence[Scratch]) -> Tensor:
-        return select.largest_all(x, segments, scratch)
+    def prepare(self, vectors: Vectors) -> Sparse:
+        return kernels_for(vectors, self.values)
 
-    def select_sum(
-        self,
-        g: Tensor,
-        e: Tensor,
-        out: Tensor,
-        segments: Sequence[Segment],
-        scratch: Sequence[Scratch],
-    ) -> Tensor:
-        return select.add_and_select_all(g, e, out, segments, scratch)
+    def select(self, x: Tensor, vectors: Vectors) -> Tensor:
+        return vectors.kernels.select(x)  # type: ignore[no-any-return]
 
-    def encode_selected(
-        self, x: Tensor, segments: Sequence[Segment], index: Tensor, keys: Iterable[Key]
-    ) -> list[Encoded]:
-        counts = [segment.k for segment in segments]
-        noise: Sequence[Tensor | None] = [None] * len(counts)
-        if self.rounding == "stochastic":
-            # Independent on each rank: the rounding errors average out in the mean.
-            draws = zip(keys, counts, strict=True)
-            noise = [drawn(uniform, key, count, like=x) for key, count in draws]
-        if not host.can_read(x):
-            return self._encode_together(x, segments, index, noise)
-        message = []
-        for segment, chosen, own in zip(segments, split(index, counts), noise, strict=True):
-            local = chosen - segment.start if segment.start else chosen
-            # First, because it checks the indices. The Numba quantizer reads x[index] unchecked.
-            code = elias_fano.encode(local, segment.n)
-            message.append(Encoded((*quantize.encode(x, self.values, own, chosen), code), chosen))
-        return message
+    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, vectors: Vectors) -> Tensor:
+        return vectors.kernels.add_and_select(g, e, out)  # type: ignore[no-any-return]
 
-    def _encode_together(
-        self,
-        x: Tensor,
-        segments: Sequence[Segment],
-        index: Tensor,
-        noise: Sequence[Tensor | None],
-    ) -> list[Encoded]:
-        counts = [segment.k for segment in segments]
-        together = [own for own in noise if own is not None]
-        values = quantize.encode_all(
-            x.index_select(0, index), counts, self.values, joined(together) if together else None
-        )
-        codes = elias_fano.encode_all(index, segments)
-        each = zip(values, codes, split(index, counts), strict=True)
-        return [Encoded((*fields, code), chosen) for fields, code, chosen in each]
+    def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        # Independent on each rank: the rounding errors average out in the mean.
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        return Encoded(vectors.kernels.encode(x, index, noise), index)
 
-    def round_trips(self, rows: Tensor, keys: Sequence[Key]) -> Tensor:
-        if self.values is not None:  # the values are rounded
-            return super().round_trips(rows, keys)
-        out = torch.zeros_like(rows)
-        for row, decoded in zip(rows, out, strict=True):
-            index = self.select(row, self._whole(row), ())
-            decoded[index] = row[index]
-        return out
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        return Encoded(*vectors.kernels.encode_sum(g, e, rest, noise))
 
-    def subtract(self, encoded: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
-        if encoded.index is None:  # decode the indices from the message
-            super().subtract(encoded, x, key, weight)
-        else:
-            entries.subtract(x, encoded.index, encoded.parts[:-1], weight)
-
-    @classmethod
-    def subtract_all(
-        cls,
-        vectors: Sequence[Vector],
-        message: Sequence[Encoded],
-        x: Tensor,
-        key: Key,
-        weight: float,
+    def subtract(
+        self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
-        index = [encoded.index for encoded in message if encoded.index is not None]
-        if len(index) < len(vectors):
-            super().subtract_all(vectors, message, x, key, weight)
-            return
-        fields = [encoded.parts[:-1] for encoded in message]
-        if host.can_read(x):
-            for at, own in zip(index, fields, strict=True):
-                entries.subtract(x, at, own, weight)
+        if encoded.index is None:  # decode the indices from the message
+            super().subtract(encoded, x, vectors, key, weight)
         else:
-            counts = [at.numel() for at in index]
-            entries.subtract_all(x, joined(index), fields, counts, weight)
+            vectors.kernels.subtract(encoded.index, encoded.parts, x, weight)
 
     def accumulate(
-        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+        self,
+        messages: Sequence[Message],
+        out: Tensor,
+        vectors: Vectors,
+        key: Key,
+        weight: float = 1.0,
     ) -> None:
-        entries.accumulate(messages, self.kept(out.numel()), out, weight)
+        vectors.kernels.accumulate(messages, out, weight)
 
-    @classmethod
-    def accumulate_all(
-        cls, messages: Sequence[Received], out: Tensor, key: Key, weight: float
+    def mean(
+        self, messages: Sequence[Message], out: Tensor, vectors: Vectors, key: Key, divisor: int
     ) -> None:
-        if host.can_read(out):
-            super().accumulate_all(messages, out, key, weight)
-            return
-        together = [(segments_of(vectors), parts) for vectors, parts in messages]
-        entries.accumulate_all(together, out, weight)
+        vectors.kernels.mean(messages, out, divisor)
 
     def alpha(self, numel: int) -> float:
         if not numel:  # nothing is lost of an empty vector

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from torchcomp.checks import check_count, check_fraction
 from torchcomp.component import check_kind
-from torchcomp.compressors.base import Compressor, Encoded
+from torchcomp.compressors.base import Compressor, Encoded, Message, Vectors
 from torchcomp.compressors.identity import Identity
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
 from torchcomp.keys import Key
-from torchcomp.wire import Layout, Parts
+from torchcomp.wire import Layout
 
 # The paper's: 75 %, 93.75 %, 98.4 % and 99.6 % of the entries are not sent, then 99.9 %.
 _FACTOR = 0.25
@@ -115,13 +115,21 @@ class Warmup(Compressor):
     def kept(self, numel: int) -> int:
         return self.compressor.kept(numel)
 
-    def encode(self, x: Tensor, key: Key) -> Encoded:
-        return self.compressor.encode(x, key)
+    def prepare(self, vectors: Vectors) -> object:
+        return self.compressor.prepare(vectors)
+
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        return self.compressor.encode(x, vectors, key)
 
     def accumulate(
-        self, messages: Sequence[Parts], out: Tensor, key: Key, weight: float = 1.0
+        self,
+        messages: Sequence[Message],
+        out: Tensor,
+        vectors: Vectors,
+        key: Key,
+        weight: float = 1.0,
     ) -> None:
-        self.compressor.accumulate(messages, out, key, weight)
+        self.compressor.accumulate(messages, out, vectors, key, weight)
 
     def alpha(self, numel: int) -> float | None:
         return self.compressor.alpha(numel)

@@ -7,8 +7,9 @@ does not notice. The time of this second average is not counted.
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from dataclasses import asdict, fields
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,8 +19,9 @@ from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import MEAN, Choice, Mark, Pace, Timed, Trial, chosen, mark, seconds_between
 from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket
-from torchcomp.ddp.averaging import Buckets, Step
+from torchcomp.bucket import Bucket, BucketShape, Names
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.executors import Job
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange, InProcessExchange
 from torchcomp.spec import parse_aggregator
@@ -30,8 +32,6 @@ _PATIENCE = 10
 """Steps that auto waits for the residual of the method before."""
 
 _TRIAL, _WATCH, _ENDED = "trial", "watch", "ended"
-
-Made = TypeVar("Made")
 
 
 def _phase(value: Any, where: str) -> None:
@@ -68,18 +68,19 @@ class Choosing(Buckets):
     """
 
     def __init__(self, used: Buckets, methods: Sequence[Aggregator], steps: int) -> None:
-        super().__init__(used.averager, used.everyone, used.place, used.parameters, *used.lanes)
+        super().__init__(used.averager, used.everyone, used.place, used.parameters, used.executors)
         self._used, self._candidates, self._steps = used, tuple(methods), steps
         self._methods = self._candidates  # those that are timed
         self._trial: Trial | None = Trial(len(methods), steps)
         self._rehearsed = False  # whether this trial has tried its candidates
         self._pace: Pace | None = None
         self._copies = _Copies()
-        self._timed: Buckets | None = None  # average the copies with the method that is timed
+        self._timed: Buckets | None = None  # averages the copies with the method that is timed
         self._timed_method = 0
-        self._step: _Begun | None = None  # the step that is running
+        self._values: tuple[float, dict[str, float] | None] = 1.0, None  # of this step
         self._held: list[Bucket] = []  # DDP's buckets whose copies are averaged in this step
-        self._complete = False  # whether the last bucket has come
+        self._held_end: Callable[..., bool] | None = None  # of the step with those buckets
+        self._done: Job | None = None  # completes the futures of DDP, once the last bucket has come
         self._copying = 0.0  # seconds of this step
         self._end: Mark | None = None  # of the last step
         self._answers: list[int] = []  # whether any rank has each of the flags, once it is known
@@ -88,33 +89,14 @@ class Choosing(Buckets):
 
     # --- One step ---
 
-    def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
-        if first:
-            self._held.clear()
-            self._complete, self._copying = False, 0.0
-            values = self._values_of(step)
-            self._step = _Begun(step, values, self._kept(self._asking))
-            self._timed = self._kept(self._to_time)
-        self._complete = last
-        if self._step is None or self._timed is None:
-            # Also after this step was abandoned: its last job completes the futures of DDP.
-            self._used.submit(bucket, self._step or step, first=first, last=last)
-            return
-        self._held.append(bucket)
-        timed, on_copies = self._timed, _OnCopies(self._timed.averager, self._step.values)
-        copy = self._kept(lambda: self._copied(bucket))
-        if copy is not None:
-            timed.submit(copy, on_copies, first=first, last=last)
+    def shape_of(self, names: Names) -> BucketShape:
+        return self._used.shape_of(names)
 
-    def _kept(self, call: Callable[[], Made | None]) -> Made | None:
-        """Call a function. An error is kept, because it would leave DDP in the middle of a step."""
-        if self.failure is not None:
-            return None
-        try:
-            return call()
-        except Exception as error:
-            self.lanes[0].fail(error)
-            return None
+    def begin(self, scale: float, lrs: dict[str, float] | None) -> None:
+        self._held.clear()
+        self._copying, self._values = 0.0, (scale, lrs)
+        self._timed = timed = self._to_time()
+        (timed or self._used).begin(scale, lrs)
 
     def _to_time(self) -> Buckets | None:
         """Return what averages copies in the step that begins; None if it is an ordinary one."""
@@ -130,36 +112,58 @@ class Choosing(Buckets):
         used = self.averager
         return Averager(method.settled, exchange, used.parameters, used.groups, seed=used.seed)
 
-    def _copied(self, bucket: Bucket) -> Bucket:
+    def average(self, bucket: Bucket) -> None:
+        timed = self._timed
+        if timed is None:
+            self._used.average(bucket)
+            return
         device = self.everyone.device
         begin = mark(device)
-        copy = self._copies.of(len(self._held) - 1, bucket)
+        copy = self._copies.of(len(self._held), bucket)
+        self._held.append(bucket)
         if device.type != "cuda":  # there, a copy takes next to no time
             self._copying += seconds_between(begin, mark(device))
-        return copy
+        timed.average(copy)
 
-    def join(self) -> None:
-        computed = mark(self.everyone.device)
-        super().join()
-        if self._step is None or not self._complete:
+    def finish(self, end: Callable[..., bool]) -> None:
+        timed = self._timed
+        if timed is not None:
+            # Whether the gradients of the copies are finite has no consequence.
+            self._held_end = end
+            timed.finish(partial(timed.averager.finish, may_skip=True))
             return
-        step, self._step = self._step, None
+        flags = [] if self._pace is None else self._pace.flags()
+
+        def ask_and_end(**options: Any) -> bool:
+            self._answers = self.averager.exchange.max_at_end(flags)
+            return end(**options)
+
+        self._used.finish(ask_and_end if flags else end)
+
+    def complete(self, done: Job) -> None:
+        self._done = done
+
+    def join(self) -> BaseException | None:
+        computed = mark(self.everyone.device)
+        failure = super().join()
+        done, self._done = self._done, None
+        if done is None:
+            return failure  # not at the end of a backward pass
         averaged = end = self._reached()
-        if self._held:
-            for index, bucket in enumerate(self._held):
-                last = index == len(self._held) - 1
-                # Also after a failure: this completes the futures of DDP.
-                self._used.submit(bucket, step, first=index == 0, last=last)
-            self._held.clear()
-            super().join()
+        held, self._held = self._held, []
+        if held:
+            self.executors[0].submit(partial(self._average_held, held))
+        super().complete(done)
+        super().join()
+        if held:
             self._reached()
             self._kept(self._meet)
             end = mark(self.everyone.device)
         before, self._end = self._end, end
-        if self.failure is None:
-            # An error is raised with those of the exchange, after DDP has ended its step.
-            self._kept(lambda: self._record(Timed(before, computed, averaged, end, self._copying)))
-        if self.failure is not None:
+        # An error is raised with those of the exchange, after DDP has ended its step.
+        self._kept(lambda: self._record(Timed(before, computed, averaged, end, self._copying)))
+        failure = super().join()
+        if failure is not None:
             if self._timed_method:
                 _log.error(
                     "auto: this step failed while it timed the candidate '%s'. If the error below "
@@ -167,6 +171,23 @@ class Choosing(Buckets):
                     self._methods[self._timed_method],
                 )
             self._forget_step()
+        return failure
+
+    def _average_held(self, held: Sequence[Bucket]) -> None:
+        """Average DDP's buckets themselves, after a step on copies."""
+        self._used.begin(*self._values)
+        for bucket in held:
+            self._used.average(bucket)
+        if self._held_end is not None:
+            self._used.finish(self._held_end)
+
+    def _kept(self, call: Callable[[], None]) -> None:
+        """Call a function, unless the step has failed. Keep its error as that of a job."""
+        if super().join() is None:
+            try:
+                call()
+            except Exception as error:
+                self.executors[0].fail(error)
 
     def _meet(self) -> None:
         """Wait for all ranks. One that begins the next step early would wait for others in it."""
@@ -177,8 +198,8 @@ class Choosing(Buckets):
         device, found = self.everyone.device, list[Mark]()
         if device.type != "cuda":
             return mark(device)
-        # The last lane has a stream of its own.
-        self.lanes[-1].submit(lambda: found.append(mark(device)), always=True)
+        # The last executor has a stream of its own.
+        self.executors[-1].submit(lambda: found.append(mark(device)), always=True)
         (reached,) = found
         if isinstance(reached, torch.cuda.Event):
             torch.cuda.current_stream(device).wait_event(reached)
@@ -186,10 +207,9 @@ class Choosing(Buckets):
 
     def _forget_step(self) -> None:
         """Forget a step that failed, or that no other follows."""
-        self._held.clear()
+        self._held, self._held_end, self._done = [], None, None
         self._answers = []
-        self._step, self._timed, self._end = None, None, None
-        self._timed_method = 0
+        self._timed, self._end, self._timed_method = None, None, 0
         if self._trial is not None:
             self._trial.restart_block()
 
@@ -269,15 +289,6 @@ class Choosing(Buckets):
             _log.warning("auto: the candidate '%s' failed on this rank", method, exc_info=True)
             return True
         return False
-
-    def _asking(self) -> Callable[[], None] | None:
-        """Return what asks the other ranks, at the end of the step that begins, for their pace."""
-        flags = [] if self._pace is None else self._pace.flags()
-
-        def ask() -> None:
-            self._answers = self.averager.exchange.max_at_end(flags)
-
-        return ask if flags else None
 
     def _agree(self, numbers: Sequence[int]) -> list[int]:
         """Return the elementwise maximum over all ranks. The slowest one counts."""
@@ -373,49 +384,6 @@ class Choosing(Buckets):
             return super()._method_to_load(state)  # the header is checked next, and refused
         rehearse_all(method, self.averager.parameters.values())
         return method
-
-
-@dataclass(frozen=True)
-class _Begun(Step):
-    """A step whose values were read already, and that asks the other ranks something at its end."""
-
-    step: Step
-    values: tuple[float, dict[str, float] | None]
-    ask: Callable[[], None] | None
-
-    def begin(self) -> tuple[float, dict[str, float] | None]:
-        return self.values
-
-    def before(self, bucket: Bucket) -> None:
-        self.step.before(bucket)
-
-    def finish(self, dense_bytes: int | None = None, leaving: bool | None = None) -> bool:
-        if self.ask is not None:
-            self.ask()
-        return self.step.finish(dense_bytes, leaving)
-
-    def complete(self) -> None:
-        self.step.complete()
-
-
-@dataclass(frozen=True)
-class _OnCopies(Step):
-    """A step on copies: whether its gradients are finite has no consequence."""
-
-    averager: Averager
-    values: tuple[float, dict[str, float] | None]
-
-    def begin(self) -> tuple[float, dict[str, float] | None]:
-        return self.values
-
-    def before(self, bucket: Bucket) -> None:
-        pass
-
-    def finish(self, dense_bytes: int | None = None, leaving: bool | None = None) -> bool:
-        return self.averager.finish(may_skip=True, dense_bytes=dense_bytes)
-
-    def complete(self) -> None:
-        pass
 
 
 class _Copies:

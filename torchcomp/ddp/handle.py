@@ -1,158 +1,261 @@
-"""DDPHandle: the communication hook of one DDP model."""
+"""Handle: the user's interface to the compressed exchange of one model."""
 
-# DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
-
-import time
+import threading
 import weakref
+from types import SimpleNamespace
+from typing import Any
 
 import torch
-from torch import Tensor
-from torch._C._distributed_c10d import GradBucket
-from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket
-from torchcomp.ddp.averaging import Buckets, Step
-from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
-from torchcomp.ddp.unused import UnusedWatch
-from torchcomp.hooks.executors import after_backward
-from torchcomp.hooks.handle import SCALER_ADVICE, Handle
-from torchcomp.hooks.loss_scale import LossScale
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs
-from torchcomp.profiling import label
+from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators.rehearsal import rehearse_all
+from torchcomp.auto import Choice
+from torchcomp.component import Component
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.discarded import Discarded
+from torchcomp.ddp.executors import AT_EXIT_SECONDS
+from torchcomp.ddp.one_process import OfOneProcess
+from torchcomp.exchange import Exchange
+from torchcomp.gathering import Gatherable
+from torchcomp.redistribution import Place
+from torchcomp.spec import parse_aggregator
+from torchcomp.stats import Stats
 
-Future = torch.futures.Future[Tensor]
-
-
-class DDPHandle(Handle):
-    """The handle of a DDP model.
-
-    The hook submits every bucket to a thread (gloo) or a side stream (CUDA), which averages it in
-    parallel with the backward pass. The last bucket ends the step.
-    """
-
-    _after_close = AFTER_CLOSE
-
-    def __init__(
-        self,
-        model: DistributedDataParallel,
-        buckets: Buckets,
-        scaler: "torch.amp.GradScaler | None",
-        lrs: OptimizerLRs | None = None,
-    ) -> None:
-        super().__init__(buckets)
-        # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
-        # model alive.
-        self._model = weakref.ref(model)
-        self._buckets = buckets
-        # By id, because DDP passes parameters to the hook, not their names.
-        self._names = {id(parameter): name for name, parameter in buckets.parameters.items()}
-        self._checked = False
-        model.register_forward_pre_hook(self._before_forward)
-        loss_scale = LossScale(scaler)
-        if loss_scale.in_use:
-            model.register_forward_pre_hook(loss_scale.fetch)
-        may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
-        unused = UnusedWatch(buckets.parameters) if may_leave_unused else None
-        self._step = _Step(self.averager, loss_scale, lrs, unused)
-
-    # Compiled apart, and without removing the hook: a compiled model would be compiled again.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def _before_forward(self, model: torch.nn.Module, args: object) -> None:
-        self._note_thread()
-        if not self._checked:
-            check_not_sharded(model)
-            self._checked = True
-
-    # --- Called by the hook, during the backward pass ---
-
-    def _receive(self, grad_bucket: GradBucket) -> Future:
-        if self._closed:
-            raise RuntimeError(f"this handle is closed. {AFTER_CLOSE}")
-        names = tuple([self._names[id(parameter)] for parameter in grad_bucket.parameters()])
-        flat, first, last = grad_bucket.buffer(), grad_bucket.index() == 0, grad_bucket.is_last()
-        bucket = Bucket(self._buckets.shape_of(names), flat)
-        future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
-        if first:
-            check_not_joined(self._model())
-            self._enter_pass()
-            self._step.received.clear()
-            self._buckets.start()
-        self._step.received.append((flat, future))
-        if last:
-            after_backward(self._finish_backward)
-        self._buckets.submit(bucket, self._step, first=first, last=last)
-        return future
-
-    # --- Called at the end of the backward pass ---
-
-    def _finish_backward(self) -> None:
-        start = time.perf_counter()
-        with label("wait"):
-            self._buckets.join()
-        self.seconds_waited += time.perf_counter() - start
-        self._running = False
-        if self._buckets.failure is not None:
-            if self.averager.step > self._step_before:
-                # With two levels, the step can end well before the gradients are back in DDP's
-                # buckets.
-                self.averager.abandon(self._step_before)
-                self.averager.abandoned = False  # no job is left
-            # Raise after DDP's own final callback, so that DDP is ready for another iteration.
-            after_backward(self._raise_failure)
-
-    def _raise_failure(self) -> None:
-        failure = self._buckets.failure
-        self._buckets.start()
-        if failure is not None:
-            raise failure
+SCALER_ADVICE = (
+    "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "
+    "torchcomp.JointSpar"
+)
 
 
-class _Step(Step):
-    """One backward pass after another, as the thread of the exchange sees them.
+_NO_GUARD = SimpleNamespace(report=None, alarms=())
+
+
+class Handle(OfOneProcess, Gatherable):
+    """Compressed gradient exchange of one model; returned by :func:`torchcomp.register`.
 
     Attributes:
-        received: DDP's buckets of the current backward pass.
+        averager: the engine, with the method, its state and the counters.
+        seconds_waited: time for which backward passes of this rank have waited for the worker
+            thread after the last gradient was computed, in total. 0 on CUDA, where the stream
+            waits and the host does not.
     """
 
-    def __init__(
-        self,
-        averager: Averager,
-        loss_scale: LossScale,
-        lrs: OptimizerLRs | None,
-        unused: UnusedWatch | None,
-    ) -> None:
-        self._averager = averager
-        self._loss_scale, self._lrs, self._unused = loss_scale, lrs, unused
-        self.received: list[tuple[Tensor, Future]] = []
+    _after_close = "Register the model again to continue training"  # advice in errors
 
-    def begin(self) -> tuple[float, dict[str, float] | None]:
-        return self._loss_scale.read(), None if self._lrs is None else self._lrs.read()
+    def __init__(self, buckets: Buckets) -> None:
+        self._buckets = buckets
+        self.averager = buckets.averager
+        self._closed = False
+        self.seconds_waited = 0.0
+        self._discarded: Discarded | None = None
+        self._running = False
+        self._step_before = 0  # steps before the backward pass that is running
+        # Of the last forward pass. On CUDA, backward passes run in another one.
+        self._thread = threading.current_thread()
+        # Ends the threads also if the user deletes the model without `close`.
+        self._finalizer = weakref.finalize(self, buckets.close, AT_EXIT_SECONDS)
 
-    def before(self, bucket: Bucket) -> None:
-        if self._unused is not None:
-            self._unused.before(bucket)
+    def __repr__(self) -> str:
+        return f"<torchcomp.Handle '{self.method}': {self.stats}>"
 
-    def finish(self, dense_bytes: int | None = None, leaving: bool | None = None) -> bool:
-        return self._averager.finish(
-            may_skip=self._loss_scale.in_use,
-            dense_bytes=dense_bytes,
-            advice=SCALER_ADVICE,
-            used=None if self._unused is None else self._unused.used,
-            leaving=leaving,
-        )
+    @property
+    def method(self) -> Aggregator:
+        """The aggregator in use; its ``str`` is the spec."""
+        return self.averager.aggregator
 
-    def complete(self) -> None:
-        if self._unused is not None:
-            self._unused.end(self._averager.unused)
-        # Complete the futures only now: a group can still change any of DDP's buckets until the
-        # last one is averaged.
-        for flat, future in self.received:
-            future.set_result(flat)
-        # DDP frees its first buckets when it rebuilds them.
-        self.received.clear()
+    @property
+    def closed(self) -> bool:
+        """Whether :meth:`close` was called."""
+        return self._closed
 
+    @property
+    def stats(self) -> Stats:
+        """Counters of this rank after its last step: bytes of that step, and in total.
 
-def hook(state: DDPHandle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Pass a bucket to the handle. DDP calls this communication hook for every bucket, in order."""
-    return state._receive(bucket)
+        Any thread can read them at any time, for example one that logs during a backward pass.
+        """
+        return self.averager.stats
+
+    def residual_norms(self, slot: str = "error") -> dict[str, float]:
+        """Return the Euclidean norm of this rank's residual, by parameter name.
+
+        This waits for the device.
+
+        Args:
+            slot: "error" for the residual of this rank's gradients, or "server_error" for its
+                server residual as the owner of shards.
+        """
+        return self.averager.residual_norms(slot)
+
+    @property
+    def guard(self) -> Any:
+        """The guard: its last `report`, None before the first one, and what it found, `alarms`."""
+        return self.averager.observer or _NO_GUARD
+
+    @property
+    def choice(self) -> Choice | None:
+        """What ``register(model, "auto")`` has chosen; None before, and with any other method."""
+        return self._buckets.choice
+
+    def swap(self, spec: str | Component) -> str:
+        """Change the method between two steps. Call this on all ranks with the same spec.
+
+        ``"auto"`` then chooses no more.
+
+        Args:
+            spec: the new method.
+
+        Returns:
+            A sentence that describes what happens to the residual.
+
+        Raises:
+            SpecError: if the spec is invalid.
+            RankMismatchError: if the specs differ between ranks.
+            RuntimeError: during a backward pass, or after :meth:`close`.
+        """
+
+        def make() -> tuple[Aggregator, dict[str, Any]]:
+            self._require_idle("swap")
+            self._require_open("swap")
+            self._take_back_discarded()
+            aggregator = parse_aggregator(spec)
+            self._check_method(aggregator)
+            rehearse_all(aggregator, self.averager.parameters.values())
+            return aggregator, {"spec": aggregator}
+
+        aggregator = self._buckets.everyone.build("handle.swap", {"spec": spec}, make)
+        return self._buckets.use(aggregator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state: tensors, numbers and strings, keyed by parameter name.
+
+        Every rank must save its own state, which loads with ``torch.load(..., weights_only=True)``.
+        If one rank writes the checkpoint for all, save :meth:`gather_state_dict` instead.
+        After a backward pass that raised, this is the state before that step.
+
+        Raises:
+            RuntimeError: during a backward pass.
+        """
+        self._require_idle("state_dict")
+        self._take_back_discarded()
+        return self._buckets.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned on this rank.
+
+        The checkpoint also contains the groups of parameters that are compressed together. The
+        resumed run is therefore bit-identical, even if DDP now has another bucket size. Nothing
+        changes if an error is raised.
+
+        Args:
+            state: the state of this rank.
+
+        Raises:
+            CheckpointError: if the state is of another model, method, rank or world size, or
+                damaged.
+            RuntimeError: during a backward pass, or after :meth:`close`.
+        """
+        self._require_idle("load_state_dict")
+        self._require_open("load_state_dict")
+        self._buckets.load_state_dict(state)
+
+    def leave(self) -> None:
+        """Say that the next step of this rank is its last one, with ``register(manager=...)``.
+
+        At the end of that step, its residual passes to the ranks that stay, in equal parts, so that
+        nothing is lost. That takes one dense all-reduce. The rank can exit as soon as :attr:`left`
+        is True. Until then it goes on training: a step that the manager does not count is repeated.
+
+        Raises:
+            RuntimeError: without a manager, or after :meth:`close`.
+        """
+        self._require_open("leave")
+        self._buckets.leave()
+
+    @property
+    def left(self) -> bool:
+        """Whether the step after :meth:`leave` counts, so that this rank can exit.
+
+        Read it after ``should_commit()``, or after the step of torchft's optimizer.
+        """
+        return self._buckets.left
+
+    @property
+    def _gather_over(self) -> Exchange:
+        # close() has ended the process group of the exchange.
+        self._require_open("gather_state_dict or load_gathered")
+        if not self._buckets.gathers:
+            raise RuntimeError(
+                "under a manager, the ranks come and go, and their states are not gathered: save "
+                "handle.state_dict() on each rank, and load it with handle.load_state_dict(state)"
+            )
+        return self._buckets.everyone
+
+    @property
+    def _place(self) -> Place:
+        return self._buckets.place
+
+    def close(self) -> None:
+        """End the exchange, its threads and its connections. The model cannot train afterwards.
+
+        After a backward pass that raised, connections remain until the handle is deleted.
+        DDP and FSDP2 keep the hook.
+        """
+        self._closed = True
+        if self._finalizer.detach() is not None:
+            # After a backward pass that raised, another rank may never join what this one has sent.
+            raised = self._running or self.averager.abandoned
+            try:
+                if not raised and not self.averager.undecided:
+                    self.averager.settle()  # judges the guard's last comparison
+            finally:
+                self._buckets.close(AT_EXIT_SECONDS if raised else None)
+
+    def __enter__(self) -> "Handle":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_method(self, aggregator: Aggregator) -> None:
+        """Raise SpecError if the method cannot run on this kind of model."""
+
+    def _enter_pass(self) -> None:
+        """Note that a backward pass begins."""
+        if self._running:
+            self._abandon()
+        if self.averager.abandoned:
+            # Its jobs must end first, or they would be taken for those of this one.
+            self._buckets.join()
+            self.averager.abandoned = False
+        self._buckets.start()
+        self._step_before, self._running = self.averager.step, True
+
+    def _abandon(self) -> None:
+        """Discard the step of a backward pass that raised.
+
+        The thread of the exchange can still be in that step, or have ended it.
+        """
+        self._running = False
+        self._buckets.abandon(self._step_before)
+
+    def _take_back_discarded(self) -> None:
+        """Take the last step back, between two steps, if its gradients were thrown away."""
+        if self._discarded is not None and self._discarded.open:
+            self._discarded.settle(in_backward=False)
+
+    def _require_idle(self, call: str) -> None:
+        # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
+        if not self._running:
+            return
+        # Another thread sees no graph task, so it cannot tell whether the pass has raised.
+        elsewhere = self._thread is not threading.current_thread() and self._thread.is_alive()
+        if elsewhere or torch._C._current_graph_task_id() != -1:
+            raise RuntimeError(
+                f"{call} was called during a backward pass. Call it between two steps"
+            )
+        self._abandon()
+
+    def _require_open(self, call: str) -> None:
+        if self._closed:
+            raise RuntimeError(f"{call} was called on a closed handle. {self._after_close}")

@@ -13,6 +13,7 @@ module follows it:
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,19 +21,19 @@ from torch import Tensor
 
 from torchcomp import checkpoint, wire
 from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.ddp.averaging import Flat, Lane, Step
-from torchcomp.ddp.reordering import Reordering
+from torchcomp.bucket import Bucket, Group
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.executors import Job, StreamExecutor, ThreadExecutor
+from torchcomp.ddp.manager import Ballot
 from torchcomp.errors import RankFailureError, SpecError, WireError
 from torchcomp.exchange import Exchange, InProcessExchange, ManagedExchange
-from torchcomp.hooks.executors import StreamExecutor, ThreadExecutor
 from torchcomp.redistribution import Place, check_place
 
 KEY = "torchcomp"
 """The name of a model's state among those that the manager sends to a rank that joins."""
 
 
-class Managed(Flat):
+class Managed(Buckets):
     """Averages every bucket over the ranks of a manager's quorum.
 
     Args:
@@ -44,6 +45,7 @@ class Managed(Flat):
     """
 
     gathers = False
+    _one_order = True  # DDP has rebuilt its buckets on all ranks but those that have just joined
 
     def __init__(
         self,
@@ -58,9 +60,8 @@ class Managed(Flat):
         ranks = self._ranks(0, 1, None)
         averager = make(ranks, parameters, groups, vote=self._ballot.counts)
         executor = StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
-        super().__init__(
-            averager, InProcessExchange.alone(device), Lane(executor, averager.exchange.leave)
-        )
+        alone, place = InProcessExchange.alone(device), Place.in_order(0)
+        super().__init__(averager, alone, place, parameters, [executor])
         self._quorum: int | None = None
         self._failed, self._leaving = False, False
         self._last_step: int | None = None
@@ -81,28 +82,34 @@ class Managed(Flat):
 
     # --- One step ---
 
-    def _average(
-        self, bucket: Bucket, step: Step, begin: Callable[[], None] | None, last: bool
-    ) -> None:
-        if begin is not None:
-            self._manager.wait_quorum()
-            # As in torchft's own collectives, the rest of a step is left out after an error.
-            self._failed = self._manager.errored() is not None
+    def begin(self, scale: float, lrs: dict[str, float] | None) -> None:
+        self._manager.wait_quorum()
+        # As in torchft's own collectives, the rest of a step is left out after an error.
+        self._failed = self._manager.errored() is not None
+        self._unless_failed(partial(self._begin, scale, lrs))
+
+    def average(self, bucket: Bucket) -> None:
+        self._unless_failed(partial(super().average, bucket))
+
+    def finish(self, end: Callable[..., bool]) -> None:
+        self._unless_failed(partial(self._finish, end))
+
+    def _unless_failed(self, job: Job) -> None:
+        """Run a part of the step. Tell the manager of an error, and leave out the rest."""
+        if not self._failed:
+            try:
+                job()
+            except (RankFailureError, WireError) as error:
+                self._failed = True
+                self._manager.report_error(error)
         if self._failed:
             self.averager.unused = ()
-            return
-        try:
-            super()._average(bucket, step, begin, last)
-        except (RankFailureError, WireError) as error:
-            self._failed = True
-            self.averager.unused = ()
-            self._manager.report_error(error)
 
     def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
         self._ballot.require_vote("a backward pass")
         if self._manager._quorum_id != self._quorum:
             self._follow()
-        super()._begin(scale, lrs)
+        super().begin(scale, lrs)
 
     def _follow(self) -> None:
         """Go on with the ranks of a new quorum."""
@@ -117,23 +124,20 @@ class Managed(Flat):
         averager.change_ranks(exchange, same_ranks=same_ranks)
         self._quorum = manager._quorum_id
 
-    def _reorder(self, groups: list[BucketShape]) -> Reordering:
-        # DDP has rebuilt its buckets on all ranks but those that have just joined.
-        return Reordering(groups, in_order=True)
-
-    def _finish(self, step: Step) -> bool:
+    def _finish(self, end: Callable[..., bool]) -> None:
         try:
-            counts = step.finish(leaving=self._leaving)
+            counts = end(leaving=self._leaving)
         finally:
             if self.averager.undecided:
                 self._ballot.open(self.averager.step, self._quorum)
         if counts and self._leaving:
             self._last_step = self.averager.step
-        return counts
 
     # --- Between two steps ---
 
-    def settle(self) -> None:
+    def start(self) -> None:
+        super().start()
+        # Roll the last step back if the manager has decided by now that it does not count.
         if self._ballot.has_voted:
             self.averager.settle()
 
@@ -186,75 +190,3 @@ class Managed(Flat):
             raise
         self._ballot.close()
         self._quorum = None
-
-
-class Ballot:
-    """Whether the manager has counted the last step.
-
-    Args:
-        manager: the ``torchft.Manager``.
-
-    Attributes:
-        quorum: the quorum of the last step, or None.
-    """
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self.quorum: int | None = None
-        self._step = 0
-        # The manager's counters when the last step ended; None if it was decided.
-        self._before: tuple[int, int] | None = None
-        self._decided: bool | None = None
-
-    def _counters(self) -> tuple[int, int]:
-        # One of them changes with every vote.
-        return self._manager.current_step(), self._manager._commit_failures
-
-    def open(self, step: int, quorum: int | None) -> None:
-        """Begin to wait for the decision on a step."""
-        self._step, self.quorum = step, quorum
-        self._before, self._decided = self._counters(), None
-
-    def close(self) -> None:
-        """Forget the last step."""
-        self._before = self._decided = None
-
-    @property
-    def has_voted(self) -> bool:
-        """Whether the manager has voted on the last step."""
-        return self._before != self._counters()
-
-    def require_vote(self, what: str) -> None:
-        """Require that the manager has voted on the last step, before `what`."""
-        if not self.has_voted:
-            raise RuntimeError(
-                f"{what} came before the vote on the last step. Under a manager, each step has one "
-                "start_quorum(), one backward pass that exchanges gradients, and one "
-                "should_commit(); torchft's Optimizer makes both calls. Accumulate gradients under "
-                "model.no_sync()"
-            )
-
-    def heal(self, step: int, quorum: int | None) -> bool:
-        """Note the last step of the rank that heals this one.
-
-        If it is the one that this rank still waits for, then others have counted it. What this rank
-        sent in it was applied, also if its own vote was no.
-
-        Returns:
-            Whether it is.
-        """
-        met = self._before is not None and (step, quorum) == (self._step, self.quorum)
-        if self._before is not None:
-            self._decided = met or self._manager._commit_failures <= self._before[1]
-        return met
-
-    @property
-    def voted_yes(self) -> bool:
-        """Whether the manager has counted the last step, as long as no other rank has healed it."""
-        return self._before is not None and self._manager.current_step() > self._before[0]
-
-    def counts(self) -> bool:
-        """Whether the last step counts."""
-        counted = self.voted_yes if self._decided is None else self._decided
-        self._before = None
-        return counted

@@ -15,7 +15,8 @@ from torchcomp.auto import Auto
 from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
-from torchcomp.ddp.averaging import Buckets, Flat, Lane
+from torchcomp.ddp.arguments import Options, late_does_not_fit
+from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.checks import (
     OWNER,
     REGISTERED,
@@ -28,17 +29,16 @@ from torchcomp.ddp.checks import (
     trained_parameters,
 )
 from torchcomp.ddp.choosing import Choosing
-from torchcomp.ddp.handle import DDPHandle, hook
+from torchcomp.ddp.executors import transport
+from torchcomp.ddp.hook import DDPHandle, hook
+from torchcomp.ddp.log import log_auto, log_method, log_optimizers
 from torchcomp.ddp.managed import Managed
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.two_level import Levels, TwoLevel
 from torchcomp.errors import SpecError
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
-from torchcomp.guard import Replicas
-from torchcomp.hooks.arguments import Options, late_does_not_fit
-from torchcomp.hooks.executors import transport
-from torchcomp.hooks.log import log_auto, log_method, log_optimizers
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.nodes import Nodes
+from torchcomp.redistribution import Place
 from torchcomp.spec import candidates, parse_registered
 
 _Checked = tuple[
@@ -72,20 +72,23 @@ def register_ddp(
         aggregator,
         seed=options.seed,
         late=options.late,
-        guard=options.guard,
         checksum=options.checksum,
-        replicas=Replicas(_replicated(model)),
+        takes_back=options.manager is None,
     )
     buckets: Buckets
     if isinstance(everyone, InProcessExchange):
         buckets = Managed(make, parameters, groups, options.manager, device)
     elif divided is None:
         exchange, executor = transport(model.process_group, device)
-        averager = make(exchange, parameters, groups)
-        buckets = Flat(averager, everyone, Lane(executor, exchange.leave))
+        averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
+        buckets = Buckets(averager, everyone, place, parameters, [executor])
     else:
         levels = Levels(divided, everyone)
         buckets = TwoLevel.of(make, parameters, groups, levels, options.inside_dtype)
+    if options.guard:
+        from torchcomp.guard import watch
+
+        watch(buckets.averager, options.guard, _replicated(model))
     if auto is not None:
         buckets = Choosing(buckets, methods, auto.steps)
     handle = DDPHandle(model, buckets, options.scaler, lrs)

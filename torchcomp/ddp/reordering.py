@@ -10,7 +10,7 @@ neighbours have swapped positions, such as the weight and bias of a normalisatio
 reordered in place. A group that is spread over several buckets is copied to one tensor.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,36 +22,42 @@ class Reordering:
     """Yield each group as soon as all of its parameters are in DDP's buckets.
 
     Args:
-        groups: shapes of the groups. None uses DDP's buckets as the groups.
+        groups: shapes of the groups.
         in_order: whether to yield them in the order of `groups`, and not as they are completed.
             Ranks whose DDP has other buckets then yield them in the same order.
+
+    Attributes:
+        pending: parts of groups that are not complete yet.
     """
 
-    def __init__(self, groups: Sequence[BucketShape] | None, in_order: bool = False) -> None:
+    def __init__(self, groups: Sequence[BucketShape], in_order: bool = False) -> None:
         self._in_order = in_order
-        self._passthrough = groups is None
-        self._shapes = {shape.names: shape for shape in groups or ()}
+        self._shapes = {shape.names: shape for shape in groups}
         self._group_of = {name: names for names in self._shapes for name in names}
         self._group_of_set = {frozenset(names): names for names in self._shapes}
         self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        # Parts of groups that are not complete yet.
-        self._pending: dict[Group, dict[str, Tensor]] = {}
+        self.pending: dict[Group, dict[str, Tensor]] = {}
         # With `in_order`: groups that are complete, and those not yielded yet.
         self._ready: dict[Group, Iterator[Bucket]] = {}
         self._waiting: list[Group] = []
 
     def begin(self) -> None:
         """Discard the buckets of a backward pass that did not finish."""
-        self._pending.clear()
+        self.pending.clear()
         self._ready.clear()
         self._waiting = list(self._shapes)
 
-    def add(self, bucket: Bucket) -> Iterator[Bucket]:
-        """Yield the groups that one of DDP's buckets completes, in the same order on all ranks.
+    def add(self, bucket: Bucket) -> Iterable[Bucket]:
+        """Return the groups that one of DDP's buckets completes, in the same order on all ranks.
 
-        The caller changes a yielded bucket in place. Its values are then written back to DDP's
-        buckets.
+        The caller iterates once, and changes each bucket in place before it asks for the next one.
+        The values are then written back to DDP's buckets.
         """
+        if not self._in_order and bucket.shape.names in self._shapes:
+            return (bucket,)
+        return self._ordered(bucket)
+
+    def _ordered(self, bucket: Bucket) -> Iterator[Bucket]:
         for group, delivery in self._complete(bucket):
             if not self._in_order:
                 yield from delivery
@@ -62,17 +68,17 @@ class Reordering:
 
     def _complete(self, bucket: Bucket) -> Iterator[tuple[Group, Iterator[Bucket]]]:
         """Yield the groups that a bucket completes, each with what yields it to the caller."""
-        if self._passthrough or bucket.shape.names in self._shapes:
-            yield bucket.shape.names, iter((bucket,))
+        if bucket.names in self._shapes:
+            yield bucket.names, iter((bucket,))
         elif group := self._group_of_set.get(frozenset(bucket.names)):
             yield group, self._in_place(self._shapes[group], bucket)
         else:
             for name, part in bucket.parts().items():
-                self._pending.setdefault(self._group_of[name], {})[name] = part
+                self.pending.setdefault(self._group_of[name], {})[name] = part
             # dict.fromkeys, not set: the order must be the same on all ranks.
             for group in dict.fromkeys(self._group_of[name] for name in bucket.names):
-                if len(self._pending[group]) == len(group):
-                    yield group, self._staged(self._shapes[group], self._pending.pop(group))
+                if len(self.pending[group]) == len(group):
+                    yield group, self._staged(self._shapes[group], self.pending.pop(group))
 
     def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
         """Yield a bucket in the order of its group, and restore DDP's order afterwards."""

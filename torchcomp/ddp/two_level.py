@@ -1,7 +1,7 @@
 """TwoLevel: average inside each node first, and exchange compressed messages between the nodes.
 
 A bucket is cut into equal pieces, one for each rank of a node. Three steps follow, each in its own
-lane, so that one bucket's run beside another's:
+lane (an executor), so that one bucket's run beside another's:
 
 1. inside: reduce-scatter. Each rank gets the mean of its piece over the node, uncompressed.
 2. between: the averager compresses the piece, and averages it with the ranks of equal place in the
@@ -22,8 +22,9 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.ddp.averaging import Buckets, Lane, Step
+from torchcomp.bucket import Bucket, BucketShape, Group, Names
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.executors import Executor, executor_for
 from torchcomp.exchange import (
     Exchange,
     InsideExchange,
@@ -31,7 +32,6 @@ from torchcomp.exchange import (
     ProcessGroupExchange,
     new_name,
 )
-from torchcomp.hooks.executors import executor_for
 from torchcomp.nodes import Nodes
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.pieces import Pieces
@@ -99,11 +99,11 @@ class TwoLevel(Buckets):
         averager: Averager,
         parameters: Mapping[str, Tensor],
         levels: Levels,
-        lanes: Sequence[Lane],
+        lanes: Sequence[Executor],
         inside: torch.dtype | None = None,
     ) -> None:
-        super().__init__(averager, levels.everyone, levels.place, parameters, *lanes)
-        self._scatter, self._between, self._gather = lanes
+        super().__init__(averager, levels.everyone, levels.place, parameters, lanes)
+        _, self._between, self._gather = lanes
         self._levels, self._inside, self._pieces = levels, inside, Scratch()
         nbytes = sum(parameter.nbytes for parameter in parameters.values())
         # This rank's share of what plain DDP would send through the card of its node.
@@ -112,6 +112,7 @@ class TwoLevel(Buckets):
         self._dense_bytes = card // levels.nodes.size
         self._watch = FiniteWatch(levels.between)
         self._groups = Completed()
+        self._shapes: list[BucketShape] = []
 
     @classmethod
     def of(
@@ -132,17 +133,14 @@ class TwoLevel(Buckets):
             inside: dtype of messages inside the node; None is that of the gradients.
         """
         averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
-        lanes = [Lane(executor_for(levels.everyone), levels.leave) for _ in range(3)]
+        lanes = [executor_for(levels.everyone, levels.leave) for _ in range(3)]
         return cls(averager, parameters, levels, lanes, inside)
 
     def beside(self, averager: Averager) -> "TwoLevel":
-        return TwoLevel(averager, self.parameters, self._levels, self.lanes, self._inside)
+        return TwoLevel(averager, self.parameters, self._levels, self.executors, self._inside)
 
-    def submit(self, bucket: Bucket, step: Step, *, first: bool, last: bool) -> None:
-        begin = self._values_of(step) if first else None
-        self._scatter.submit(partial(self._cut, bucket, step, begin))
-        if last:
-            self._scatter.submit(partial(self._end, step), always=True)
+    def shape_of(self, names: Names) -> BucketShape:
+        return BucketShape.of(names, self.parameters)
 
     def close(self, timeout: float | None = None) -> None:
         super().close(timeout)
@@ -151,24 +149,28 @@ class TwoLevel(Buckets):
 
     # Each job submits what follows it to the next lane, in the same order.
 
-    def _cut(
-        self, bucket: Bucket, step: Step, begin: tuple[float, dict[str, float] | None] | None
-    ) -> None:
+    def begin(self, scale: float, lrs: dict[str, float] | None) -> None:
+        self._watch = FiniteWatch(self._levels.between)
+        averager = self.averager
+        averager.settle()  # the end of a flush changes the groups
+        wanted = (averager.grouped, averager.buckets)
+        if wanted != self._reordered:
+            self._shapes = [self.shape_of(group) for group in averager.buckets]
+            self._reordered = wanted
+        self._groups.begin(self._shapes if averager.grouped else None)
+        self._between.submit(partial(averager.begin, scale, lrs, self._watch))
+
+    def average(self, bucket: Bucket) -> None:
         """Lane 1: reduce-scatter the groups that a bucket completes."""
-        if begin is not None:
-            self._watch = FiniteWatch(self._levels.between)
-            averager = self.averager
-            averager.settle()  # the end of a flush changes the groups
-            shapes = [self.shape_of(group) for group in averager.buckets]
-            self._groups.begin(shapes if averager.grouped else None)
-            self._between.submit(partial(averager.begin, *begin, self._watch))
-        step.before(bucket)
         if self.averager.guarded:
             self._watch.before(bucket)
         for shape, parts in self._groups.add(bucket):
             pieces = _pieces(shape, self._levels.nodes.size)
             mine = self._reduce(pieces, parts)
             self._between.submit(partial(self._average, pieces, mine, parts))
+
+    def finish(self, end: Callable[..., bool]) -> None:
+        self._between.submit(partial(end, dense_bytes=self._dense_bytes))
 
     def _reduce(self, pieces: Pieces, parts: dict[str, Tensor]) -> Tensor:
         """Return this rank's piece of the mean over the node."""
@@ -198,12 +200,6 @@ class TwoLevel(Buckets):
         # This rank takes its own piece from the others' dtype as well: replicas must be equal.
         rows = self._levels.gather.all_gather_rows(mine.to(self._inside or mine.dtype))
         pieces.join(rows.view(-1), parts)
-
-    def _end(self, step: Step) -> None:
-        if self._scatter.failure is None:
-            self._between.submit(partial(step.finish, self._dense_bytes))
-        complete = partial(self._gather.submit, step.complete, always=True)
-        self._between.submit(complete, always=True)
 
 
 class Completed:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from torchcomp import host
-from torchcomp.profiling import label
+from torchcomp.profiling import label, span
 from torchcomp.traffic import Load, Traffic, sum_bytes
 
 _UNLABELLED = nullcontext()
@@ -114,7 +114,7 @@ class Collectives(ABC):
             divide: compute the mean, with the bits of plain DDP: each rank multiplies by the
                 reciprocal of the number of ranks before the sum.
         """
-        with label("all_reduce") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_reduce") if profiler._is_profiler_enabled else _UNLABELLED:
             if divide and values.dtype in self._averages:
                 self._all_reduce_mean(values)
             else:
@@ -132,7 +132,7 @@ class Collectives(ABC):
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
         self._load.received += moved
-        with label("reduce_scatter") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("reduce_scatter") if profiler._is_profiler_enabled else _UNLABELLED:
             return self._reduce_scatter(values, dtype or values.dtype)
 
     def all_gather_rows(self, message: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class Collectives(ABC):
         moved = message.nbytes * (self.world_size - 1)
         self._load.sent += moved
         self._load.received += moved
-        with label("all_gather") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_gather") if profiler._is_profiler_enabled else _UNLABELLED:
             return self._all_gather(message).view(self.world_size, -1)
 
     def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -169,7 +169,7 @@ class Collectives(ABC):
         itemsize, rank = outgoing.element_size(), self.rank
         self._load.sent += itemsize * (sum(sizes) - sizes[rank])
         self._load.received += itemsize * (sum(arriving) - arriving[rank])
-        with label("all_to_all") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_to_all") if profiler._is_profiler_enabled else _UNLABELLED:
             return self._all_to_all(outgoing, sizes, arriving)
 
     def all_reduce_max(self, numbers: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ class Collectives(ABC):
 
         Counted apart from messages, because the plan of a step contains no checks.
         """
-        with label("all_reduce_max") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_reduce_max") if profiler._is_profiler_enabled else _UNLABELLED:
             for level in self._levels:
                 numbers = level._max(numbers)
         return numbers
@@ -202,7 +202,7 @@ class Collectives(ABC):
         Returns:
             A function that waits for the sums, and returns them on the CPU.
         """
-        with label("sum_control") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("sum_control") if profiler._is_profiler_enabled else _UNLABELLED:
             # Inside the node first, so that the message between nodes is the one on its way.
             *inside, last = reversed(self._levels)
             for level in inside:

@@ -1,5 +1,6 @@
 """FSDPHandle: the all-reduce hooks of one FSDP2 model."""
 
+import threading
 from functools import partial
 from typing import Any
 
@@ -9,13 +10,14 @@ from torch.utils import _pytree as pytree
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.discarded import Discarded
+from torchcomp.ddp.executors import after_backward, side_stream
+from torchcomp.ddp.handle import SCALER_ADVICE, Handle
+from torchcomp.ddp.loss_scale import LossScale
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
 from torchcomp.fsdp.units import Unit, units_of
-from torchcomp.hooks.averaging import Averaging
-from torchcomp.hooks.executors import after_backward, side_stream
-from torchcomp.hooks.handle import SCALER_ADVICE, Handle
-from torchcomp.hooks.loss_scale import LossScale
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.nonfinite import FiniteWatch
 
 
@@ -36,15 +38,17 @@ class FSDPHandle(Handle):
         self,
         model: nn.Module,
         units: list[Unit],
-        averaging: Averaging,
+        buckets: Buckets,
         scaler: "torch.amp.GradScaler | None",
         lrs: OptimizerLRs | None = None,
     ) -> None:
-        super().__init__(averaging)
-        self._loss_scale, self._lrs = LossScale(scaler), lrs
-        if self._loss_scale.in_use:
-            model.register_forward_pre_hook(self._loss_scale.fetch)
-        device = averaging.everyone.device
+        super().__init__(buckets)
+        self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
+        parameters = {name: each for unit in units for name, each in unit.parameters.items()}
+        # All of them: the ranks have other shards, and must find the same.
+        speaks = buckets.everyone.rank == 0
+        self._discarded = Discarded(self.averager, parameters, speaks, most=None)
+        device = buckets.everyone.device
         self._stream = side_stream(device) if device.type == "cuda" else None
         self._pass = -1  # the backward pass in progress
         self._begun = False  # whether it has begun a step
@@ -67,7 +71,7 @@ class FSDPHandle(Handle):
     # Compiled apart, as FSDP2's own hooks.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, unit: Unit, module: nn.Module, args: object) -> None:
-        self._note_thread()
+        self._thread = threading.current_thread()
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint
         if self._pass != -1:
@@ -97,6 +101,8 @@ class FSDPHandle(Handle):
         """
         if self._pass != torch._C._current_graph_task_id():
             self._pass, self._begun = torch._C._current_graph_task_id(), False
+            if self._discarded is not None and self._discarded.open:
+                self._discarded.look()
             after_backward(self._finish_backward)
 
     def _reduce(self, model: nn.Module, unit: Unit, flat: Tensor) -> None:
@@ -134,8 +140,12 @@ class FSDPHandle(Handle):
         except (RuntimeError, UnsupportedModelError) as error:
             self._failure = error  # on all ranks
             return
+        if self._discarded is not None and self._discarded.open:
+            self._discarded.settle(in_backward=True)
+            self._step_before = self.averager.step
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.read()
         lrs = None if self._lrs is None else self._lrs.read()
-        self.averager.begin(self._loss_scale.read(), lrs, self._watch)
+        self.averager.begin(scale, lrs, self._watch)
 
     def _check(self, model: nn.Module) -> None:
         self._require_open("a backward pass")
@@ -165,7 +175,7 @@ class FSDPHandle(Handle):
                 f"expected {shape.dtype}. Set reduce_dtype in its MixedPrecisionPolicy"
             )
         # To the unit of the gradients, in which residuals are kept.
-        after = unit.divisor(self._averaging.place.node_size)
+        after = unit.divisor(self._buckets.place.node_size)
         if after != 1:
             flat.div_(after)
         bucket = Bucket(shape, flat)
@@ -191,7 +201,7 @@ class FSDPHandle(Handle):
         stream = self._stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch.cuda.stream(stream):
-            self.averager.finish(may_skip=self._loss_scale.in_use, advice=SCALER_ADVICE)
+            self.averager.finish(may_skip=self._loss_scale is not None, advice=SCALER_ADVICE)
         if caller is not None and stream is not None:
             caller.wait_stream(stream)
 

@@ -14,17 +14,16 @@ from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import Auto
 from torchcomp.averager import Averager
-from torchcomp.checkpoint import digest_of, layout_of
+from torchcomp.checkpoint import digest_of
 from torchcomp.component import Component
+from torchcomp.ddp.arguments import Options
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.log import log_method, log_optimizers
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, units_of
-from torchcomp.guard import Replicas
-from torchcomp.hooks.arguments import Options
-from torchcomp.hooks.averaging import Averaging
-from torchcomp.hooks.log import log_method, log_optimizers
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs
 from torchcomp.redistribution import Place
 from torchcomp.spec import parse_registered
 
@@ -62,10 +61,13 @@ def register_fsdp(
         seed=options.seed,
         merged=False,
         late=options.late,
-        guard=options.guard,
         checksum=options.checksum,
-        replicas=Replicas(local, shards.rank, shards.world_size),
+        takes_back=True,
     )
+    if options.guard:
+        from torchcomp.guard import Replicas, watch
+
+        watch(averager, options.guard, Replicas(local, shards.rank, shards.world_size))
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
     whole = {
@@ -73,8 +75,8 @@ def register_fsdp(
         for unit in units
         for name, each in unit.parameters.items()
     }
-    averaging = Averaging(averager, everyone, place, layout_of(whole))
-    handle = FSDPHandle(module, units, averaging, options.scaler, lrs)
+    buckets = Buckets(averager, everyone, place, whole)
+    handle = FSDPHandle(module, units, buckets, options.scaler, lrs)
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         shapes = [averager.shape_of(names) for names in groups]

@@ -1,9 +1,9 @@
 """Guard: compare what is applied with the dense mean every few steps, and say what is wrong."""
 
 from torchcomp.guard.alarms import Alarm
-from torchcomp.guard.monitor import GuardMonitor, Monitor
+from torchcomp.guard.observer import GuardObserver, watch
 from torchcomp.guard.options import Guard
 from torchcomp.guard.replicas import Replicas
 from torchcomp.guard.report import Compared, Report
 
-__all__ = ["Alarm", "Compared", "Guard", "GuardMonitor", "Monitor", "Replicas", "Report"]
+__all__ = ["Alarm", "Compared", "Guard", "GuardObserver", "Replicas", "Report", "watch"]

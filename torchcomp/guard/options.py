@@ -1,17 +1,17 @@
 """Guard: the options of the guard."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from torchcomp.checks import check_choice, check_count
+from torchcomp.checks import check_count
 from torchcomp.errors import SpecError
 from torchcomp.guard.alarms import Alarm
 
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """When :func:`torchcomp.register` checks what it applies, and what it does with an alarm.
+    """When :func:`torchcomp.register` checks what it applies, and whom it tells.
 
     Every `every` steps, the ranks compare the mean that the method applies with the dense mean of
     the same gradients, and the parameters of the replicas with each other. docs/guard.md explains
@@ -20,22 +20,18 @@ class Guard:
     Attributes:
         every: number of steps from one comparison to the next.
         age: number of steps after which a value that waits in the residual counts as old.
-        fall_back: "layer" averages the parameters of an alarm uncompressed until they recover, or
-            all parameters if the alarm is about the whole model. "model" always does so with all.
-            "none" reports only.
         callback: called on every rank with each new :class:`Alarm`. By default, rank 0 logs it as a
             warning.
     """
 
     every: int = 50
     age: int = 50
-    fall_back: str = "none"
-    callback: Callable[[Alarm], object] | None = None
+    # Each rank has its own, so ranks are compared without it.
+    callback: Callable[[Alarm], object] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_count("every", self.every, owner="Guard")
         check_count("age", self.age, owner="Guard")
-        check_choice("fall_back", self.fall_back, ("none", "layer", "model"), owner="Guard")
         if self.callback is not None and not callable(self.callback):
             raise SpecError(
                 f"Guard: callback must be a function of one alarm, not {self.callback!r}",

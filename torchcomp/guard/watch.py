@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.aggregators import Aggregator, Law, planned_traffic
+from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
@@ -113,13 +114,13 @@ class Watch:
     """Measures the steps of one averager.
 
     Args:
+        averager: the averager.
         every: number of steps from one comparison to the next.
         age: number of steps after which a value that waits in the residual is old.
-        exchange: the ranks that average.
     """
 
-    def __init__(self, every: int, age: int, exchange: Exchange) -> None:
-        self.every, self._age, self.exchange = every, age, exchange
+    def __init__(self, averager: Averager, every: int, age: int) -> None:
+        self._averager, self.every, self._age = averager, every, age
         self._plans: dict[BucketShape, _Plan] = {}
         self._kept = Kept()
         self._ratios: Mapping[str, float] = {}
@@ -134,31 +135,29 @@ class Watch:
         self._rows: list[tuple[BucketShape, Law | None, Tensor]] = []
         self._messages: list[Tensor] = []  # squared norms of this rank's messages
 
-    def begin(
-        self,
-        step: int,
-        method: Aggregator,
-        shapes: Callable[[], Iterable[BucketShape]],
-        ratios: Mapping[str, float],
-    ) -> None:
+    @property
+    def exchange(self) -> Exchange:
+        """The ranks that average."""
+        return self._averager.exchange
+
+    def begin(self, ratios: Mapping[str, float]) -> None:
         """Begin a step.
 
         Args:
-            step: number of steps before it.
-            method: the method of this step.
-            shapes: returns the shapes of all its buckets.
             ratios: by parameter name, what the residual was multiplied by since the last step.
         """
         self._rows.clear()
         self._messages.clear()
         self._norms.clear()
         self._gradient, self._eps, self._ratios = None, (0.0, 0.0), ratios
+        step = self._averager.step
         number, left = divmod(step + 1, self.every)
         self._comparing = None if left else number
         self._precedes = (step + 2) % self.every == 0
         if self._comparing is not None:
-            ranks = self.exchange.world_size
-            self._width = _width(method, tuple(shapes()), ranks, self.every)
+            averager, ranks = self._averager, self.exchange.world_size
+            shapes = tuple(map(averager.shape_of, averager.buckets))
+            self._width = _width(averager.aggregator.at(step), shapes, ranks, self.every)
 
     def check(self, method: Aggregator, shape: BucketShape) -> None:
         """Raise SpecError if a slot of the method's law has no value for each element of a bucket.
@@ -185,7 +184,7 @@ class Watch:
 
     def forget(self) -> None:
         """Begin anew, because the next step does not continue the last one."""
-        self._plans.clear()
+        self._plans = {}  # another thread can read the old ones
         self._kept.forget()
 
     def undo(self, names: Iterable[str]) -> None:
@@ -239,10 +238,10 @@ class Watch:
             self._gradient = windows(bucket.shape, self._comparing).cut(bucket.flat).to(wide)
 
     @label("guard")
-    def after(self, bucket: Bucket, method: Aggregator, state: State) -> None:
+    def after(self, bucket: Bucket, method: Aggregator) -> None:
         """Measure what the method has done with a bucket."""
         plan = self._plan_of(method, bucket)
-        law, slots = plan.law, plan.slots
+        law, slots, state = plan.law, plan.slots, self._averager.state
         if plan.samples is not None:
             opened = plan.opened(state, plan.found)
             if "error" in opened:

@@ -8,10 +8,11 @@ from torchcomp.jointspar.bandit import (
     kl_project,
     sample,
 )
-from torchcomp.jointspar.jointspar import JointSpar, JointSparStats
+from torchcomp.jointspar.jointspar import JointSpar
 from torchcomp.jointspar.lars import LARS, Sampling
 from torchcomp.jointspar.layers import Layers, check_several, default_layers, layers_by_pattern
 from torchcomp.jointspar.sampler import Sampler, SamplingOptions
+from torchcomp.jointspar.stats import JointSparStats
 
 __all__ = [
     "LARS",

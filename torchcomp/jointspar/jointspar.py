@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -15,6 +14,7 @@ from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
 from torchcomp.checks import check_choice
 from torchcomp.component import Component
+from torchcomp.ddp.arguments import Options, check_scaler
 from torchcomp.ddp.checks import (
     OWNER,
     check_is_ddp,
@@ -26,18 +26,12 @@ from torchcomp.ddp.register import register_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.gathering import Gatherable
-from torchcomp.hooks.arguments import Options, check_scaler
 from torchcomp.jointspar.bandit import Baseline, Literal, Mask, Vector
-from torchcomp.jointspar.layers import (
-    Layers,
-    Patterns,
-    check_several,
-    default_layers,
-    layers_by_pattern,
-)
+from torchcomp.jointspar.layers import Layers, Patterns, layers_of
 from torchcomp.jointspar.sampled import Sampled, by_layer
 from torchcomp.jointspar.sampler import Sampler, SamplingOptions
 from torchcomp.jointspar.skip import Skipper
+from torchcomp.jointspar.stats import JointSparStats
 from torchcomp.keys import Key, check_seed
 from torchcomp.spec import parse_aggregator
 
@@ -49,50 +43,6 @@ _ADVICE = {
     "world_size": "convert it with torchcomp.redistribute(states, world_size)",
 }
 """What to do about a checkpoint that does not belong to this run, for the error message."""
-
-
-@dataclass(frozen=True)
-class JointSparStats:
-    """A snapshot of one rank's counters after a step.
-
-    Attributes:
-        step: number of committed steps. Steps that were skipped for a non-finite gradient are not
-            counted.
-        kept: names of the layers whose gradients this rank computed in the last step.
-        p: probability of each layer in the next step, by name.
-        share: expected cost of the next step as a share of the cost of all layers.
-        bytes_sent, total_bytes_sent: bytes of messages that this rank sent, in the last step and
-            in total.
-        dense_bytes_sent, total_dense_bytes_sent: bytes that plain DDP would have sent, in the last
-            step and in total.
-        control_bytes_sent, total_control_bytes_sent: bytes of control messages that this rank sent,
-            in the last step and in total; see :class:`torchcomp.Stats`.
-        backward_ms: milliseconds of the last backward pass, without waiting for the exchange.
-    """
-
-    step: int
-    kept: tuple[str, ...]
-    p: Mapping[str, float]
-    share: float
-    bytes_sent: int
-    dense_bytes_sent: int
-    total_bytes_sent: int
-    total_dense_bytes_sent: int
-    control_bytes_sent: int
-    total_control_bytes_sent: int
-    backward_ms: float
-
-    def __str__(self) -> str:
-        return (
-            f"{self.step} steps, {len(self.kept)} of {len(self.p)} layers in the last one "
-            f"({self.backward_ms:.3g} ms backward), {self.total_bytes_sent:,} bytes sent instead "
-            f"of {self.total_dense_bytes_sent:,}, {self.total_control_bytes_sent:,} bytes of "
-            "control messages"
-        )
-
-    def row(self) -> dict[str, Any]:
-        """Return the counters as plain values, for a line of ``metrics.jsonl``."""
-        return asdict(self)
 
 
 class JointSpar(Gatherable):
@@ -182,7 +132,7 @@ class JointSpar(Gatherable):
             used = Baseline() if rule == "baseline" else rule
             # A rule that is another str is refused by SamplingOptions.
             options = SamplingOptions(budget, costs, p_min, used, selection, steps)  # type: ignore[arg-type]
-            grouped = _layers(model, layers)
+            grouped = layers_of(model, layers)
             check_choice("skipped", skipped, ("none", "zero"))
             inner = parse_aggregator(compress)
             values = {"options": options, "layers": grouped, "skipped": skipped, "seed": seed}
@@ -439,17 +389,6 @@ class JointSpar(Gatherable):
 
     def _names_of(self, mask: Mask) -> tuple[str, ...]:
         return tuple(layer for layer, kept in zip(self.layers, mask, strict=True) if kept)
-
-
-def _layers(model: DistributedDataParallel, patterns: Patterns | None) -> Layers:
-    trained = trained_parameters(model)
-    if patterns is None:
-        layers = default_layers(trained)
-    else:
-        frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
-        layers = layers_by_pattern(patterns, [name for name, _ in trained], frozen)
-    check_several(layers)
-    return layers
 
 
 def _check_model(model: DistributedDataParallel) -> None:

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import nearest
+from torchcomp.ddp.checks import trained_parameters
 from torchcomp.errors import SpecError
 
 Layers = dict[str, tuple[str, ...]]
@@ -13,6 +15,22 @@ Layers = dict[str, tuple[str, ...]]
 
 Patterns = Mapping[str, str | Sequence[str]]
 """Maps the name of each layer to shell-style patterns of parameter names: ``"blocks.0.*"``."""
+
+
+def layers_of(model: DistributedDataParallel, patterns: Patterns | None) -> Layers:
+    """Return the layers of a model, by `patterns` or by default: at least two.
+
+    Raises:
+        SpecError: as :func:`layers_by_pattern` and :func:`check_several`.
+    """
+    trained = trained_parameters(model)
+    if patterns is None:
+        layers = default_layers(trained)
+    else:
+        frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
+        layers = layers_by_pattern(patterns, [name for name, _ in trained], frozen)
+    check_several(layers)
+    return layers
 
 
 def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:

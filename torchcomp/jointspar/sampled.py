@@ -5,15 +5,19 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.component import check_kind
 from torchcomp.errors import SpecError
-from torchcomp.exchange import Exchange
 from torchcomp.jointspar.sampler import Sampler
 from torchcomp.keys import Key
-from torchcomp.state import Slot, State
+from torchcomp.prepared import Prepared
+from torchcomp.state import Slot
+
+_MOST = 16
+"""Sets of kept layers for which a bucket stays prepared."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +72,16 @@ class Sampled(Aggregator):
         """Return the cost of a step that keeps all layers of the bucket."""
         return self.inner.cost(shape, world_size, rank, node)
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        sampler, parts = self.sampler, bucket.parts()
+    def prepare(self, bucket: Prepared) -> None:
+        # By the parameters of the kept layers, which are others in every step.
+        bucket.work = {}
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        sampler, whole = self.sampler, Bucket(bucket.shape, g)
+        parts = whole.parts()
         layers = {name: sampler.layer_of[name] for name in parts}
         # The first bucket of a step runs the collective. The others reuse its result.
-        exchanged = sampler.union(exchange)
+        exchanged = sampler.union(bucket.exchange)
         kept = {name: x for name, x in parts.items() if sampler.kept[layers[name]]}
         if not sampler.shared:
             # Before the division by p: each rank learns from its own undivided gradients.
@@ -87,16 +96,26 @@ class Sampled(Aggregator):
         sent = {name: x for name, x in parts.items() if exchanged[layers[name]]}
         if not sent:
             return
-        packed = bucket
+        packed = whole
         if len(sent) < len(parts):
             packed = Bucket(bucket.shape.select(sent), torch.cat(list(sent.values())))
-        self.inner.aggregate(packed, exchange, state, key)
+        self.inner.aggregate(packed.flat, self._inner(bucket, packed.shape), key)
         means = packed.parts()
         if sampler.shared:
             # Means are equal on all ranks, so the probabilities learned from them stay equal.
             sampler.record_norms(means)
-        if packed is not bucket:
+        if packed is not whole:
             torch._foreach_copy_(list(sent.values()), list(means.values()))
+
+    def _inner(self, bucket: Prepared, shape: BucketShape) -> Prepared:
+        """Return the bucket of the kept layers, prepared for the inner method."""
+        prepared: Prepared | None = bucket.work.get(shape)
+        if prepared is None:
+            if len(bucket.work) >= _MOST:
+                bucket.work.clear()
+            prepared = self.inner.prepared(shape, bucket.exchange, bucket.state, bucket.device)
+            bucket.work[shape] = prepared
+        return prepared
 
 
 def by_layer(groups: Iterable[Group], layer_of: Mapping[str, int]) -> tuple[Group, ...]:

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
+from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
-from torchcomp.hooks.executors import after_backward
 
 Stamp = Any
 """A point in time: seconds on the CPU, or an event that a stream of a GPU will reach."""

@@ -51,14 +51,19 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
     return None
 
 
-def host_form(stem: str, x: Tensor) -> ModuleType | None:
-    """Return the fast form of a kernel for `x` if the host can read `x`, or None."""
-    return fast_form(stem, x.device.type) if host.can_read(x) else None
+def host_form(stem: str, like: Tensor) -> ModuleType | None:
+    """Return the fast form of a kernel for tensors like `like` if the host can read them, or None.
+
+    Kernels are chosen when they are prepared, not in a step.
+    """
+    numba = _LIBRARY.get(like.device.type) == "numba" and host.can_read(like)
+    return fast_form(stem, like.device.type) if numba else None
 
 
-def device_form(stem: str, x: Tensor) -> ModuleType | None:
-    """Return the fast form of a kernel for `x` if it is on an accelerator, or None."""
-    return None if host.can_read(x) else fast_form(stem, x.device.type)
+def device_form(stem: str, like: Tensor) -> ModuleType | None:
+    """Return the fast form of a kernel for tensors like `like` on an accelerator, or None."""
+    triton = _LIBRARY.get(like.device.type) == "triton"
+    return fast_form(stem, like.device.type) if triton else None
 
 
 def without_fast_forms(device: str, reason: str) -> None:

@@ -41,12 +41,12 @@ runs, and everywhere else :mod:`.elias_fano_torch`, with the same results.
 
 import functools
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from torchcomp import host
-from torchcomp.kernels import backend, elias_fano_torch
+from torchcomp.kernels import elias_fano_torch
 from torchcomp.kernels.segments import Segment, split, starts, within
 
 
@@ -70,49 +70,28 @@ def _high_bits(n: int, k: int, low: int) -> int:
     return k + ((n - 1) >> low) if low else n
 
 
-def encode(index: Tensor, n: int) -> Tensor:
-    """Encode k of n indices.
-
-    Args:
-        index: 1-D int64 of k elements, contiguous, strictly ascending and within [0, n).
-        n: number of entries that the indices were chosen from.
-
-    Returns:
-        The code: 1-D uint8, ``nbytes(n, k)`` elements.
-
-    Raises:
-        ValueError: on a CPU, if the indices do not ascend strictly within [0, n). Indices on an
-            accelerator are not checked.
-    """
-    k = index.numel()
-    if k in (0, n):
-        return index.new_empty(0, dtype=torch.uint8)
-    if not host.can_read(index):
-        return encode_all(index, [Segment(0, n, k)])[0]
-    fast = backend.host_form("elias_fano", index)
-    if fast is None:
-        ascending = index[0] >= 0 and index[-1] < n and bool((index[1:] > index[:-1]).all())
-    else:
-        out = torch.empty(nbytes(n, k), dtype=torch.uint8)
-        ascending = fast.encode(index.numpy(), n, low_bits(n, k), out.numpy())
+def check(ascending: bool, n: int) -> None:
+    """Raise a ValueError unless the indices of `n` entries ascend strictly within [0, n)."""
     # Callers then use the indices in compiled kernels, which do not check bounds.
     if not ascending:
         raise ValueError(
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
             "selector that chose them"
         )
-    return encode_all(index, [Segment(0, n, k)])[0] if fast is None else out
 
 
-def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Encode the indices of all segments at once.
+def encode(
+    index: Tensor, segments: Sequence[Segment], form: ModuleType | None = None
+) -> list[Tensor]:
+    """Encode the indices of all segments at once. The indices are not checked.
 
     Args:
-        index: 1-D int64, within the whole vector, segment by segment. Ascending in each of them.
+        index: 1-D int64, within the whole vector, segment by segment. Strictly ascending in each.
         segments: the parts of the vector.
+        form: :mod:`.elias_fano_triton`, to run its kernels.
 
     Returns:
-        The codes of the segments.
+        The codes of the segments: 1-D uint8, ``nbytes(n, k)`` elements each.
     """
     coded = [segment for segment in segments if 0 < segment.k < segment.n]
     if not coded:
@@ -120,7 +99,6 @@ def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     if len(coded) < len(segments):
         parts = zip(split(index, [segment.k for segment in segments]), segments, strict=True)
         index = torch.cat([part for part, segment in parts if 0 < segment.k < segment.n])
-    form = backend.device_form("elias_fano", index)
     if form is None:
         codes = elias_fano_torch.encode(index, _shape(coded))
     else:
@@ -130,48 +108,30 @@ def encode_all(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     return list(split(codes, [nbytes(segment.n, segment.k) for segment in segments]))
 
 
-def decode(raw: Tensor, n: int, k: int) -> tuple[Tensor, Tensor]:
-    """Decode the indices of a code, and test whether the code is intact.
+def decode(
+    codes: Sequence[Tensor], segments: Sequence[Segment], form: ModuleType | None = None
+) -> tuple[Tensor, Tensor]:
+    """Decode the codes of all segments at once, and test whether they are intact.
 
     Args:
-        raw: 1-D uint8, contiguous, ``nbytes(n, k)`` elements of any value.
-        n: number of entries that the indices were chosen from.
-        k: number of indices.
-
-    Returns:
-        The indices, 1-D int64, k elements, ascending strictly within [0, n); and a scalar bool
-        tensor, whether the code is intact: then :func:`encode` turns the indices back into `raw`.
-        If not, the indices are placeholders within [0, n).
-    """
-    fast = backend.host_form("elias_fano", raw) if 0 < k < n else None
-    if fast is None:
-        index, damaged = decode_all([raw], [Segment(0, n, k)])
-        return index, ~damaged
-    index = torch.empty(k, dtype=torch.int64)
-    whole = fast.decode(raw.numpy(), n, low_bits(n, k), index.numpy())
-    return index if whole else torch.arange(k), torch.tensor(whole)
-
-
-def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Decode the codes of all segments at once.
-
-    Args:
-        codes: the code of each segment, 1-D uint8 of any contents.
-        segments: the parts of the vector, at least one.
+        codes: the code of each segment, 1-D uint8, ``nbytes(n, k)`` elements of any value.
+        segments: the parts of the vector, at least one. They can overlap.
+        form: as for :func:`encode`.
 
     Returns:
         The indices within the whole vector, 1-D int64, segment by segment; and a scalar bool
-        tensor, whether a code is damaged: then the indices are placeholders within their segments.
+        tensor, whether a code is damaged. If none is, :func:`encode` turns the indices back into
+        the codes. Otherwise the indices are placeholders within their segments.
     """
     device = codes[0].device
     coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
     whole = [segments[i] for i in coded]
     if len(coded) == len(segments):
-        return _decode(codes, segments)
+        return _decode(codes, segments, form)
     damaged = torch.zeros((), dtype=torch.bool, device=device)
     index = torch.empty(0, dtype=torch.int64, device=device)
     if coded:
-        index, damaged = _decode([codes[i] for i in coded], whole)
+        index, damaged = _decode([codes[i] for i in coded], whole, form)
     found = dict(zip(coded, split(index, [segment.k for segment in whole]), strict=True))
     every = [
         found[i] if i in found else torch.arange(at, at + k, device=device)
@@ -180,8 +140,9 @@ def decode_all(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Te
     return torch.cat(every), damaged
 
 
-def _decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    form = backend.device_form("elias_fano", codes[0])
+def _decode(
+    codes: Sequence[Tensor], segments: Sequence[Segment], form: ModuleType | None
+) -> tuple[Tensor, Tensor]:
     if form is None:
         return elias_fano_torch.decode(codes, _shape(segments))
     index = torch.empty(

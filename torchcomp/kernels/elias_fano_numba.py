@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numba.cpython.unsafe import numbers
 from numpy.typing import NDArray
+from torch import Tensor
 
 from torchcomp.kernels import pool
 from torchcomp.kernels.numba_jit import kernel
@@ -34,14 +35,18 @@ _GROUP = 4
 _NARROW = 14
 
 
-def encode(index: Array, n: int, low: int, out: Array) -> bool:
-    """Write the code of 0 < k < n indices to `out`. Both arrays are contiguous.
+def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
+    """Write the code of 0 < k < n indices to `out`. Both tensors are contiguous.
 
     Return False if the indices do not ascend strictly within [0, n). Then `out` is undefined.
     """
-    chunks = pool.chunks(index.size)
+    chunks = pool.chunks(index.numel())
     ascending = np.empty(chunks, np.bool_)
-    pool.each(lambda chunk: _encode(index, n, low, out, chunk, ascending), chunks)
+    task = index.numpy(), n, low, out.numpy(), ascending
+    if chunks == 1:
+        _encode(*task, 0)
+    else:
+        pool.each(lambda chunk: _encode(*task, chunk), chunks)
     return bool(ascending.all())
 
 
@@ -105,7 +110,7 @@ def ascends(index: Array) -> bool:
 
 
 @kernel()
-def _encode(index: Array, n: int, low: int, out: Array, chunk: int, ascending: Array) -> None:
+def _encode(index: Array, n: int, low: int, out: Array, ascending: Array, chunk: int) -> None:
     """Write one of ``ascending.size`` parts of the code, and check as many indices."""
     # No two parts have a byte in common, so threads need no locks.
     k, chunks = index.size, ascending.size
@@ -168,29 +173,6 @@ def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) ->
         else:
             for i in range(nbytes - first):
                 out[first + i] = (word >> np.uint64(8 * i)) & np.uint64(255)
-
-
-@kernel()
-def decode(raw: Array, n: int, low: int, index: Array) -> bool:
-    """Write the indices to `index`. Return False if the code is damaged.
-
-    After False, the contents of `index` are undefined.
-
-    Args:
-        raw: the code, contiguous, of the length for `n` and k.
-        n: number of entries that the indices were chosen from.
-        low: width of a low part in bits.
-        index: contiguous int64, 0 < k < n elements.
-    """
-    k = index.size
-    count, word, _ = decode_below(raw, k, low, n, 0, 0, index)
-    return bool(
-        count == k
-        and word == last_word(raw, k, low)
-        and padding_is_zero(raw, k, low)
-        and index[k - 1] < n
-        and ascends(index)
-    )
 
 
 @kernel()

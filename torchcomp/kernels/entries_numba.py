@@ -26,6 +26,7 @@ from torchcomp.kernels.elias_fano_numba import (
 )
 from torchcomp.kernels.numba_jit import kernel, pointer
 from torchcomp.kernels.quantize_numba import value_at
+from torchcomp.wire import Parts
 
 Array = NDArray[Any]
 
@@ -36,53 +37,66 @@ _LEAST = 1 << 9
 """Blocks are larger if a message would have fewer entries in them, on average."""
 
 
-def subtract(x: Tensor, index: Tensor, fields: Sequence[Tensor], weight: float) -> None:
+def subtract(x: Tensor, index: Tensor, parts: Parts, weight: float) -> None:
     """Compute ``x[index] -= weight * values`` in place, where the values are finite.
 
     Args:
         x: float32 or float64, contiguous.
         index: 1-D int64, distinct, within bounds.
-        fields: the values in the dtype of `x`, or scales and codes.
+        parts: the fields of the message.
         weight: factor on the values.
     """
-    k, chunks = index.numel(), pool.chunks(index.numel())
-    values = fields[-1].numpy()
+    *scale, codes, _ = parts
     # Plain values have no scales. The kernel still takes an array for them but does not read it.
-    scales = fields[0].numpy() if len(fields) > 1 else values
+    values = (codes if scale else codes.to(x.dtype)).contiguous().numpy()
+    scales = scale[0].contiguous().numpy() if scale else values
+    k, chunks = index.numel(), pool.chunks(index.numel())
     task = x.detach().numpy(), index.numpy(), values, scales, weight
-    pool.each(lambda i: _subtract(*task, k * i // chunks, k * (i + 1) // chunks), chunks)
+    if chunks == 1:
+        _subtract(*task, 0, k)
+    else:
+        pool.each(lambda i: _subtract(*task, k * i // chunks, k * (i + 1) // chunks), chunks)
 
 
 def accumulate(
-    messages: Sequence[Sequence[Tensor]], k: int, low: int, out: Tensor, weight: float
+    messages: Sequence[Sequence[Parts]], at: int, k: int, low: int, out: Tensor, weight: float
 ) -> bool:
-    """Add `weight` times each message. Return False if a code is damaged.
+    """Add `weight` times one segment of each message. Return False if a code is damaged.
 
     Then any entries can have been added.
 
     Args:
-        messages: for each message its fields, contiguous: values as for :func:`subtract`, then
-            the code.
-        k: number of entries of each message, 0 < k < n.
+        messages: for each message the fields of each segment.
+        at: number of the segment.
+        k: number of entries of the segment, 0 < k < n.
         low: width of the low parts of the codes in bits.
-        out: float32 or float64, contiguous, of n elements.
+        out: the segment's elements: float32 or float64, contiguous, n elements.
         weight: factor on the values.
     """
-    n, count = out.numel(), len(messages)
+    n, count, kept = out.numel(), len(messages), []
     # Addresses of each message's scales, values and code. Numba compiles a kernel per signature:
     # a table of addresses has the same type for any number of messages. Copying the messages with
     # torch.stack instead was never faster and often slower.
-    addresses = [(m[0].data_ptr(), m[-2].data_ptr(), m[-1].data_ptr()) for m in messages]
-    table = np.array(addresses, np.int64)
-    code, values = messages[0][-1].numpy(), messages[0][-2].numpy()
+    table = np.empty((count, 3), np.int64)
+    for row in range(count):
+        *scale, codes, code = messages[row][at]
+        values, code = (codes if scale else codes.to(out.dtype)).contiguous(), code.contiguous()
+        scales = scale[0].contiguous() if scale else values
+        table[row] = scales.data_ptr(), values.data_ptr(), code.data_ptr()
+        kept.append((scales, values, code))  # the kernels read their memory
     target, chunks = out.detach().numpy(), pool.chunks(count * k)
     # Multiples of 2^low, so that the high part of an index decides its chunk.
-    ends = np.array([n * chunk // chunks >> low << low for chunk in range(chunks)] + [n])
+    ends = np.arange(chunks + 1) * n // chunks >> low << low
+    ends[chunks] = n
     starts, intact = np.zeros((chunks, count, 2), np.int64), np.empty(chunks, np.bool_)
-    if chunks > 1:
-        pool.each(lambda i: _find_starts(table, code, k, low, ends, starts, i), count)
-    task = table, code, values, k, low, ends, starts, target, weight, intact
-    pool.each(lambda chunk: _add_up(*task, chunk), chunks)
+    _, like_values, like_code = kept[0]
+    like = like_code.numpy()
+    task = table, like, like_values.numpy(), k, low, ends, starts, target, weight, intact
+    if chunks == 1:
+        _add_up(*task, 0)
+    else:
+        pool.each(lambda i: _find_starts(table, like, k, low, ends, starts, i), count)
+        pool.each(lambda chunk: _add_up(*task, chunk), chunks)
     return bool(intact.all())
 
 

@@ -25,8 +25,10 @@ and everywhere else plain torch, with the same results.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,40 +61,39 @@ def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
     return (scale, Field("codes", torch.int8, count))
 
 
+class Form(NamedTuple):
+    """What encodes and decodes values on a device: :func:`encode` and :func:`decode`, or faster."""
+
+    encode: Callable[[Tensor, Sequence[int], str | None, Tensor | None], Sequence[Parts]]
+    decode: Callable[[Sequence[Sequence[Tensor]], Sequence[int], torch.dtype], Sequence[Tensor]]
+
+
+def form_for(device: torch.device) -> Form:
+    """Return the fastest form for a device. The results of all forms are equal bit for bit."""
+    like = torch.empty(0, device=device)
+    if numba := backend.host_form("quantize", like):
+        return Form(numba.encode, numba.decode)
+    triton = backend.device_form("quantize", like)
+    return Form(partial(encode, form=triton), partial(decode, form=triton))
+
+
 def encode(
-    values: Tensor, fmt: str | None, noise: Tensor | None, index: Tensor | None = None
-) -> Parts:
-    """Encode 1-D floating-point values as the fields that :func:`layout` describes.
+    values: Tensor,
+    counts: Sequence[int],
+    fmt: str | None,
+    noise: Tensor | None,
+    form: ModuleType | None = None,
+) -> Sequence[Parts]:
+    """Encode the values of messages as the fields that :func:`layout` describes.
 
     Args:
-        values: 1-D, of any floating-point dtype.
+        values: 1-D, of any floating-point dtype: the values of all messages, one after another.
+        counts: number of values of each message.
         fmt: one of FORMATS, or None for the values' own dtype.
         noise: None rounds to the nearest level, half to even. For "int8" and "int4", 1-D float32
             numbers, uniform in [0, 1), round up or down at random. The mean is then the value, to
             within 2^-24 of a level.
-        index: 1-D int64, within bounds. If given, encode ``values[index]`` instead.
-    """
-    fast = backend.host_form("quantize", values) if fmt in LEVELS else None
-    if fast is not None:
-        # The Numba form reads float32 values through the index, which saves a copy of them.
-        if index is not None and values.dtype != torch.float32:
-            values, index = values.index_select(0, index), None
-        encoded: Parts = fast.encode(values, LEVELS[fmt], noise, index)  # type: ignore[index]
-        return encoded
-    values = values if index is None else values.index_select(0, index)
-    return encode_all(values, [values.numel()], fmt, noise)[0]
-
-
-def encode_all(
-    values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
-) -> list[Parts]:
-    """Encode several messages at once.
-
-    Args:
-        values: 1-D, the values of all messages, one after another.
-        counts: number of values of each message.
-        fmt: as for :func:`encode`.
-        noise: as for :func:`encode`, for all values.
+        form: :mod:`.quantize_triton`, to run its kernels.
 
     Returns:
         The fields of each message.
@@ -100,10 +101,10 @@ def encode_all(
     if fmt not in LEVELS:
         narrowed = values if fmt is None else narrow(values, CASTS[fmt])
         return [(each,) for each in split(narrowed, counts)]
-    levels, form = LEVELS[fmt], _on_device(values)
+    levels = LEVELS[fmt]
     rows = [-(-count // BLOCK) for count in counts]
     fields = [count if fmt == "int8" else (count + 1) // 2 for count in counts]
-    if form is not None:
+    if form is not None and values.dtype in form.DTYPES:
         scale, codes = form.encode(values.contiguous(), _segments(counts), levels, noise)
         each = split(codes, fields)
     else:
@@ -134,27 +135,21 @@ def _encode_blocks(
     return scale, nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
 
 
-def decode(parts: Sequence[Tensor], count: int, dtype: torch.dtype) -> Tensor:
-    """Decode fields of any contents to `count` values of `dtype`.
+def decode(
+    messages: Sequence[Sequence[Tensor]],
+    counts: Sequence[int],
+    dtype: torch.dtype,
+    form: ModuleType | None = None,
+) -> Sequence[Tensor]:
+    """Decode several messages at once.
 
     The product of code and scale is computed in float32 and then converted.
-    """
-    fast = backend.host_form("quantize", parts[-1]) if len(parts) == 2 else None
-    if fast is None:
-        return decode_all([parts], [count], dtype)[0]
-    decoded: Tensor = fast.decode(*parts, count)
-    return decoded.to(dtype)
-
-
-def decode_all(
-    messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
-) -> list[Tensor]:
-    """Decode several messages at once.
 
     Args:
         messages: the fields of each message, in one format and of any contents.
         counts: number of values of each message.
         dtype: dtype of the result.
+        form: as for :func:`encode`.
 
     Returns:
         The values of each message, 1-D.
@@ -162,13 +157,12 @@ def decode_all(
     fields = list(zip(*messages, strict=True))
     if len(fields) == 1:
         if fields[0][0].dtype == dtype:
-            return list(fields[0])
-        return list(split(joined(fields[0]).to(dtype), list(counts)))
+            return fields[0]
+        return split(joined(fields[0]).to(dtype), list(counts))
     scale, codes = fields
-    form = _on_device(codes[0])
     if form is not None:
         values = form.decode(joined(scale), joined(codes), _segments(counts)).to(dtype)
-        return list(split(values, counts))
+        return split(values, counts)
     if codes[0].dtype == torch.uint8:
         packed = _rows(codes, BLOCK // 2)
         # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
@@ -179,12 +173,6 @@ def decode_all(
     values = (rows.float() * joined(scale)[:, None]).view(-1).to(dtype)
     sizes = [-(-count // BLOCK) * BLOCK for count in counts]
     return [part[:count] for part, count in zip(split(values, sizes), counts, strict=True)]
-
-
-def _on_device(x: Tensor) -> ModuleType | None:
-    """Return the module that quantizes faster than plain torch on an accelerator, or None."""
-    form = backend.device_form("quantize", x)
-    return form if form is None or not x.is_floating_point() or x.dtype in form.DTYPES else None
 
 
 def _segments(counts: Sequence[int]) -> list[Segment]:

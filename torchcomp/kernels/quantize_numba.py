@@ -3,6 +3,7 @@
 The kernels are serial and release the GIL.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,10 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
+from torchcomp.kernels import quantize
 from torchcomp.kernels.numba_jit import kernel
-from torchcomp.kernels.quantize import BLOCK, largest_scale
+from torchcomp.kernels.quantize import BLOCK, LEVELS, largest_scale
+from torchcomp.wire import Parts
 
 Array = NDArray[Any]
 
@@ -23,39 +26,48 @@ _INFINITY = np.uint32(0x7F800000)
 
 
 def encode(
-    values: Tensor, levels: int, noise: Tensor | None, index: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Return scales and codes of `values`, or of the float32 ``values[index]``."""
-    x = values.detach().float().numpy()
-    at = None if index is None else index.numpy()
+    values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
+) -> Sequence[Parts]:
+    """Encode the values of messages; see :func:`torchcomp.kernels.quantize.encode`."""
+    if fmt not in LEVELS:
+        return quantize.encode(values, counts, fmt, noise)
+    levels, parts, first = LEVELS[fmt], [], 0
+    x = values.detach().float().contiguous().numpy()
     uniform = None if noise is None else noise.numpy()
-    count = (x if at is None else at).size
-    scale = torch.empty(-(-count // BLOCK))
-    if levels == 7:
-        codes = torch.empty((count + 1) // 2, dtype=torch.uint8)
-    else:
-        codes = torch.empty(count, dtype=torch.int8)
-    _encode(x, at, levels, largest_scale(levels), uniform, scale.numpy(), codes.numpy())
-    return scale, codes
+    for count in counts:
+        own = slice(first, first + count)
+        first += count
+        scale = torch.empty(-(-count // BLOCK))
+        if fmt == "int4":
+            codes = torch.empty((count + 1) // 2, dtype=torch.uint8)
+        else:
+            codes = torch.empty(count, dtype=torch.int8)
+        drawn = None if uniform is None else uniform[own]
+        _encode(x[own], levels, largest_scale(levels), drawn, scale.numpy(), codes.numpy())
+        parts.append((scale, codes))
+    return parts
 
 
-def decode(scale: Tensor, codes: Tensor, count: int) -> Tensor:
-    """Return code times scale in float32, for codes in the form that :func:`encode` returns."""
-    out = torch.empty(count)
-    _decode(scale.numpy(), codes.numpy(), out.numpy())
-    return out
+def decode(
+    messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
+) -> Sequence[Tensor]:
+    """Decode messages; see :func:`torchcomp.kernels.quantize.decode`."""
+    if not messages or len(messages[0]) == 1:
+        return quantize.decode(messages, counts, dtype)
+    values = []
+    for (scale, codes), count in zip(messages, counts, strict=True):
+        out = torch.empty(count)
+        _decode(scale.contiguous().numpy(), codes.contiguous().numpy(), out.numpy())
+        values.append(out.to(dtype))
+    return values
 
 
 @kernel(error_model="numpy")
-def _encode(
-    x: Array, index: Any, levels: int, cap: float, uniform: Any, scales: Array, codes: Array
-) -> None:
-    count = x.size if index is None else index.size
-    # `block` is the scratch for gathered values, `singles` for codes that are not yet paired.
-    block, singles = np.empty(BLOCK, np.float32), np.empty(BLOCK, np.int8)
+def _encode(x: Array, levels: int, cap: float, uniform: Any, scales: Array, codes: Array) -> None:
+    singles = np.empty(BLOCK, np.int8)  # codes that are not yet paired
     for number in range(scales.size):
-        start, stop = number * BLOCK, min((number + 1) * BLOCK, count)
-        part = x[start:stop] if index is None else _gather(x, index[start:stop], block)
+        start, stop = number * BLOCK, min((number + 1) * BLOCK, x.size)
+        part = x[start:stop]
         scales[number] = step = _scale(part, np.float32(levels), np.float32(cap))
         # int4 codes are packed in pairs after rounding. An odd last code is paired with zero.
         singles[part.size & ~1 :] = 0
@@ -68,13 +80,6 @@ def _encode(
             _at_random(part, step, np.float32(levels), uniform[start:stop], line)
         if levels == 7:
             _store_pairs(singles, codes[start >> 1 : (stop + 1) >> 1])
-
-
-@kernel()
-def _gather(x: Array, index: Array, block: Array) -> Array:
-    for i in range(index.size):
-        block[i] = x[np.uint64(index[i])]
-    return block[: index.size]
 
 
 @kernel(error_model="numpy")

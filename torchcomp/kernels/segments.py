@@ -6,7 +6,7 @@ another, in the order of the segments.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
@@ -35,6 +35,13 @@ def part(x: Tensor, segment: Segment) -> Tensor:
     """Return the segment's elements of a vector."""
     # A slice takes microseconds, and most buckets are one vector.
     return x if segment.n == x.numel() else x[segment.span]
+
+
+def runs(segments: Sequence[Segment]) -> list[slice]:
+    """Cut a list of segments into runs in which they ascend and do not overlap."""
+    pairs = enumerate(pairwise(segments), 1)
+    cuts = [at for at, (before, after) in pairs if after.start < before.start + before.n]
+    return [slice(*ends) for ends in pairwise([0, *cuts, len(segments)])]
 
 
 def starts(counts: Sequence[int]) -> list[int]:

@@ -30,10 +30,8 @@ from torch import Tensor
 from torchcomp.kernels import pool
 from torchcomp.kernels.elias_fano_numba import ones, trailing_zeros
 from torchcomp.kernels.numba_jit import kernel
-from torchcomp.kernels.select import Scratch
 
 Array = NDArray[Any]
-Summands = tuple[Tensor, Tensor] | None
 
 _SMALL = 1 << 14
 """Up to this many entries, all entries are candidates: drawing a sample would take longer."""
@@ -66,8 +64,6 @@ _FORMATS = {
 }
 """For each dtype: the integer dtype of its bits, the mantissa's width, and the bits of infinity."""
 
-DTYPES = tuple(_FORMATS)
-LIMIT = 1 << 62
 SUMS = (
     (torch.float32, torch.float32, torch.float32),
     (torch.bfloat16, torch.float32, torch.float32),
@@ -76,23 +72,16 @@ SUMS = (
 """Supported dtypes of two summands and their sum."""
 
 
-def select(x: Tensor, k: int, scratch: Scratch, summands: Summands) -> Tensor:
-    """Return the indices of the `k` largest entries of `x`.
-
-    If `summands` is not None, first write their sum to `x`.
-    """
-    kept = scratch.kept
-    # The scratch can come from another form, or from a vector of another length or dtype.
-    if not isinstance(kept, Candidates) or kept.made_for != (x.numel(), k, x.dtype):
-        kept = scratch.kept = Candidates(x.numel(), k, x.dtype)
-    return kept.select(x, summands)
-
-
 class Candidates:
     """The candidates of a vector, and the bound for collecting the next ones.
 
+    The bound affects only the speed: any vector of the length and dtype can come next. Only one
+    thread can use an instance at a time.
+
     Attributes:
-        made_for: length of the vector, number of entries to select, dtype.
+        n: length of the vector.
+        k: number of entries to select, 0 < k < n.
+        dtype: dtype of the vector, any of fp16, bf16, fp32 and fp64.
         ends: offsets of the chunks: chunk i spans ``ends[i]`` to ``ends[i + 1]``.
         keys: magnitudes of the candidates as bits, one row per chunk.
         positions: positions of the candidates in their chunk, shaped like `keys`.
@@ -104,7 +93,7 @@ class Candidates:
     """
 
     def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
-        self.made_for = (n, k, dtype)
+        self.n, self.k, self.dtype = n, k, dtype
         self.word, self.mantissa, self.infinity = _FORMATS[dtype]
         # Positions in a chunk have 32 bits, so a chunk must have at most 2^32 entries.
         chunks = pool.chunks(n, _INLINE) + (n >> 32)
@@ -124,13 +113,19 @@ class Candidates:
         self.lowest: int | None = None
         self.spare = _TIGHT
 
-    def select(self, x: Tensor, summands: Summands) -> Tensor:
-        """Return the indices of the largest entries of `x`; see :func:`select`."""
-        n, k, _ = self.made_for
-        bits: Array = x.view(self.word).numpy()
-        first = second = None
-        if summands is not None:
-            g, e = summands
+    def select(self, x: Tensor, g: Tensor | None, e: Tensor | None) -> Tensor:
+        """Return the indices of the k largest entries of `x`, ascending.
+
+        Args:
+            x: 1-D, contiguous.
+            g: None, or with `e` two summands, contiguous and of dtypes in SUMS, to write their sum
+                to `x` first.
+            e: as `g`.
+        """
+        k, bits = self.k, x.view(self.word).numpy()
+        first: Array | None = None
+        second: Array | None = None
+        if g is not None and e is not None:
             # Numba has no bfloat16, so pass its bits.
             first = (g.view(torch.uint16) if g.dtype == torch.bfloat16 else g).numpy()
             second = e.numpy()
@@ -148,7 +143,7 @@ class Candidates:
             if total >= 0:  # too few candidates: the bound was too high, so aim lower next time
                 self.spare = min(2 * self.spare, _LOOSE)
         # Both guesses failed. The whole vector is one row of candidates.
-        whole = bits[None], None, self.ends, np.array([n]), self.histograms
+        whole = bits[None], None, self.ends, np.array([self.n]), self.histograms
         _tally(bits, 0, self._shift(0), *self.limits, self.histograms[0])
         threshold, chosen = self._choose(0, *whole)
         self._lower(threshold, threshold, 0)
@@ -161,7 +156,10 @@ class Candidates:
         """
         task = first, second, bits, bits.dtype.type(bound), self._shift(bound), *self.limits
         rows = self.ends, self.keys, self.positions, self.counts, self.histograms
-        pool.each(lambda chunk: _collect(*task, *rows, chunk), self.counts.size)
+        if self.counts.size == 1:
+            _collect(*task, *rows, 0)
+        else:
+            pool.each(lambda chunk: _collect(*task, *rows, chunk), self.counts.size)
         counts = self.counts.tolist()
         return sum(counts) if min(counts) >= 0 else -1
 
@@ -179,14 +177,16 @@ class Candidates:
         The arrays are those of :class:`Candidates`. Without `positions`, a key's position is its
         position in the row. No key is smaller than `bound`.
         """
-        chosen = torch.empty(self.made_for[1], dtype=torch.int64)
+        chosen = torch.empty(self.k, dtype=torch.int64)
         offsets, ties = np.empty(counts.size + 1, np.int64), np.empty(counts.size, np.int64)
         found = keys, counts, histograms[: counts.size]
         split = bound, self._shift(bound), *self.limits
-        threshold = _find_threshold(*found, *split, chosen.numel(), offsets, ties)
-        task = keys, positions, ends, counts, threshold, *self.limits, offsets, ties
-        out = chosen.numpy()
-        pool.each(lambda row: _write(*task, row, out), counts.size)
+        threshold = _find_threshold(*found, *split, self.k, offsets, ties)
+        task = keys, positions, ends, counts, threshold, *self.limits, offsets, ties, chosen.numpy()
+        if counts.size == 1:
+            _write(*task, 0)
+        else:
+            pool.each(lambda row: _write(*task, row), counts.size)
         return threshold, chosen
 
     def _shift(self, bound: int) -> int:
@@ -197,7 +197,7 @@ class Candidates:
 
     def _sampled(self, first: Any, second: Any, bits: Array) -> int:
         """Guess the bound from a sample of the entries."""
-        n, k, _ = self.made_for
+        n, k = self.n, self.k
         if n <= _SMALL:
             return 0
         # A larger sample takes longer, and a smaller one gives a worse guess. This size is fastest
@@ -223,7 +223,7 @@ class Candidates:
         octave = 1 << self.mantissa
         step = octave // 16
         if spare:
-            growth = math.log1p(spare / self.made_for[1])
+            growth = math.log1p(spare / self.k)
             step = int((threshold - bound) * math.log1p(self.spare) / growth)
         # A bound that is too tight costs a second pass, one that is too loose costs time for each
         # candidate. In some trainings gradients change by a third from step to step, in others
@@ -505,8 +505,8 @@ def _write(
     infinity: Any,
     offsets: Array,
     ties: Array,
-    row: int,
     chosen: Array,
+    row: int,
 ) -> None:
     """Write the indices of a row's keys above the threshold, and of its first ones equal to it."""
     key, count, begin = keys[row], np.uint64(counts[row]), ends[row]

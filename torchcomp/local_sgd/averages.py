@@ -11,15 +11,16 @@ from torch import Tensor
 from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.ddp.executors import transport
 from torchcomp.errors import RankFailureError
-from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.hooks.executors import transport
+from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import Key
 from torchcomp.local_sgd.options import LocalMethod, Parameters
 from torchcomp.means import average_in_place
 from torchcomp.nonfinite import FiniteWatch
-from torchcomp.profiling import bucket_number, label
-from torchcomp.state import Kind, Slot, State
+from torchcomp.prepared import Prepared
+from torchcomp.profiling import span
+from torchcomp.state import Kind, Slot
 from torchcomp.traffic import Load
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
@@ -46,8 +47,8 @@ class ExactMean(Mean):
         # parameter would stay for the rest of the run, so the averager has to check for it.
         return False
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        average_in_place(exchange, bucket.flat)
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        average_in_place(bucket.exchange, g)
 
 
 class Averages:
@@ -233,7 +234,7 @@ class OverlappedAverages(Averages):
                         "averaged, and another rank did not join. Restart all ranks from their "
                         "last checkpoint"
                     )
-                with label("wait"):
+                with span("wait"):
                     mean.wait()
                 bucket.write(self.averager.parameters)
             else:
@@ -258,7 +259,7 @@ class OverlappedAverages(Averages):
 
         def make() -> None:
             try:
-                with bucket_number(number), label("average"):
+                with span("average", number):
                     average_in_place(self.async_exchange, bucket.flat)
                 future.set_result(bucket.flat)
             except Exception as error:

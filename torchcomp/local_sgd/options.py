@@ -21,10 +21,10 @@ from torchcomp.auto import Auto
 from torchcomp.bucket import Group
 from torchcomp.checks import check_choice, check_count, check_flag, is_number
 from torchcomp.component import Component
+from torchcomp.ddp.arguments import check_scaler
 from torchcomp.ddp.checks import OWNER, REGISTERED, check_model, device_of, trained_parameters
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.hooks.arguments import check_scaler
 from torchcomp.keys import check_seed
 from torchcomp.outer_steps import OuterStep
 from torchcomp.schedules import Every, Horizon, Schedule

@@ -7,47 +7,51 @@ from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow, saturate
 from torchcomp.keys import Key
-from torchcomp.profiling import label
+from torchcomp.profiling import span
 
 
 class AllReduceRoute:
     """Divide by the number of ranks, as plain DDP does, then all-reduce. See :class:`.base.Route`.
 
     Args:
-        codec: how the bucket is encoded. Each message has one floating-point field.
+        codec: encodes the bucket. Each message has one floating-point field.
         exchange: the collectives of the group.
-        key: key of the encoding.
     """
 
-    def __init__(self, codec: Codec, exchange: Exchange, key: Key) -> None:
-        self._codec, self._exchange, self._key = codec, exchange, key
+    def __init__(self, codec: Codec, exchange: Exchange) -> None:
+        self._codec, self._exchange, self._ranks = codec, exchange, exchange.world_size
+        fields = [vector.layout[0] for vector in codec.vectors]
+        self._counts = [field.count for field in fields]
+        # Of the message. A bucket without parameters has none.
+        self._dtype = fields[0].dtype if fields else torch.float32
+        self._share = _share(self._dtype, self._ranks)
 
-    @label("encode")
-    def send(self, x: Tensor) -> None:
-        for vector in self._codec.vectors[:1]:
+    def send(self, x: Tensor, key: Key) -> None:
+        with span("encode"):
+            self._key = key
             # Saturate before the division, so that the sum over the ranks stays in range as well.
-            dtype = vector.layout[0].dtype
-            x = saturate(x, dtype, _share(dtype, self._exchange.world_size))
-        # Plain DDP multiplies by the reciprocal. A division would round differently.
-        self._message = self._codec.encode(x.mul_(1.0 / self._exchange.world_size), self._key)
+            x = saturate(x, self._dtype, self._share)
+            # Plain DDP multiplies by the reciprocal. A division would round differently.
+            self._message = self._codec.fields(x.mul_(1.0 / self._ranks), key)
 
-    def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
-        torch.add(g, e, out=x)
-        # Send `g`: `send` divides its argument in place, and `x` must stay the undivided sum.
-        self.send(narrow(x, g.dtype, g, _share(g.dtype, self._exchange.world_size)))
+    def send_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
+        torch.add(g, e, out=rest)
+        # Send `g`: `send` divides its argument in place, and `rest` must stay the undivided sum.
+        self.send(narrow(rest, g.dtype, g, _share(g.dtype, self._ranks)), key)
+        # The factor undoes the division in `send`.
+        self._codec.subtract(self._message, rest, key, self._ranks)
 
-    def sent(self, out: Tensor, weight: float = 1.0) -> None:
-        weight *= self._exchange.world_size  # undoes the division in `send`
-        self._codec.subtract(self._message, out, self._key, -weight)
+    def sent(self, out: Tensor) -> None:
+        self._codec.subtract(self._message, out, self._key, -self._ranks)
 
     def mean(self, out: Tensor) -> None:
-        values = [encoded.parts[0] for encoded in self._message]
+        values = [fields[0] for fields in self._message.parts]
         # One collective for the whole bucket, even if it is encoded parameter by parameter.
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total)
-        summed = torch.split(total, [value.numel() for value in values])
-        with label("decode"):
-            self._codec.decode([(value,) for value in summed], out, self._key)
+        with span("decode"):
+            summed = [total] if len(values) == 1 else torch.split(total, self._counts)
+            self._codec.mean([[(value,) for value in summed]], out, self._key, 1)
 
 
 def _share(dtype: torch.dtype, world_size: int) -> float:

@@ -15,7 +15,7 @@ search for a common threshold (threshold.py).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, lru_cache
 from itertools import islice
 
 import torch
@@ -23,18 +23,16 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.bucket import BucketShape, Shard
-from torchcomp.codec import Codec, Message, add_messages, codec
+from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import Compressor
-from torchcomp.compressors.base import Vector
-from torchcomp.compressors.sparse import Selector, keys_of, segments_of, selector_of
-from torchcomp.exchange import Exchange
+from torchcomp.compressors.base import Encoded, Vector, Vectors
+from torchcomp.compressors.sparse import Selector
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment, joined
+from torchcomp.kernels.segments import joined
 from torchcomp.keys import Key
-from torchcomp.profiling import label
+from torchcomp.prepared import Prepared
+from torchcomp.profiling import span
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
-from torchcomp.state import Slot, State
-from torchcomp.wire import Frames
 
 _END = 2**63 - 1
 """Above every index."""
@@ -79,16 +77,16 @@ class Direction:
         return self.shape.shards(self.world_size)
 
     @cached_property
-    def whole(self) -> Codec:
-        """The codec of the whole bucket."""
-        return codec(self.compressor, self.shape.names, self.shape.sizes, self.shape.dtype)
+    def whole(self) -> tuple[Vector, ...]:
+        """The vectors of the whole bucket."""
+        return vectors_of(self.compressor, self.shape.names, self.shape.sizes, self.shape.dtype)
 
     @cached_property
-    def fixed(self) -> list[Codec]:
-        """By owner, the codec of a shard that is compressed separately."""
+    def fixed(self) -> list[tuple[Vector, ...]]:
+        """By owner, the vectors of a shard that is compressed separately."""
         # The names are part of the key. Two shards of one parameter then draw different numbers.
         return [
-            codec(
+            vectors_of(
                 self.compressor,
                 tuple(f"{self.role} {name} from {part.start}" for name in part.names),
                 part.sizes,
@@ -103,7 +101,7 @@ class Direction:
         cut: list[list[Piece]] = []
         for part in self.shards:
             cut.append([])
-            for i, vector in enumerate(self.whole.vectors):
+            for i, vector in enumerate(self.whole):
                 start, stop = max(vector.span.start, part.start), min(vector.span.stop, part.stop)
                 if start < stop:
                     name = f"{self.role} {vector.name} from {part.start}"
@@ -113,7 +111,7 @@ class Direction:
     @cached_property
     def widths(self) -> list[list[int]]:
         """By vector, the number of its elements in each shard."""
-        table = [[0] * self.world_size for _ in self.whole.vectors]
+        table = [[0] * self.world_size for _ in self.whole]
         for owner, pieces in enumerate(self.pieces):
             for piece in pieces:
                 table[piece.vector][owner] = piece.stop - piece.start
@@ -122,7 +120,7 @@ class Direction:
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """By vector of the whole bucket, the number of its elements."""
-        return tuple(vector.span.stop - vector.span.start for vector in self.whole.vectors)
+        return tuple(vector.span.stop - vector.span.start for vector in self.whole)
 
     @cached_property
     def kept(self) -> list[int]:
@@ -138,29 +136,32 @@ class Direction:
             for kept, widths in zip(self.kept, self.widths, strict=True)
         ]
 
-    def together(self, codecs: Sequence[Codec]) -> Codec:
-        """Return the codec of the whole bucket with a frame for each owner, from the shards'."""
+    def codec(
+        self, by_owner: Sequence[Sequence[Vector]], device: torch.device, checksum: bool
+    ) -> Codec:
+        """Return the codec of the whole bucket, with a frame for each owner.
+
+        Args:
+            by_owner: the vectors of each shard, within the shard.
+            device: device of the bucket.
+            checksum: whether frames have a checksum.
+        """
         vectors = [
             replace(v, span=slice(part.start + v.span.start, part.start + v.span.stop))
-            for part, each in zip(self.shards, codecs, strict=True)
-            for v in each.vectors
+            for part, own in zip(self.shards, by_owner, strict=True)
+            for v in own
         ]
-        return Codec(tuple(vectors), tuple(len(each.vectors) for each in codecs))
+        return Codec(vectors, device, self.shape.dtype, [len(own) for own in by_owner], checksum)
 
-    @cached_property
-    def fixed_together(self) -> Codec:
-        """The codec of the whole bucket with a frame for each owner, for fixed sizes."""
-        return self.together(self.fixed)
-
-    def counted(self, owner: int, counts: Sequence[int]) -> Codec:
-        """Return the codec of a shard with `counts` entries, one count for each of its pieces."""
+    def counted(self, owner: int, counts: Sequence[int]) -> tuple[Vector, ...]:
+        """Return the vectors of a shard with `counts` entries, one count for each of its pieces."""
         vectors = []
         for piece, count in zip(self.pieces[owner], counts, strict=True):
             if count:  # a compressor keeps at least one entry, so an empty piece has no vector
                 exactly = self.selector.exactly(count)
                 layout = exactly.layout(piece.stop - piece.start, self.shape.dtype)
                 vectors.append(Vector(piece.name, piece.span, exactly, layout))
-        return Codec(tuple(vectors))
+        return tuple(vectors)
 
 
 @lru_cache(maxsize=1024)
@@ -185,91 +186,89 @@ class ShardedRoute:
     """Exchange of one bucket through the owners of its shards. See :class:`.base.Route`.
 
     Args:
+        bucket: with the slots "server_error" and "thresholds", if the downlink has error feedback
+            and an exact selection.
         up: how entries are encoded for the owners.
         down: how the owners encode the mean.
-        exchange: the collectives of the group.
-        key: key of the encodings.
-        state: stores the server residual and the workspace of the encodings.
         dtype: dtype of the owner's sum.
-        server: slot of the server residual. If None, the downlink has no error feedback.
-        thresholds: slot of the previous step's thresholds, for an exact downlink.
     """
 
     def __init__(
-        self,
-        up: Direction,
-        down: Direction,
-        exchange: Exchange,
-        key: Key,
-        state: State,
-        dtype: torch.dtype,
-        server: Slot | None = None,
-        thresholds: Slot | None = None,
+        self, bucket: Prepared, up: Direction, down: Direction, dtype: torch.dtype
     ) -> None:
-        self._up, self._down, self._exchange, self._key = up, down, exchange, key
-        self._state, self._dtype, self._server, self._thresholds = state, dtype, server, thresholds
-
-    @label("encode")
-    def send(self, x: Tensor) -> None:
-        up = self._up
+        self._bucket, self._up, self._down = bucket, up, down
+        self._exchange = exchange = bucket.exchange
+        self._rank, self._ranks = exchange.rank, range(exchange.world_size)
+        self._device, self._checksum = bucket.device, exchange.checksum
+        self._feedback = "server_error" in bucket.slots
+        own = up.shards[self._rank]
+        self._total = torch.empty(own.stop - own.start, dtype=dtype, device=self._device)
         if up.exact:
-            segments = segments_of(up.whole.vectors)
-            self._send_selected(x, up.selector.select(x, segments, ()))
+            # Selects from whole vectors. Its messages have other lengths in every step.
+            self._selects = Vectors(up.whole, self._device, up.shape.dtype)
         else:
-            self._pack_fixed(up.fixed_together.encode(x, self._key), x.device)
-
-    @label("encode")
-    def send_sum(self, g: Tensor, e: Tensor, x: Tensor) -> None:
-        up, key = self._up, self._key
-        codec = up.whole if up.exact else up.fixed_together
-        scratch = self._state.scratch(("up", up), codec.scratch)
-        if up.exact:
-            index = up.selector.select_sum(g, e, x, segments_of(codec.vectors), scratch)
-            self._send_selected(narrow(x, g.dtype), index)
+            self._outgoing = up.codec(up.fixed, self._device, self._checksum)
+            fixed = up.fixed[self._rank]
+            self._arriving = Codec(fixed, self._device, up.shape.dtype, None, self._checksum)
+        if down.exact and self._feedback:
+            self._prepare_search()
         else:
-            self._pack_fixed(codec.encode_sum(g, e, x, key, scratch, g.dtype), x.device)
+            fixed = down.fixed[self._rank]
+            self._downlink = Codec(fixed, self._device, down.shape.dtype, None, self._checksum)
+            self._everyone = down.codec(down.fixed, self._device, self._checksum)
 
-    def sent(self, out: Tensor, weight: float = 1.0) -> None:
-        self._codec.subtract(self._message, out, self._key, -weight)
+    # --- Up ---
+
+    def send(self, x: Tensor, key: Key) -> None:
+        with span("encode"):
+            self._key = key
+            if self._up.exact:
+                index = self._up.selector.select(x, self._selects) if self._selects else _none(x)
+                self._send_selected(x, index)
+            else:
+                self._message = self._outgoing.encode(x, key)
+
+    def send_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
+        with span("encode"):
+            self._key = key
+            if self._up.exact:
+                index = _none(g)  # of a bucket without elements
+                if self._selects:
+                    index = self._up.selector.select_sum(g, e, rest, self._selects)
+                self._send_selected(narrow(rest, g.dtype), index)
+                self._outgoing.subtract(self._message, rest, key)
+            else:
+                self._message = self._outgoing.encode_sum(g, e, rest, key)
+
+    def sent(self, out: Tensor) -> None:
+        self._outgoing.subtract(self._message, out, self._key, -1.0)
 
     def mean(self, out: Tensor) -> None:
         exchange = self._exchange
-        total = self._collect(out.device).div_(exchange.world_size)
-        codec, frames, frame = self._downlink(total)
+        self._collect()
+        codec, memory = self._encode_downlink()
+        sizes = codec.frames.sizes
         # Messages of different lengths need `all_gather_v`, which copies the frame for each rank.
-        if len(set(frames.sizes)) == 1:
-            received = exchange.all_gather_rows(frame).view(1, -1)
+        if len(set(sizes)) == 1:
+            received = exchange.all_gather_rows(memory).view(-1)
         else:
-            received = exchange.all_gather_v(frame, frames.sizes).view(1, -1)
-        exchange.check(frames, received, range(exchange.world_size))
-        with label("decode"):
-            add_messages([(codec, frames.unpack(received)[0])], out.zero_(), self._key)
-
-    def _pack_fixed(self, message: Message, device: torch.device) -> None:
-        up, exchange = self._up, self._exchange
-        self._arriving = [up.fixed[exchange.rank]] * exchange.world_size
-        outgoing = self._fixed_frames("to owners", up, up.fixed_together, device)
-        self._in = self._fixed_frames("up", up, up.fixed[exchange.rank], device)
-        self._pack(up.fixed_together, message, outgoing)
-
-    def _fixed_frames(
-        self, what: str, way: Direction, codec: Codec, device: torch.device
-    ) -> Frames:
-        checksum = self._exchange.checksum
-        key = ("frames", what, way, device, checksum)
-        return self._state.scratch(key, partial(codec.frames, device, checksum))
+            received = exchange.all_gather_v(memory, sizes)
+        exchange.check(codec.frames, received.view(1, -1), self._ranks)
+        with span("decode"):
+            codec.mean(codec.frames.unpack(received), out, self._key, 1)
 
     def _send_selected(self, x: Tensor, index: Tensor) -> None:
         """Encode entries of the bucket, selected from whole vectors, as one message per shard."""
-        up, rank = self._up, self._exchange.rank
+        up = self._up
         counts, arriving = self._exchange_counts(index)
         rows = iter(counts)
-        codecs = [up.counted(o, list(islice(rows, len(p)))) for o, p in enumerate(up.pieces)]
-        self._arriving = [up.counted(rank, row) for row in arriving]
-        codec, checksum = up.together(codecs), self._exchange.checksum
-        self._in = up.together(self._arriving).frames(x.device, checksum)
-        message = self._encode_selected(codec, x, index)
-        self._pack(codec, message, codec.frames(x.device, checksum))
+        by_owner = [up.counted(o, list(islice(rows, len(p)))) for o, p in enumerate(up.pieces)]
+        self._outgoing = up.codec(by_owner, self._device, self._checksum)
+        # All ranks' vectors one after another: those of different ranks overlap.
+        own = [up.counted(self._rank, row) for row in arriving]
+        vectors, numbers = [v for each in own for v in each], [len(each) for each in own]
+        self._arriving = Codec(vectors, self._device, up.shape.dtype, numbers, self._checksum)
+        self._message = self._encode_selected(self._outgoing, x, index)
 
     def _exchange_counts(self, index: Tensor) -> tuple[list[int], list[list[int]]]:
         """Exchange how many entries there are in each piece of the shards.
@@ -287,86 +286,82 @@ class ShardedRoute:
         # Indices ascend, and so do pieces: the entries of each are one slice.
         cuts = torch.searchsorted(index, host.copy_to(torch.tensor([*starts, _END]), index.device))
         mine = torch.diff(cuts).int()
-        own = len(up.pieces[exchange.rank])
+        own = len(up.pieces[self._rank])
         received = exchange.all_to_all(
-            mine, [len(pieces) for pieces in up.pieces], [own] * exchange.world_size
+            mine, [len(pieces) for pieces in up.pieces], [own] * len(self._ranks)
         )
         # The host needs the counts for the lengths of the messages. It waits once for all of them.
         numbers = torch.cat([mine, received]).tolist()
         theirs = numbers[len(starts) :]
-        arriving = [theirs[own * r : own * (r + 1)] for r in range(exchange.world_size)]
+        arriving = [theirs[own * r : own * (r + 1)] for r in self._ranks]
         return numbers[: len(starts)], arriving
 
-    def _pack(self, codec: Codec, message: Message, frames: Frames) -> None:
-        # Pack now: the message can be a view of `x`, which the caller changes next.
-        self._codec, self._message, self._out = codec, message, frames
-        frames.pack([encoded.parts for encoded in message])
+    # --- The owner ---
 
-    def _collect(self, device: torch.device) -> Tensor:
-        """Receive all ranks' entries of this rank's shard, and return their sum."""
-        exchange, frames, ranks = self._exchange, self._in, self._exchange.world_size
-        # Either a frame for each sender, or the same one from all.
-        sizes = frames.sizes if len(frames.sizes) == ranks else frames.sizes * ranks
-        received = exchange.all_to_all(self._out.outgoing(), self._out.sizes, sizes)
-        received = received.view(-1, frames.nbytes) if frames.nbytes else received.view(1, -1)
-        exchange.check(frames, received, range(ranks))
-        part = self._up.shards[exchange.rank]
-        total = torch.zeros(part.stop - part.start, dtype=self._dtype, device=device)
-        with label("decode"):
-            parts = iter([each for row in frames.unpack(received) for each in row])
-            messages = [(c, list(islice(parts, len(c.vectors)))) for c in self._arriving]
-            # In rank order on every rank: another order would round differently, and the replicas
-            # would drift apart.
-            add_messages(messages, total, self._key)
-        return total
+    def _collect(self) -> None:
+        """Receive all ranks' entries of this rank's shard, and average them."""
+        exchange, arriving = self._exchange, self._arriving.frames
+        frames, ranks = self._outgoing.frames, len(self._ranks)
+        sizes = arriving.sizes if self._up.exact else arriving.sizes * ranks
+        received = exchange.all_to_all(frames.outgoing(), frames.sizes, sizes)
+        rows = 1 if self._up.exact else ranks
+        received = received.view(rows, arriving.nbytes)
+        exchange.check(arriving, received, self._ranks)
+        with span("decode"):
+            # In rank order on every rank, as in AllGatherRoute.
+            self._arriving.mean(arriving.unpack(received), self._total, self._key, ranks)
 
-    @label("encode downlink")
-    def _downlink(self, mean: Tensor) -> tuple[Codec, Frames, Tensor]:
-        """Return the codec and the frames of all owners' messages, and this owner's frame."""
-        down, rank, key = self._down, self._exchange.rank, self._key
-        everyone, codec, dtype = down.fixed_together, down.fixed[rank], down.shape.dtype
-        x = mean
-        if self._server is None:  # no error feedback on the downlink
-            message = codec.encode(narrow(mean, dtype), key)
-        else:
-            e, x = self._state.open(self._server, mean.device)
-            if down.exact:
-                codecs, index = self._select(mean, e, x)
-                everyone, codec = down.together(codecs), codecs[rank]
-                message = self._encode_selected(codec, narrow(x, dtype), index)
+    # --- Down ---
+
+    def _encode_downlink(self) -> tuple[Codec, Tensor]:
+        """Return the codec of all owners' downlink messages, and this owner's framed message."""
+        mean, key = self._total, self._key
+        with span("encode downlink"):
+            if not self._feedback:
+                self._downlink.encode(narrow(mean, self._down.shape.dtype), key)
+            elif self._down.exact:
+                return self._encode_searched(mean)
             else:
-                scratch = self._state.scratch(("down", down), codec.scratch)
-                message = codec.encode_sum(mean, e, x, key, scratch, dtype)
-        if everyone is down.fixed_together:
-            outgoing = self._fixed_frames("down", down, codec, mean.device)
-            arriving = self._fixed_frames("from owners", down, everyone, mean.device)
-        else:
-            checksum = self._exchange.checksum
-            outgoing = codec.frames(mean.device, checksum)
-            arriving = everyone.frames(mean.device, checksum)
-        # Pack before the subtraction below: the message can be a view of `x`.
-        frame = outgoing.pack([encoded.parts for encoded in message])
-        if self._server is not None:
-            codec.subtract(message, x, key)
-        return everyone, arriving, frame
+                e, rest = self._bucket.open("server_error")
+                self._downlink.encode_sum(mean, e, rest, key)
+            return self._everyone, self._downlink.frames.outgoing()
 
-    def _select(self, mean: Tensor, e: Tensor, x: Tensor) -> tuple[list[Codec], Tensor]:
+    def _prepare_search(self) -> None:
+        down = self._down
+        # Candidates: no more of a vector than are kept, and than there are in this shard.
+        candidates = []
+        for piece in down.pieces[self._rank]:
+            count = down.candidates[piece.vector][self._rank]
+            exactly = down.selector.exactly(count)
+            layout = exactly.layout(piece.stop - piece.start, down.shape.dtype)
+            candidates.append(Vector(piece.name, piece.span, exactly, layout))
+        self._candidates = Vectors(candidates, self._device, down.shape.dtype)
+
+    def _encode_searched(self, mean: Tensor) -> tuple[Codec, Tensor]:
+        """Select from the whole bucket, together with all owners, and encode this owner's part."""
+        down, rank = self._down, self._rank
+        e, x = self._bucket.open("server_error")
+        by_owner, index = self._search(mean, e, x)
+        own = Codec(by_owner[rank], self._device, down.shape.dtype, None, self._checksum)
+        message = self._encode_selected(own, narrow(x, down.shape.dtype), index)
+        own.subtract(message, x, self._key)
+        return down.codec(by_owner, self._device, self._checksum), own.frames.outgoing()
+
+    def _search(
+        self, mean: Tensor, e: Tensor, x: Tensor
+    ) -> tuple[list[tuple[Vector, ...]], Tensor]:
         """Write ``mean + e`` to `x`, and select from the whole bucket, together with all owners.
 
         Returns:
-            The codecs of all owners' messages, and the indices of this owner's entries in `x`.
+            The vectors of all owners' messages, and the indices of this owner's entries in `x`.
         """
-        down, rank = self._down, self._exchange.rank
-        workspaces = self._state.scratch(("down", down), down.whole.scratch)
+        down, rank = self._down, self._rank
         # On the CPU, because the search compares the thresholds on the host.
-        before, after = self._state.open(self._thresholds, torch.device("cpu"))  # type: ignore[arg-type]
-        # Candidates: no more of a vector than are kept, and than there are in this shard.
-        segments = [
-            Segment(piece.start, piece.stop - piece.start, down.candidates[piece.vector][rank])
-            for piece in down.pieces[rank]
-        ]
-        scratch = [workspaces[piece.vector] for piece in down.pieces[rank]]
-        index = down.selector.select_sum(mean, e, x, segments, scratch)
+        slot = self._bucket.slots["thresholds"]
+        before, after = self._bucket.state.open(slot, torch.device("cpu"))
+        index = _none(x)  # a shard can be empty
+        if self._candidates:
+            index = down.selector.select_sum(mean, e, x, self._candidates)
         # A vector without elements in this shard still needs a query: all ranks take part in the
         # search of every vector.
         counts = [sizes[rank] for sizes in down.candidates]
@@ -380,16 +375,21 @@ class ShardedRoute:
             at.index_select(0, chosen(each, selection.threshold, selection.counts[rank]))
             for at, each, selection in zip(local, bits, found, strict=True)
         ]
-        codecs = [
+        by_owner = [
             down.counted(owner, [found[piece.vector].counts[owner] for piece in pieces])
             for owner, pieces in enumerate(down.pieces)
         ]
-        return codecs, joined(indices or [index])
+        return by_owner, joined(indices or [index])
 
-    def _encode_selected(self, codec: Codec, x: Tensor, index: Tensor) -> Message:
-        if not codec.vectors:
-            return []
+    def _encode_selected(self, codec: Codec, x: Tensor, index: Tensor) -> Encoded:
+        if not len(codec.vectors):
+            return Encoded(())
         # The next step will need other numbers of draws: draw nothing ahead.
-        segments, key = segments_of(codec.vectors), replace(self._key, ahead=None)
-        keys = keys_of(codec.vectors, key)
-        return selector_of(codec.vectors).encode_selected(x, segments, index, keys)
+        key, selector = replace(self._key, ahead=None), self._up.selector
+        if codec is not self._outgoing:
+            selector = self._down.selector
+        return codec.pack(selector.encode_selected(x, index, codec.vectors, key))
+
+
+def _none(like: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.int64, device=like.device)

@@ -124,18 +124,20 @@ class _Flat:
         self.exchange = exchange
         self.averager = averager = Averager(method, exchange, parameters, groups)
         shapes = [averager.shape_of(group) for group in averager.buckets]
-        self._reordering = Reordering(shapes if averager.grouped else None)
+        self._reordering = Reordering(shapes) if averager.grouped else None
 
     def step(self, buckets: Sequence[Bucket]) -> _Taken:
         """Take a step; return its activities by bucket, job and lane."""
         self.averager.begin()
-        self._reordering.begin()
+        if self._reordering is not None:
+            self._reordering.begin()
         taken = []
         for number, bucket in enumerate(buckets):
             lane: list[Activity] = []
             _fill_caches(bucket.flat.device)
             with self.exchange.recorded(lane):
-                for group in self._reordering.add(bucket):
+                groups = self._reordering.add(bucket) if self._reordering else (bucket,)
+                for group in groups:
                     self.averager.average(group)
                 if number == len(buckets) - 1:
                     # The values that are not there can be of any kind.

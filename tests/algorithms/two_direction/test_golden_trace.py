@@ -49,11 +49,11 @@ class Turning(Compressor):
     def kept(self, numel):
         return 2
 
-    def encode(self, x, key):
-        return Encoded((2 * x[self._support(key)],))
+    def encode(self, x, vectors, key):
+        return Encoded([(2 * x[self._support(key)],)])
 
-    def accumulate(self, messages, out, key, weight=1.0):
-        for (values,) in messages:
+    def accumulate(self, messages, out, vectors, key, weight=1.0):
+        for ((values,),) in messages:
             out[self._support(key)] += weight * values
 
     def alpha(self, numel):

@@ -3,12 +3,13 @@
 import torch
 
 from tests.algorithms.two_direction.quadratics import quadratics
-from tests.support.codecs import fields_of, message_of
+from tests.support import codecs
+from tests.support.codecs import decoded, fields_of, message_of
 from torchcomp.algorithms import Simulated, TwoDirectionMethod
 from torchcomp.algorithms.parameter_server import DENSE
 from torchcomp.algorithms.two_direction.theory import learning_rates
 from torchcomp.compressors import Identity, RandK, TopK
-from torchcomp.keys import Key, tensor_id
+from torchcomp.keys import Key
 
 F = quadratics(n=3, d=30)
 UP, DOWN = RandK(k=4, unbiased=True), TopK(k=5)
@@ -22,16 +23,16 @@ class Recorded(Simulated):
         self.wires = []
 
     def down(self, vector, compressor=DENSE, call=0):
-        parts = compressor.encode(vector, Key(self.seed, call, tensor_id("downlink"))).parts
+        parts = fields_of(compressor, vector, Key(self.seed, call), "downlink")
         layout = compressor.layout(vector.numel(), vector.dtype)
         self.wires.append(message_of(parts, layout))
         return super().down(vector, compressor, call)
 
     def take(self, compressor, numel, call=0):
         layout = compressor.layout(numel, torch.float64)
-        parts = fields_of(self.wires.pop(0), layout)
-        key = Key(self.seed, call, tensor_id("downlink"))
-        return compressor.decode(parts, torch.empty(numel, dtype=torch.float64), key)
+        parts = codecs.received(self.wires.pop(0), layout)
+        out = torch.empty(numel, dtype=torch.float64)
+        return decoded(compressor, parts, out, Key(self.seed, call), "downlink")
 
 
 def test_a_worker_rebuilds_w_z_and_k_from_messages_alone():

@@ -1,18 +1,20 @@
 """The arguments of `register`, and what of them does not depend on the kind of model."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchcomp.checks import check_choice, check_flag
+from torchcomp.ddp.manager import check_manager
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.errors import SpecError
-from torchcomp.guard.options import Guard
-from torchcomp.hooks.manager import check_manager
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.keys import check_seed
+
+if TYPE_CHECKING:
+    from torchcomp.guard import Guard
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +29,7 @@ class Options:
     inside: str | None = None
     replicate: DeviceMesh | None = None
     manager: Any = None
-    guard: Guard | bool = False
+    guard: "Guard | bool" = False
     checksum: bool = False
 
     def compared(self) -> dict[str, Any]:
@@ -41,14 +43,9 @@ class Options:
             "inside": self.inside,
             "replicate": "none" if self.replicate is None else "set",
             "manager": "none" if self.manager is None else "set",
-            "guard": self._compared_guard(),
+            "guard": self.guard,
             "checksum": self.checksum,
         }
-
-    def _compared_guard(self) -> object:
-        # Each rank has its own callback, and an invalid value is compared as it is.
-        guard = self.guard
-        return replace(guard, callback=None) if isinstance(guard, Guard) else guard
 
     def require_valid(self) -> None:
         """Require valid values that fit together.
@@ -58,7 +55,10 @@ class Options:
         """
         check_seed(self.seed)
         check_scaler(self.scaler)
-        Guard.of(self.guard)
+        if self.guard is not None and self.guard is not False:
+            from torchcomp.guard import Guard
+
+            Guard.of(self.guard)
         check_flag("checksum", self.checksum)
         check_choice("check", self.check, ("step", "late"))
         if self.late and self.scaler is not None and self.scaler.is_enabled():

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from torchcomp.errors import ON_ALL_RANKS
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 
 Job = Callable[[], object]
@@ -21,14 +22,24 @@ which is 30 minutes by default.
 
 
 class Executor:
-    """Run jobs in the order of submission. This base class runs them immediately, without overlap.
+    """Runs jobs in the order of submission, until one of them raises.
 
-    A job must handle its own errors.
+    This base class runs them immediately, without overlap.
+
+    Args:
+        leave: called with an error that other ranks may not have, and who would wait for this one.
+
+    Attributes:
+        failure: the exception of the job that raised, or None. The owner reads and resets it.
     """
 
-    def submit(self, job: Job) -> None:
-        """Run `job` after all earlier ones."""
-        job()
+    def __init__(self, leave: Callable[[BaseException], None] | None = None) -> None:
+        self.failure: BaseException | None = None
+        self._leave = leave
+
+    def submit(self, job: Job, *, always: bool = False) -> None:
+        """Run `job` after all earlier ones; if one of them failed, only with `always`."""
+        self._run(job, always)
 
     def join(self) -> None:
         """Wait until the host has run every submitted job."""
@@ -40,6 +51,22 @@ class Executor:
             timeout: seconds after which the host no longer waits for jobs. None waits for all.
         """
 
+    def fail(self, error: BaseException) -> None:
+        """Run no further job, because of this error."""
+        self.failure = self.failure or error
+        if self._leave is not None and not isinstance(error, ON_ALL_RANKS):
+            self._leave(error)
+
+    def _run(self, job: Job, always: bool) -> None:
+        if self.failure is None or always:
+            try:
+                job()
+            except BaseException as error:
+                # Kept for the owner: through a future, DDP would report it as "Unable to cast
+                # <message> to Tensor". SystemExit as well: it would end the thread of the jobs, for
+                # which the backward pass then waits for ever.
+                self.fail(error)
+
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return a new stream for an exchange."""
@@ -49,23 +76,26 @@ def side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 class StreamExecutor(Executor):
-    """Enqueue each job on a side stream of one CUDA device, from the calling thread.
+    """Enqueues each job on a side stream of one CUDA device, from the calling thread.
 
     NCCL collectives run when the stream reaches them. The host therefore returns to the backward
     pass immediately, and its kernels run in parallel with the exchange.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, leave: Callable[[BaseException], None] | None = None
+    ) -> None:
+        super().__init__(leave)
         self._stream = side_stream(device)
         self._caller: torch.cuda.Stream | None = None
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, always: bool = False) -> None:
         # The job reads gradients that the current stream is still computing. Name the device: the
         # model can be on another one than the current device.
         self._caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(self._caller)
         with torch.cuda.stream(self._stream):
-            job()
+            self._run(job, always)
 
     def close(self, timeout: float | None = None) -> None:
         # The caller's stream waits, because it will reuse memory that the jobs still read. The host
@@ -75,20 +105,21 @@ class StreamExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Run jobs in one worker thread. For gloo, this is the only safe way to overlap collectives.
+    """Runs jobs in one worker thread. For gloo, this is the only safe way to overlap collectives.
 
     A gloo collective blocks the calling thread, which is the one of the backward pass. A collective
     issued from a future's callback can pair with the wrong collective of another rank. A single
     worker thread with a queue has neither problem.
     """
 
-    def __init__(self) -> None:
-        self._jobs: queue.Queue[Job | None] = queue.Queue()
+    def __init__(self, leave: Callable[[BaseException], None] | None = None) -> None:
+        super().__init__(leave)
+        self._jobs: queue.Queue[tuple[Job, bool] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="torchcomp-exchange", daemon=True)
         self._thread.start()
 
-    def submit(self, job: Job) -> None:
-        self._jobs.put(job)
+    def submit(self, job: Job, *, always: bool = False) -> None:
+        self._jobs.put((job, always))
 
     def join(self) -> None:
         self._jobs.join()
@@ -99,10 +130,10 @@ class ThreadExecutor(Executor):
             self._thread.join(timeout)
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job()
-            # The local `job` would keep the job's tensors alive until the next job.
-            del job
+        while (submitted := self._jobs.get()) is not None:
+            self._run(*submitted)
+            # A local name would keep the job's tensors alive until the next job.
+            del submitted
             self._jobs.task_done()
         self._jobs.task_done()
 
@@ -116,18 +147,25 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
     """
     users = ProcessGroupExchange(group, device)
     if not _in_thread(users):
-        return users, executor_for(users)
+        return users, executor_for(users, users.leave)
     # A private group, because DDP and the user issue collectives from another thread. First the
     # group: if a rank is lost here, there is no thread to end.
     private = PrivateExchange(new_name(users), users.global_ranks, users)
-    return private, executor_for(users)
+    return private, executor_for(users, private.leave)
 
 
-def executor_for(exchange: ProcessGroupExchange) -> Executor:
-    """Return an executor for exchanges among the ranks of the user's group."""
+def executor_for(
+    exchange: ProcessGroupExchange, leave: Callable[[BaseException], None]
+) -> Executor:
+    """Return an executor for exchanges among the ranks of the user's group.
+
+    Args:
+        exchange: among these ranks, over the user's group.
+        leave: see :class:`Executor`.
+    """
     if exchange.device.type == "cuda":
-        return StreamExecutor(exchange.device)
-    return ThreadExecutor() if _in_thread(exchange) else Executor()
+        return StreamExecutor(exchange.device, leave)
+    return ThreadExecutor(leave) if _in_thread(exchange) else Executor(leave)
 
 
 def _in_thread(exchange: ProcessGroupExchange) -> bool:

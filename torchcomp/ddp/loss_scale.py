@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchcomp import host
-from torchcomp.hooks.one_process import OfOneProcess
+from torchcomp.ddp.one_process import OfOneProcess
 
 
 class LossScale(OfOneProcess):
@@ -20,18 +20,27 @@ class LossScale(OfOneProcess):
     device finished long before.
 
     Args:
-        scaler: the scaler of the training loop. None, or a disabled one, stands for a scale of 1.
+        scaler: the scaler of the training loop, which is enabled.
     """
 
-    def __init__(self, scaler: "torch.amp.GradScaler | None") -> None:
-        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+    def __init__(self, scaler: "torch.amp.GradScaler") -> None:
+        self._scaler = scaler
         # The scaler's tensor, its version when it was copied, and what waits for the copy.
         self._fetched: tuple[Tensor, int, Callable[[], Tensor]] | None = None
 
-    @property
-    def in_use(self) -> bool:
-        """Whether the loop scales its losses. The scaler then skips steps that overflow."""
-        return self._scaler is not None
+    @classmethod
+    def of(
+        cls, scaler: "torch.amp.GradScaler | None", model: torch.nn.Module
+    ) -> "LossScale | None":
+        """Return the loss scale of a model's steps; None if the loop does not scale its losses.
+
+        A scaler skips steps that overflow.
+        """
+        if scaler is None or not scaler.is_enabled():
+            return None
+        scale = cls(scaler)
+        model.register_forward_pre_hook(scale.fetch)
+        return scale
 
     # Compiled apart, because a compiled forward pass cannot start the copy.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -40,7 +49,7 @@ class LossScale(OfOneProcess):
 
         This is a forward pre-hook, which needs neither the module nor its arguments.
         """
-        scale = None if self._scaler is None else self._scaler._get_scale_async()
+        scale = self._scaler._get_scale_async()
         # The scaler has no tensor before the first loss. One on the CPU can be read at any time.
         if scale is None or host.can_read(scale) or self._is_fetched(scale):
             return
@@ -48,8 +57,6 @@ class LossScale(OfOneProcess):
 
     def read(self) -> float:
         """Return the scale of the step in progress."""
-        if self._scaler is None:
-            return 1.0
         # If the loop updates the scale between a forward pass and its backward pass, the copy is
         # out of date.
         if self._fetched is None or not self._is_fetched(self._scaler._get_scale_async()):

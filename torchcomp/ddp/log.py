@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from torchcomp.aggregators import Aggregator, Mean
 from torchcomp.auto import Auto
 from torchcomp.averager import Averager
-from torchcomp.hooks.optimizer_lrs import OptimizerLRs
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.stats import sent_instead
 from torchcomp.traffic import Traffic
 

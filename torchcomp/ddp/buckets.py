@@ -1,0 +1,189 @@
+"""Buckets: what happens to the gradients of a model between the hook and the optimizer."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from torchcomp import checkpoint
+from torchcomp.aggregators import Aggregator
+from torchcomp.auto import Choice
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape, Names
+from torchcomp.checkpoint import layout_of
+from torchcomp.ddp.executors import Executor, Job
+from torchcomp.ddp.reordering import Reordering
+from torchcomp.exchange import Exchange
+from torchcomp.redistribution import Place, check_place, two_levels
+
+
+class Buckets:
+    """Averages the buckets of one model over all ranks, one backward pass after another.
+
+    The job of a bucket calls :meth:`average` on the first of the executors; that of the first
+    bucket calls :meth:`begin` before it, and that of the last one :meth:`finish` after it.
+
+    Args:
+        averager: the engine. Its ranks are all ranks or, with two levels, those of equal position
+            in all nodes.
+        everyone: exchange among all ranks over the user's group, for between two steps.
+        place: where this rank is.
+        parameters: of the model, by name. The averager has pieces of them if there are two levels.
+        executors: where jobs run, from the first to the last that a bucket passes.
+
+    Attributes:
+        gathers: whether `everyone` are all ranks. Under a manager, it is this rank alone.
+        choice: what ``"auto"`` has chosen, if it has.
+    """
+
+    gathers = True
+    choice: Choice | None = None
+    _one_order = False  # whether ranks can have different DDP buckets, and need one order of groups
+
+    def __init__(
+        self,
+        averager: Averager,
+        everyone: Exchange,
+        place: Place,
+        parameters: Mapping[str, Tensor],
+        executors: Sequence[Executor] = (),
+    ) -> None:
+        self.averager = averager
+        self.everyone = everyone
+        self.place = place
+        self.parameters = parameters
+        self.executors = executors
+        self._reordering: Reordering | None = None
+        # What it was made for: whether the method is grouped, and the groups.
+        self._reordered: tuple[bool, tuple[Names, ...]] = (False, ())
+
+    def beside(self, averager: Averager) -> "Buckets":
+        """Return others that average with another averager, on the same executors.
+
+        The steps of both must not overlap.
+
+        Args:
+            averager: for the exchange, the parameters and the groups of this one's averager.
+        """
+        return Buckets(averager, self.everyone, self.place, self.parameters, self.executors)
+
+    def shape_of(self, names: Names) -> BucketShape:
+        """Return the shape of a bucket of these parameters."""
+        return self.averager.shape_of(names)
+
+    # One step, in the thread or on the stream of the first executor.
+
+    def begin(self, scale: float, lrs: dict[str, float] | None) -> None:
+        """Begin a step with this loss scale and these learning rates."""
+        averager = self.averager
+        averager.begin(scale, lrs)
+        # A swap or a loaded checkpoint changes the groups.
+        wanted = (averager.grouped, averager.buckets)
+        if wanted != self._reordered:
+            shapes = [averager.shape_of(group) for group in averager.buckets]
+            needed = averager.grouped or self._one_order
+            self._reordering = Reordering(shapes, self._one_order) if needed else None
+            self._reordered = wanted
+        reordering = self._reordering
+        if reordering is not None and (self._one_order or reordering.pending):
+            reordering.begin()
+
+    def average(self, bucket: Bucket) -> None:
+        """Average a bucket of DDP in place, now or when the rest of its group has come."""
+        if self._reordering is None:
+            self.averager.average(bucket)
+            return
+        for group in self._reordering.add(bucket):
+            self.averager.average(group)
+
+    def finish(self, end: Callable[..., bool]) -> None:
+        """End the step, after its last bucket.
+
+        Args:
+            end: :meth:`.Averager.finish`, with what is known of the step.
+        """
+        end()
+
+    # Around a step, in the thread of the backward pass.
+
+    def start(self) -> None:
+        """Prepare for a step, before its first bucket: forget the failure of an earlier one."""
+        for executor in self.executors:
+            executor.failure = None
+
+    def complete(self, done: Job) -> None:
+        """Run `done` after everything that was submitted so far, also if that fails."""
+        first, *others = self.executors
+        for executor in reversed(others):
+            done = partial(executor.submit, done, always=True)
+        first.submit(done, always=True)
+
+    def join(self) -> BaseException | None:
+        """Wait until the host has run every submitted job; return their first exception."""
+        failure = None
+        for executor in self.executors:
+            executor.join()
+            failure = executor.failure if failure is None else failure
+        return failure
+
+    def abandon(self, step: int) -> None:
+        """Discard what was done after `step` steps; see :meth:`.Averager.abandon`."""
+        # Jobs that have not begun will not run. One that waits for other ranks is not waited for.
+        for executor in self.executors:
+            executor.failure = executor.failure or RuntimeError("the backward pass raised")
+        self.averager.abandon(step)
+
+    # Between two steps.
+
+    def use(self, aggregator: Aggregator) -> str:
+        """Change the method; see :meth:`.Averager.use`."""
+        return self.averager.use(aggregator)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of this rank; see :meth:`.Averager.state_dict`."""
+        state = self.averager.state_dict()
+        if self.place.node_size == 1:
+            return state
+        own = checkpoint.header(state["spec"], self.everyone)
+        return {**state, **own, "two_levels": two_levels(self.place, layout_of(self.parameters))}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Restore the state of this rank; see :meth:`.Averager.load_state_dict`."""
+        method = self._method_to_load(state)
+        checkpoint.check_header(state, str(method), self.everyone, checkpoint.ADVICE)
+        check_place(state, self.place)
+        own = checkpoint.header(str(method), self.averager.exchange)
+        self.averager.load_state_dict({**state, **own}, method)
+
+    def _method_to_load(self, state: Any) -> Aggregator:
+        """Return the method that a state must have."""
+        return self.averager.aggregator
+
+    def leave(self) -> None:
+        """Hand the residual of this rank to the others at the end of the next step."""
+        raise RuntimeError(
+            "leave() is for torchcomp.register(..., manager=manager). Without a manager, the ranks "
+            "change between two runs: torchcomp.redistribute(states, world_size) converts states"
+        )
+
+    @property
+    def left(self) -> bool:
+        """Whether the residual was handed over, in a step that counts."""
+        return False
+
+    def close(self, timeout: float | None = None) -> None:
+        """End threads and, without a timeout, connections. Can be called more than once.
+
+        Args:
+            timeout: seconds after which it no longer waits for jobs. Connections then remain,
+                because a job that another rank never joins would keep them, and this call, waiting.
+        """
+        end = None if timeout is None else time.monotonic() + timeout
+        # The last one first: each waits for the stream of the one before it.
+        for executor in reversed(self.executors):
+            executor.close(None if end is None else max(0.0, end - time.monotonic()))
+        if timeout is None:
+            self.averager.exchange.close()
+            self.everyone.close()

@@ -1,0 +1,244 @@
+"""Discarded: whether the gradients of a step were thrown away before an optimizer used them.
+
+In a GAN, the backward pass of the generator's loss also reaches the discriminator, and `zero_grad`
+then erases the gradients there. SAM does so with its first pass, and a script may drop a step whose
+loss is a spike. Plain DDP forgets such gradients. A residual would keep what of them was not sent,
+and apply it later. Therefore a step does not count if its gradients were cleared before an
+optimizer of these parameters stepped.
+
+The next backward pass looks for this, when its first gradient is computed and before it is
+accumulated. If an optimizer has stepped since the last step, as usual, it does not look.
+"""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from torchcomp import host
+from torchcomp.averager import Averager
+from torchcomp.nonfinite import largest_magnitudes
+
+_log = logging.getLogger(__name__)
+_PARAMETERS = itemgetter("params")
+
+
+class Discarded:
+    """Finds out whether the last step of an averager was thrown away, and takes it back.
+
+    Where no optimizer of the parameters is seen to step, such as with an update written by hand or
+    in a CUDA graph, every step counts.
+
+    Args:
+        averager: the engine.
+        parameters: whose gradients are averaged, by name.
+        speaks: whether this rank logs the first one.
+        most: how many parameters are looked at. They are the largest: a sparse method leaves the
+            whole gradient of a small one at zero.
+
+    Attributes:
+        open: whether the last step can have been thrown away: it counts, and no optimizer has
+            stepped on its gradients.
+    """
+
+    def __init__(
+        self,
+        averager: Averager,
+        parameters: Mapping[str, Tensor],
+        speaks: bool = False,
+        most: int | None = 8,
+    ) -> None:
+        self.open = False
+        self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
+        # Weak, because the averager refers to this object.
+        self._averager = weakref.ref(averager)
+        self._largest = sorted(parameters.items(), key=lambda item: -item[1].numel())
+        self._unused: tuple[str, ...] | None = None  # in the last step
+        self._sample: list[Tensor] = []
+        # The last optimizer that has stepped on the parameters. Where it is gone, something else
+        # may update them.
+        self._optimizer: weakref.ref[Optimizer] | None = None
+        self._is_stepping = self._uses = False  # whether one does now, and has any gradients
+        self._last: tuple[object, ...] = ()  # what the averager was like after the last step
+        self._hooks: list[Any] = []
+        # Gradients in the last forward pass, and what waits for whether they are nonzero.
+        self._fetched: tuple[list[tuple[int, int]], Callable[[], Tensor]] | None = None
+        self._speaks, self._most = speaks, most
+        averager.on_finish(self._finished)
+        _listen(self)
+
+    def look_in_backward(self) -> None:
+        """In a forward pass: :meth:`look` when the backward pass computes its first gradient."""
+        if self._hooks:
+            return
+        trained = [each for each in self._sample if each.requires_grad]
+        self._hooks = [each.register_hook(self.look) for each in trained]  # type: ignore[no-untyped-call]
+        gradients = self._gradients()
+        # On an accelerator, the answer is then there when the backward pass begins.
+        if gradients and not host.can_read(gradients[0]):
+            self._fetched = _versions(gradients), host.copy_from(_any_nonzero(gradients))
+
+    def look(self, gradient: Tensor | None = None) -> None:
+        """Look whether the gradients are cleared, before this pass accumulates any of a sample."""
+        for hook in self._hooks:
+            hook.remove()
+        fetched, self._hooks, self._fetched = self._fetched, [], None
+        if not self.open or self._cleared:
+            return
+        gradients = self._gradients()
+        if not gradients:
+            self._cleared = True
+        elif fetched is not None and fetched[0] == _versions(gradients):
+            self._cleared = not fetched[1]()
+        elif host.can_read(gradients[0]):
+            # One by one: the first one usually shows that they are not cleared.
+            self._cleared = not any(bool(_any_nonzero([each])) for each in gradients)
+        else:
+            self._cleared = not _any_nonzero(gradients)
+
+    def settle(self, *, in_backward: bool) -> None:
+        """Take the last step back if it was thrown away.
+
+        All ranks call this before the same step, with the same outcome.
+
+        Args:
+            in_backward: whether a backward pass has begun the next step. It has looked, unless it
+                has not reached the sample yet.
+        """
+        if self._hooks or not in_backward:
+            self.look()
+        averager = self._averager()
+        if averager is None or not self.open:
+            return
+        if averager.undecided:
+            averager.settle()
+        if self._last != (averager.step, averager.state, averager.aggregator, averager.buckets):
+            # Another one was loaded, or the step was taken back for another reason.
+            self.open = False
+        elif self._cleared:
+            self._take_back(averager)
+        elif in_backward:
+            # The next step adds to its gradients. An optimizer uses both, or none of them.
+            averager.keep_before()
+
+    def _take_back(self, averager: Averager) -> None:
+        averager.take_back()
+        self.open = False
+        if self._speaks:
+            self._speaks = False
+            _log.info(
+                "gradients were cleared before an optimizer stepped on them, so step %d does not "
+                "count, and the residual is that before it. This is not logged again. If a loop "
+                "does this regularly, as for a GAN or SAM, run such backward passes under "
+                "model.no_sync(): they then exchange nothing",
+                averager.step + 1,
+            )
+
+    def _finished(self, counts: bool) -> None:
+        averager = self._averager()
+        if averager is None:
+            return
+        if averager.unused != self._unused:
+            self._unused = averager.unused
+            used = (each for name, each in self._largest if name not in averager.unused)
+            self._sample = list(islice(used, self._most))
+        self._last = averager.step, averager.state, averager.aggregator, averager.buckets
+        self._cleared = False
+        stepped = self._optimizer is not None and self._optimizer() is not None
+        # A step in the closure of an optimizer is used by it: LBFGS takes several.
+        unused = stepped and not self._is_stepping
+        self.open = unused and (counts or averager.steps_kept > 0)
+
+    def _gradients(self) -> list[Tensor]:
+        gradients = [each.grad for each in self._sample]
+        return [
+            each.to_local() if isinstance(each, DTensor) else each
+            for each in gradients
+            if each is not None
+        ]
+
+
+def _versions(gradients: Sequence[Tensor]) -> list[tuple[int, int]]:
+    return [(id(each), each._version) for each in gradients]
+
+
+def _any_nonzero(tensors: Sequence[Tensor]) -> Tensor:
+    return largest_magnitudes(tensors, tensors[0].device).ne(0).any()
+
+
+# --- The optimizers of this process ---
+
+_Models = list["weakref.ref[Discarded]"]
+_lock = threading.Lock()
+_hears_optimizers = False
+_models = weakref.WeakSet[Discarded]()
+# By optimizer: how many parameters it has, and the models that it trains.
+_trained = weakref.WeakKeyDictionary[Optimizer, tuple[int, _Models]]()
+
+
+def _listen(discarded: Discarded) -> None:
+    """Tell an object from now on when an optimizer of its parameters steps."""
+    global _hears_optimizers
+    with _lock:
+        _models.add(discarded)
+        _trained.clear()  # an optimizer can be older than the registration of its model
+        if not _hears_optimizers:
+            register_optimizer_step_pre_hook(_before_step)
+            register_optimizer_step_post_hook(_after_step)
+            _hears_optimizers = True
+
+
+# Not traced: the step of an optimizer can be compiled.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
+    trained = _trained.get(optimizer)
+    if trained is None or trained[0] != count:
+        trained = _trained[optimizer] = count, _models_of(optimizer)
+    for model in trained[1]:
+        discarded = model()
+        if discarded is not None:
+            discarded._is_stepping, discarded._uses = True, False
+            # One that trains several models also steps when this one's gradients were cleared.
+            for _, each in discarded._largest:
+                if each.grad is not None:
+                    discarded._uses = True
+                    break
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    # Another thread can have registered a model since the step began.
+    for model in (_trained.get(optimizer) or (0, _models_of(optimizer)))[1]:
+        discarded = model()
+        if discarded is not None:
+            discarded._is_stepping, discarded._optimizer = False, weakref.ref(optimizer)
+            averager = discarded._averager()
+            if discarded._uses and not discarded._cleared and averager is not None:
+                discarded.open = False
+                averager.forget_before()
+
+
+def _models_of(optimizer: Optimizer) -> _Models:
+    # Its step may be part of a CUDA graph, which is replayed unseen.
+    if any(group.get("capturable") for group in optimizer.param_groups):
+        return []
+    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    with _lock:
+        return [
+            weakref.ref(model)
+            for model in _models
+            if any(id(parameter) in trained for _, parameter in model._largest)
+        ]

@@ -1,0 +1,170 @@
+"""DDPHandle: the communication hook of one DDP model."""
+
+# DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
+
+import threading
+import time
+import weakref
+from functools import partial
+from operator import is_
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
+from torchcomp.ddp.discarded import Discarded
+from torchcomp.ddp.executors import after_backward
+from torchcomp.ddp.handle import SCALER_ADVICE, Handle
+from torchcomp.ddp.loss_scale import LossScale
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs
+from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.profiling import span
+
+Future = torch.futures.Future[Tensor]
+
+
+class DDPHandle(Handle):
+    """The handle of a DDP model.
+
+    The hook submits the job of every bucket to a thread (gloo) or a side stream (CUDA), which
+    averages it in parallel with the backward pass. The job of the last bucket ends the step.
+    """
+
+    _after_close = AFTER_CLOSE
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        buckets: Buckets,
+        scaler: "torch.amp.GradScaler | None",
+        lrs: OptimizerLRs | None = None,
+    ) -> None:
+        super().__init__(buckets)
+        # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
+        # model alive.
+        self._model = weakref.ref(model)
+        # By id, because DDP passes parameters to the hook, not their names.
+        self._names = {id(parameter): name for name, parameter in buckets.parameters.items()}
+        # By the index of a bucket: its parameters and its shape, until DDP rebuilds its buckets.
+        self._known: dict[int, tuple[list[Tensor], BucketShape]] = {}
+        self._received: list[tuple[Tensor, Future]] = []  # DDP's buckets of this backward pass
+        self._checked = False
+        model.register_forward_pre_hook(self._before_forward)
+        self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
+        may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
+        self._unused = UnusedWatch(buckets.parameters) if may_leave_unused else None
+        if buckets.gathers:  # a manager decides on each step itself
+            speaks = buckets.everyone.rank == 0
+            self._discarded = Discarded(self.averager, buckets.parameters, speaks)
+        self._end_step = partial(
+            self.averager.finish,
+            may_skip=self._loss_scale is not None,
+            advice=SCALER_ADVICE,
+            used=None if self._unused is None else self._unused.used,
+        )
+
+    # Compiled apart, and without removing the hook: a compiled model would be compiled again.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _before_forward(self, model: torch.nn.Module, args: object) -> None:
+        self._thread = threading.current_thread()
+        if not self._checked:
+            check_not_sharded(model)
+            self._checked = True
+        if self._discarded is not None and self._discarded.open:
+            self._discarded.look_in_backward()
+
+    # --- Called by the hook, during the backward pass ---
+
+    def _receive(self, grad_bucket: GradBucket) -> Future:
+        if self._closed:
+            raise RuntimeError(f"this handle is closed. {AFTER_CLOSE}")
+        index, flat, last = grad_bucket.index(), grad_bucket.buffer(), grad_bucket.is_last()
+        buckets, unused, end_step = self._buckets, self._unused, self._end_step
+        values = self._begin_pass() if index == 0 else None
+        parameters, known = grad_bucket.parameters(), self._known.get(index)
+        # All of them: what DDP has rebuilt can be in the same memory, in another order.
+        same = known is not None and len(known[0]) == len(parameters)
+        if known is None or not same or not all(map(is_, known[0], parameters)):
+            names = tuple([self._names[id(parameter)] for parameter in parameters])
+            known = self._known[index] = parameters, buckets.shape_of(names)
+        bucket = Bucket(known[1], flat)
+
+        def job() -> None:
+            if values is not None:
+                buckets.begin(*values)
+            if unused is not None:
+                unused.before(bucket)
+            buckets.average(bucket)
+            if last:
+                buckets.finish(end_step)
+
+        future: Future = torch.futures.Future(devices=[flat.device] if flat.is_cuda else [])
+        self._received.append((flat, future))
+        buckets.executors[0].submit(job)
+        if last:
+            after_backward(self._finish_backward)
+            buckets.complete(partial(_complete, self._received, self.averager, unused))
+        return future
+
+    def _begin_pass(self) -> tuple[float, dict[str, float] | None]:
+        """Prepare for a step; return its loss scale and its learning rates."""
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            check_not_joined(model)
+        self._enter_pass()
+        self._received = []
+        try:
+            if self._discarded is not None and self._discarded.open:
+                self._discarded.settle(in_backward=True)
+                self._step_before = self.averager.step
+            scale = 1.0 if self._loss_scale is None else self._loss_scale.read()
+            return scale, None if self._lrs is None else self._lrs.read()
+        except Exception as error:
+            # Kept, as that of a job: raised here, it would leave DDP in the middle of a step.
+            self._buckets.executors[0].fail(error)
+            return 1.0, None
+
+    # --- Called at the end of the backward pass ---
+
+    def _finish_backward(self) -> None:
+        start = time.perf_counter()
+        with span("wait"):
+            failure = self._buckets.join()
+        self.seconds_waited += time.perf_counter() - start
+        self._running = False
+        if failure is not None:
+            if self.averager.step > self._step_before:
+                # With two levels, the step can end well before the gradients are back in DDP's
+                # buckets.
+                self.averager.abandon(self._step_before)
+                self.averager.abandoned = False  # no job is left
+            # Raise after DDP's own final callback, so that DDP is ready for another iteration.
+            after_backward(partial(self._raise_failure, failure))
+
+    def _raise_failure(self, failure: BaseException) -> None:
+        for executor in self._buckets.executors:
+            executor.failure = None
+        raise failure
+
+
+def _complete(
+    received: list[tuple[Tensor, Future]], averager: Averager, unused: UnusedWatch | None
+) -> None:
+    """Pass the averaged buckets of a backward pass on to DDP, or those of a step that failed."""
+    if unused is not None:
+        unused.end(averager.unused)
+    # Only now: a group can still change any of DDP's buckets until the last one is averaged.
+    for flat, future in received:
+        future.set_result(flat)
+    # DDP frees its first buckets when it rebuilds them.
+    received.clear()
+
+
+def hook(state: DDPHandle, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Pass a bucket to the handle. DDP calls this communication hook for every bucket, in order."""
+    return state._receive(bucket)

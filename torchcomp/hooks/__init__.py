@@ -1,1 +1,0 @@
-"""What the hooks of DDP and FSDP2 share: the handle, loss scales, learning rates, executors."""

@@ -1,0 +1,138 @@
+"""Kernels of sparse messages: select entries of a tensor, encode them, subtract and add them.
+
+They work on all segments of a tensor at once, and are chosen once: :func:`kernels_for` returns
+those for a device. An instance also has the workspaces of its tensor, so only one thread can use it
+at a time. All forms give the same results bit for bit.
+"""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from torchcomp import host
+from torchcomp.kernels import backend, elias_fano, entries, quantize, select
+from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.segments import Segment, split
+from torchcomp.wire import Parts
+
+
+class Prepared(Protocol):
+    """What the kernels know of the vectors of a tensor."""
+
+    segments: tuple[Segment, ...]  # where each vector is, and how many of its entries are sent
+    device: torch.device
+    dtype: torch.dtype  # that values are rounded to before they are encoded
+    # Where the fields of each vector lie in the frames to send, if they are known.
+    fields: Sequence[Parts] | None
+
+
+def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
+    """Return the fastest kernels for the vectors of a tensor.
+
+    Args:
+        vectors: the vectors.
+        fmt: format of the values sent; see :func:`.quantize.layout`.
+    """
+    like = torch.empty(0, device=vectors.device)
+    if numba := backend.host_form("sparse", like):
+        return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
+    if triton := backend.device_form("sparse", like):
+        return triton.SparseTriton(vectors, fmt)  # type: ignore[no-any-return]
+    if backend.device_form("select", like):
+        # Imported here, because it imports Triton.
+        from torchcomp.kernels.sparse_composed import SparseComposed
+
+        return SparseComposed(vectors, fmt)
+    return Sparse(vectors, fmt)
+
+
+class Sparse:
+    """The kernels in plain torch and NumPy. On an accelerator, all shapes are static.
+
+    Args:
+        vectors: as for :func:`kernels_for`. Of these, only `fields` changes later.
+        fmt: as for :func:`kernels_for`.
+    """
+
+    def __init__(self, vectors: Prepared, fmt: str | None) -> None:
+        self.vectors, self.fmt, self.segments = vectors, fmt, vectors.segments
+        self.counts = [segment.k for segment in vectors.segments]
+        self._on_host = host.can_read(torch.empty(0, device=vectors.device))
+
+    def select(self, x: Tensor) -> Tensor:
+        """Return the indices of the k largest magnitudes of each segment.
+
+        Args:
+            x: 1-D, fp16, bf16, fp32 or fp64.
+
+        Returns:
+            1-D int64, within `x`: those of the first segment, of the second, and so on. Ascending
+            in each of them.
+        """
+        largest = select.largest if self._on_host else select.largest_static
+        return largest(x, self.segments)
+
+    def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
+        """Compute ``torch.add(g, e, out=out)`` and :meth:`select` of `out`, at once if possible.
+
+        All three tensors are 1-D with equal length, and their dtypes can differ. `out` must not
+        share memory with `g` or `e`.
+        """
+        torch.add(g, e, out=out)
+        return self.select(out)
+
+    def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> list[Parts]:
+        """Return the fields of each segment's message.
+
+        Args:
+            x: 1-D.
+            index: what :meth:`select` returned.
+            noise: None, or random numbers for rounding; see :func:`.quantize.encode`.
+
+        Raises:
+            ValueError: on a CPU, if the indices of a segment do not ascend strictly within it.
+                Indices on an accelerator are not checked.
+        """
+        if self._on_host:
+            for own, (start, n, _) in zip(split(index, self.counts), self.segments, strict=True):
+                inside = own.numel() == 0 or bool(own[0] >= start and own[-1] < start + n)
+                elias_fano.check(inside and bool((own[1:] > own[:-1]).all()), n)
+        values = narrow(x.index_select(0, index), self.vectors.dtype)
+        fields = quantize.encode(values, self.counts, self.fmt, noise)
+        codes = elias_fano.encode(index, self.segments)
+        return [(*own, code) for own, code in zip(fields, codes, strict=True)]
+
+    def encode_sum(
+        self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
+    ) -> tuple[list[Parts], Tensor]:
+        """Encode ``g + e``, and write to `rest` what the message does not contain.
+
+        NaN and infinities stay in `rest`. It must not share memory with `g` or `e`.
+
+        Returns:
+            The fields of each segment's message, and the indices of the entries.
+        """
+        index = self.add_and_select(g, e, rest)
+        parts = self.encode(rest, index, noise)
+        self.subtract(index, parts, rest)
+        return parts, index
+
+    def subtract(
+        self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
+    ) -> None:
+        """Subtract `weight` times a message, with these indices, from `x`, where it is finite."""
+        entries.subtract(x, index, parts, self.segments, weight)
+
+    def accumulate(
+        self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
+    ) -> None:
+        """Add `weight` times each message to `out`, in order; see :func:`.entries.accumulate`."""
+        entries.accumulate(messages, self.segments, out, weight)
+
+    def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
+        self.accumulate(messages, out.zero_())
+        if divisor != 1:
+            out.div_(divisor)

@@ -1,0 +1,24 @@
+"""Swap the values of two tensors, if the device says so. The host does not wait."""
+
+import torch
+from torch import Tensor
+
+from torchcomp.kernels import backend
+
+
+def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
+    """Swap the values of `a` and `b` if `condition` is true.
+
+    Args:
+        condition: scalar bool, on the device of both.
+        a: 1-D, contiguous.
+        b: as `a`, of the same length and dtype.
+    """
+    # Once per slot and step, on an accelerator: in Triton, it returns at once in almost all steps.
+    form = None if a.is_cpu else backend.fast_form("swap", a.device.type)
+    if form is not None:
+        form.swap_where(condition, a, b)
+    else:
+        before = a.clone()
+        torch.where(condition, b, a, out=a)
+        torch.where(condition, before, b, out=b)

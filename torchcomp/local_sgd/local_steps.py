@@ -1,0 +1,415 @@
+"""Local steps of one model: count them, synchronise at the end of a round, add late parameters."""
+
+import logging
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from numbers import Real
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp import checkpoint, host
+from torchcomp.aggregators import planned_traffic
+from torchcomp.batchnorm import statistics_of, updated_layers
+from torchcomp.bucket import partition
+from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
+from torchcomp.errors import CheckpointError, ScheduleError, UnsupportedModelError
+from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.local_sgd.averages import Averages, OverlappedAverages, PseudoGradients
+from torchcomp.local_sgd.optimizer_state import mean_state, state_to_average
+from torchcomp.local_sgd.options import (
+    LocalMethod,
+    Parameters,
+    check_no_hook,
+    check_no_other_scaler,
+    check_values,
+    warn_if_rarely_averaged,
+)
+from torchcomp.local_sgd.proposal import Proposing
+from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of
+from torchcomp.local_sgd.saving import restore, state_of
+from torchcomp.profiling import label
+from torchcomp.stats import Stats
+from torchcomp.traffic import sum_bytes
+
+_log = logging.getLogger(__package__)
+
+_SAME_LR = "The learning rate must be the same function of the step on all ranks."
+_LOST_STEP = (
+    "Every rank must call optimizer.step() once for each step. A rank that calls it more or less "
+    "often gets different batches from then on. If a GradScaler skips steps, use "
+    f"torchcomp.LocalSGD(..., scaler=scaler). {_SAME_LR}"
+)
+
+
+def largest(known: list[float], others: list[Tensor]) -> float | Tensor:
+    """The largest learning rate, or 0 if there are none; a tensor if there are `others`."""
+    highest = max(known, default=0.0)
+    if not others:
+        return highest
+    # In float64, in which the host adds them up as well.
+    values = torch.stack([lr.detach().double().reshape(()) for lr in others])
+    return values.amax().clamp(min=highest)
+
+
+class LocalSteps:
+    """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
+
+    Attributes:
+        seconds_waited: time of all synchronisations.
+        proposing: measures steps for the schedule "auto".
+        forward: whether a forward pass in training has begun since the last step. Ranks can run
+            different numbers of them per step, but a step without any had no batch.
+    """
+
+    def __init__(
+        self,
+        model: DistributedDataParallel,
+        optimizers: Sequence[torch.optim.Optimizer],
+        method: LocalMethod,
+        exchange: ProcessGroupExchange,
+        scaler: torch.amp.GradScaler | None,
+    ) -> None:
+        # Weak references, because the optimizers' hooks own LocalSGD, which owns this object.
+        self._model = weakref.ref(model)
+        self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
+        self.method, self.scaler = method, scaler
+        self.forward = False
+        self.seconds_waited = 0.0
+        self._missing = 0  # steps without a forward pass before them
+        self._stepped: set[int] = set()  # indices of the optimizers that have taken this step
+        trained = dict(trained_parameters(model))
+        fragments = fragments_of(method, trained, bucket_caps(model))
+        self.clock = Clock(method.horizon.total_steps, fragments)
+        groups = [group for fragment in fragments for group in fragment.groups]
+        names = set(chain.from_iterable(groups))
+        parameters = {name: p for name, p in trained.items() if name in names}
+        kind = Averages if method.plain else PseudoGradients
+        kind = OverlappedAverages if method.overlap else kind
+        self.averages = kind(method, exchange, parameters, groups)
+        self._averager = self.averages.averager
+        # Traffic and steps. Assigned together, because other threads can read them at any time.
+        self._counters = self._averager.stats, 0
+        # Parameters whose gradients DDP reduces.
+        self._reduced = set(map(id, trained.values()))
+        # Parameters that never count as late: averaged already, or ignored by DDP.
+        named = model.module.named_parameters()
+        self._known = {id(p) for name, p in named if name in model.parameters_to_ignore}
+        self._known |= set(map(id, parameters.values()))
+        self._added: list[str] = []  # late parameters since the last synchronisation
+        self._expected_weights: int | None = None  # checksum of a loaded checkpoint's parameters
+        # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
+        # load a checkpoint, the others must take part in the comparison that finds this.
+        self._verified = False
+        # With one level, "the node" is the exchange: each of its ranks has a state of its own.
+        self.first_in_node = not method.two_levels or dist.get_rank(model.process_group) == 0
+        self._warned = False  # whether the log says what an evaluation inside a round means
+        # On one rank only: with two levels, each rank of a node is in another exchange.
+        self._logs = self.first_in_node and exchange.rank == 0
+        self.proposing = Proposing(exchange, self._logs) if method.proposes else None
+        if self._logs:
+            self._log_method()
+            warn_if_rarely_averaged(method, optimizers)
+
+    @property
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """The optimizers that still exist."""
+        return [each for held in self._optimizers if (each := held()) is not None]
+
+    def warn_of_evaluation(self) -> None:
+        """Log a warning, once, if the model is evaluated inside a round."""
+        next_sync = self.clock.next_sync
+        if next_sync is not None and self._logs and not self._warned:
+            self._warned = True
+            _log.warning(
+                "the model is evaluated after step %d, inside a round: until the ranks average "
+                "after step %d, every rank has its own model. Evaluate and save where "
+                "sync.next_sync is None",
+                self.clock.step,
+                next_sync,
+            )
+
+    def _log_method(self) -> None:
+        averager, method = self._averager, self.method
+        shapes = [averager.shape_of(group) for group in averager.groups]
+        wide, ranks = [shape.wide() for shape in shapes], averager.exchange.world_size
+        _log.info(
+            "local steps with %s, total_steps=%d, compress=%s, outer=%s: %d parameters with %s "
+            "elements, groups: %d; averaging the parameters sends %s bytes, and a step of plain "
+            "DDP %s",
+            method.spec,
+            self.clock.total_steps,
+            method.aggregator,
+            method.outer,
+            len(averager.parameters),
+            f"{sum(shape.numel for shape in shapes):,}",
+            len(shapes),
+            f"{planned_traffic(method.aggregator, wide, ranks).sent:,}",
+            f"{planned_traffic(method.aggregator, shapes, ranks).dense:,}",
+        )
+
+    # --- A step ---
+
+    def begin(self, index: int) -> None:
+        """Prepare for the step that the optimizer of this index is about to take."""
+        if index in self._stepped:
+            waiting = min(set(range(len(self._optimizers))) - self._stepped)
+            raise ScheduleError(
+                f"optimizer {index} was stepped twice before optimizer {waiting} was stepped once: "
+                "step every optimizer once in each step"
+            )
+        # The first optimizer of the step has prepared it for all.
+        if self._stepped:
+            return
+        # Layers that the forward pass did not use have not waited for their averages yet.
+        if self.method.overlap:
+            self.averages.wait()
+        model, step, total = self._model(), self.clock.step, self.clock.total_steps
+        if model is not None and model._join_config.enable:
+            check_not_joined(model)
+        if step == total and self._logs:
+            _log.warning(
+                "optimizer step %d is beyond total_steps=%d: from here on, the ranks average after "
+                "every step. Pass a larger total_steps if the run is longer",
+                step + 1,
+                total,
+            )
+        self._add_late()
+        if self._verified:
+            self._begin_rounds()
+        else:
+            # build() exchanges messages, so it runs only at the first step and after a checkpoint.
+            between, advice = self._averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
+            between.build("the first local step", {}, self._first_step, advice)
+            self.averages.start(self._averager.groups)
+            self._expected_weights = None
+            self._verified = True
+
+    def end(self, index: int) -> None:
+        """Count the step that the optimizer of this index took or skipped.
+
+        After the last optimizer's step, synchronise the fragments whose rounds end.
+        """
+        self._stepped.add(index)
+        if len(self._stepped) < len(self._optimizers):
+            return
+        self._stepped.clear()
+        self.clock.step += 1
+        self._missing += not self.forward
+        self.forward = False
+        due = []
+        for fragment in self.clock.fragments:
+            fragment.lr_sum += largest(*self._lrs(fragment))
+            if fragment.end == self.clock.step:
+                due.append(fragment)
+        if not due:
+            self._counters = self._counters[0], self.clock.step
+            return
+        start = time.perf_counter()
+        if self.proposing is not None:
+            self.proposing.begin()
+        try:
+            self._synchronise(due)
+        finally:
+            # A synchronisation that failed has sent bytes, and its step counts.
+            self._counters = self._averager.stats, self.clock.step
+            self.seconds_waited += time.perf_counter() - start
+        if self.proposing is not None:
+            self.proposing.end()
+
+    @property
+    def stats(self) -> Stats:
+        """The counters after the last step, for any thread."""
+        traffic, steps = self._counters
+        return replace(traffic, steps=steps)
+
+    def _begin_rounds(self, verifying: bool = False) -> None:
+        # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
+        for fragment in self.clock.fragments:
+            if fragment.end == self.clock.step:
+                # Reading a learning rate on an accelerator waits for it. Without need, leave it
+                # out: a synchronisation compares the sum of the learning rates in any case.
+                reads = verifying or fragment.schedule.reads_lr
+                lrs, others = self._lrs(fragment)
+                lrs += map(float, others if reads else ())
+                fragment.begin_round(self.clock.step, lrs, self.method)
+                if self._logs:
+                    fragment.warn_if_long(self.clock.total_steps)
+
+    def _first_step(self) -> tuple[None, dict[str, Any]]:
+        """Check this rank before the first step of the run or after a checkpoint was loaded.
+
+        Returns:
+            None, and the values that must be equal on all ranks.
+        """
+        # A scaler records its optimizer only when it takes a step, so the constructor is too early.
+        check_no_other_scaler(self.optimizers, self.scaler)
+        model, two_levels = self._model(), self.method.two_levels
+        # A hook can have been registered since the constructor checked.
+        if model is not None and not two_levels:
+            check_no_hook(model)
+        # The plain average makes any parameters equal. Pseudo-gradients are applied to x, and ranks
+        # of a node reduce gradients: both need equal parameters at the start.
+        must_be_equal = two_levels or not self.method.plain
+        digest = None
+        if self._expected_weights is not None or must_be_equal:
+            digest = checkpoint.digest_of(self._averager.parameters)
+        if self._expected_weights not in (None, digest):
+            raise CheckpointError(
+                "the parameters are not those of the checkpoint: load each rank's own weights "
+                "after DistributedDataParallel(...), whose constructor copies rank 0's to all ranks"
+            )
+        shared: dict[str, Any] = {"step": self.clock.step}
+        # Inside a round the parameters differ between ranks by design.
+        if must_be_equal and self.clock.next_sync is None:
+            shared["checksum of the parameters"] = digest
+        self._begin_rounds(verifying=True)
+        shared["round"] = ", ".join(map(str, self.clock.fragments))
+        shared["last synchronisation"] = [each.synced for each in self.clock.fragments]
+        shared["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
+        return None, shared
+
+    def _lrs(self, fragment: Fragment) -> tuple[list[float], list[Tensor]]:
+        """The learning rates of the fragment's parameter groups, where "lr" is a number.
+
+        Returns:
+            Those that the host knows, and those that it could only read with a wait.
+        """
+        known: list[float] = []
+        others: list[Tensor] = []
+        for index in fragment.owners:
+            optimizer = self._optimizers[index]()
+            for group in optimizer.param_groups if optimizer is not None else ():
+                lr = group.get("lr")
+                if isinstance(lr, Tensor) and not host.can_read(lr):
+                    others.append(lr)
+                elif isinstance(lr, float | Tensor | Real):
+                    known.append(float(lr))
+        return known, others
+
+    # --- A synchronisation ---
+
+    @label("synchronise")
+    def _synchronise(self, due: list[Fragment]) -> None:
+        """Average the `due` fragments and end their rounds.
+
+        If this raises, it raises on every rank and no round has ended.
+        """
+        step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
+        averager, held = self._averager, self._averager.parameters
+        exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
+        model = self._model()
+        statistics = {} if model is None else statistics_of(updated_layers(model.module))
+        lr_sums = [float(each.lr_sum) for each in due]
+
+        # 1. Verify that all ranks are at the same step with the same learning rates. A rank that
+        #    was stepped once too often would otherwise average a different round.
+        def state_and_shared() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            mine = dict(statistics)
+            if policy == "average":
+                mine |= state_to_average(parameters, optimizers)
+            return mine, {
+                "steps": step,
+                "round": ", ".join(map(str, due)),
+                "optimizer steps without forward passes in training mode": self._missing,
+                "BatchNorm statistics": ", ".join(statistics),
+                "learning rates at its start": [each.lrs for each in due],
+                "sum of the learning rates of its steps": lr_sums,
+                "parameters added": ", ".join(self._added) or "none",
+            }
+
+        mine = exchange.build("synchronisation", {}, state_and_shared, _LOST_STEP)
+        averager.begin()
+        # 2. Compute the means of BatchNorm's statistics and the optimizers' state, which can raise.
+        #    Nothing is written yet.
+        means = mean_state(exchange, mine, step) if statistics or policy == "average" else {}
+        groups, dense_bytes = [], 0
+        for fragment, lr_sum in zip(due, lr_sums, strict=True):
+            steps = step - fragment.synced
+            groups += [(group, lr_sum / steps) for group in fragment.groups]
+            nbytes = sum(held[name].nbytes for name in fragment.names)
+            # Plain DDP would have reduced these gradients at each of the round's steps.
+            dense_bytes += steps * sum_bytes(nbytes, exchange.world_size)
+        # 3. Average the parameters. This raises on every rank, or on none.
+        self.averages.synchronise(groups, step, dense_bytes)
+        # 4. Now that every rank has succeeded, change the other state and close the rounds.
+        if mine:
+            torch._foreach_copy_(list(mine.values()), [means[name] for name in mine])
+        for optimizer in optimizers if policy == "reset" else ():
+            for parameter in parameters.values():
+                optimizer.state.pop(parameter, None)
+        for fragment in due:
+            fragment.synced, fragment.lr_sum = step, 0.0
+        self._added.clear()
+        if step >= self.clock.total_steps:
+            self.averages.wait()  # the run can end here, without a step that waits
+
+    # --- Parameters that are trained only later ---
+
+    def _add_late(self) -> None:
+        """Add the parameters of the model that an optimizer is about to train for the first time.
+
+        They can be new, or unfrozen since the last step.
+        """
+        model = self._model()
+        for index, held in enumerate(self._optimizers):
+            optimizer = held()
+            groups = () if optimizer is None else optimizer.param_groups
+            late = {id(p) for g in groups for p in g["params"] if p.requires_grad} - self._known
+            if late and model is not None:
+                named = model.module.named_parameters()
+                # torch.compile adds this prefix. Names must match those of an uncompiled model.
+                new = {n.replace("_orig_mod.", ""): p for n, p in named if id(p) in late}
+                # Empty if the optimizer also trains parameters outside the model.
+                if new:
+                    self._add(model, index, new)
+
+    def _add(self, model: DistributedDataParallel, index: int, new: Parameters) -> None:
+        unknown = [name for name, parameter in new.items() if id(parameter) not in self._reduced]
+        if unknown and self.method.two_levels:
+            raise UnsupportedModelError(
+                f"parameter '{unknown[0]}' was frozen or not in the model when "
+                "DistributedDataParallel was built, so its gradients are not reduced inside the "
+                "nodes: call close(), then build DistributedDataParallel and LocalSGD again"
+            )
+        check_values(model)
+        groups = partition(new.items(), bucket_caps(model))
+        last = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
+        last.groups = (*last.groups, *groups)
+        self._known |= set(map(id, new.values()))
+        self._averager.add(new, groups)
+        self.averages.start(groups)
+        # Verified at the next synchronisation. Pseudo-gradients need the same first values on all
+        # ranks, but the plain average makes any values equal.
+        digest = 0 if self.method.plain else checkpoint.digest_of(new)
+        self._added.append(f"{', '.join(new)} (checksum {digest})")
+
+    # --- Checkpoints ---
+
+    def state_dict(self) -> dict[str, Any]:
+        """See :meth:`torchcomp.LocalSGD.state_dict`."""
+        self._require_whole_step("state_dict")
+        return state_of(self.method, self.clock, self._averager)
+
+    def load_state_dict(self, state: Any) -> None:
+        """See :meth:`torchcomp.LocalSGD.load_state_dict`."""
+        self._require_whole_step("load_state_dict")
+        # The weights are checked at the next step: users load them before or after this state.
+        self._expected_weights = restore(state, self.method, self.clock, self._averager)
+        self._verified = False
+        self._counters = self._averager.stats, self.clock.step
+
+    def _require_whole_step(self, call: str) -> None:
+        if self._stepped:
+            raise RuntimeError(
+                f"{call} was called after only optimizers {sorted(self._stepped)} of "
+                f"{len(self._optimizers)} were stepped: call it when each has been stepped once"
+            )
+        # The parameters, and their checksum, must be those after the average.
+        self.averages.wait()

@@ -1,0 +1,129 @@
+"""MethodInUse: the method that an averager runs, its buckets, and what each is prepared with."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchcomp.aggregators.base import Aggregator
+from torchcomp.bucket import BucketShape, Group, Shard, merge
+from torchcomp.draws import Ahead
+from torchcomp.exchange import Exchange
+from torchcomp.prepared import Prepared
+from torchcomp.state import Slot, State
+
+_NEVER = sys.maxsize
+
+ClientSlots = Callable[[BucketShape], tuple[Slot, ...]]
+
+
+class MethodInUse:
+    """The method that runs, and the buckets that it averages.
+
+    Args:
+        parameters: by name.
+        groups: names of the parameters that are compressed together.
+        merged: whether a method that works on the whole model gets all groups as one bucket.
+        client_slots: returns further slots of a bucket.
+
+    Attributes:
+        method: the method, with all of its stages.
+        now: the method of the current stage.
+        groups: names of the parameters that are compressed together.
+        buckets: the groups, or all of them merged.
+        ahead: draws random numbers of the next step.
+    """
+
+    method: Aggregator
+    now: Aggregator
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[Group],
+        merged: bool,
+        client_slots: ClientSlots | None,
+    ) -> None:
+        self.groups = self.buckets = tuple(groups)
+        self.ahead = Ahead()
+        self._parameters, self._merged, self._client_slots = parameters, merged, client_slots
+        self._shapes: dict[Group, BucketShape] = {}
+        self._prepared: dict[BucketShape, Prepared] = {}
+        self._stage = 0, 0  # the steps of the current stage: from, and before
+
+    def run(self, method: Aggregator, step: int) -> None:
+        """Run a method from a step on."""
+        self.method = self.now = method
+        self.forget()
+        self._enter_stage(step)
+
+    def at(self, step: int) -> None:
+        """Use the method of a step."""
+        if not self._stage[0] <= step < self._stage[1]:
+            self._enter_stage(step)
+
+    def _enter_stage(self, step: int) -> None:
+        starts = [*self.method.stages, _NEVER]
+        last = max(i for i, start in enumerate(starts) if start <= step)
+        self._stage = starts[last], starts[last + 1]
+        now = self.method.at(step)
+        if now != self.now:
+            # A stage has workspaces of its own, and those of a high ratio are large.
+            self.now = now
+            self._prepared.clear()
+
+    def forget(self) -> None:
+        """Prepare all buckets again, because the ranks, the state or the method have changed."""
+        self._prepared.clear()
+        self.ahead.clear()
+
+    def prepared(
+        self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
+    ) -> Prepared:
+        """Return a bucket of this shape, prepared for the method of the current stage."""
+        prepared = self._prepared.get(shape)
+        if prepared is None or prepared.device != device:
+            # Others with the same parameters are DDP's buckets from before it rebuilt them.
+            names = set(shape.names)
+            for other in [each for each in self._prepared if not names.isdisjoint(each.names)]:
+                del self._prepared[other]
+            prepared = self._prepared[shape] = self.now.prepared(shape, exchange, state, device)
+        return prepared
+
+    def buckets_of(self, method: Aggregator) -> tuple[Group, ...]:
+        """Return the buckets that a method averages."""
+        if method.whole_model and self._merged:
+            return merge(self.groups, self._parameters)
+        return self.groups
+
+    def shape_of(self, group: Group) -> BucketShape:
+        """Return the shape of a bucket of these parameters."""
+        shape = self._shapes.get(group)
+        if shape is None:
+            shape = self._shapes[group] = BucketShape.of(group, self._parameters)
+        return shape
+
+    def owned(self, exchange: Exchange) -> list[Shard]:
+        """Return this rank's shard of each bucket."""
+        shapes = map(self.shape_of, self.buckets)
+        return [shape.shard(exchange.world_size, exchange.rank) for shape in shapes]
+
+    def slots(
+        self,
+        exchange: Exchange,
+        method: Aggregator | None = None,
+        buckets: Sequence[Group] | None = None,
+    ) -> Iterator[Slot]:
+        """Iterate over the slots of all buckets: the method's, then the client's.
+
+        Args:
+            exchange: the ranks.
+            method: by default, the one in use.
+            buckets: by default, those of now.
+        """
+        for group in self.buckets if buckets is None else buckets:
+            shape = self.shape_of(group)
+            yield from (method or self.method).slots(shape, exchange.world_size, exchange.rank)
+            if self._client_slots is not None:
+                yield from self._client_slots(shape)

@@ -1,0 +1,88 @@
+"""Units: the loss scale and the learning rates that residuals follow."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from torchcomp.checks import check_at_least_0
+from torchcomp.state import State
+
+LR = float | Mapping[str, float] | None
+"""Learning rate of a step: one for all parameters, or one by name. None: not given."""
+
+
+class Units:
+    """The units in which a state is kept.
+
+    Attributes:
+        scale: loss scale of the gradients.
+        lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
+            residual has the unit of the gradients.
+    """
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.lrs: dict[str, float] = {}
+        self._before: tuple[float, dict[str, float]] = self.scale, self.lrs
+
+    def follow(
+        self, state: State, scale: float, lrs: Mapping[str, float], names: Mapping[str, object]
+    ) -> Mapping[str, float]:
+        """Convert a state to the loss scale and the learning rates of the step that begins.
+
+        Args:
+            state: converted in place.
+            scale: loss scale of the step.
+            lrs: learning rates by name; empty if they are not given.
+            names: of all parameters.
+
+        Returns:
+            What the residual was multiplied by, by parameter name, where it changed.
+        """
+        self._before, ratio = (self.scale, dict(self.lrs)), scale / self.scale
+        if ratio != 1:
+            self.rescale(state, scale)
+        changed = self._follow_lrs(state, lrs) if lrs or self.lrs else {}
+        if ratio == 1:
+            return changed
+        return {name: ratio * changed.get(name, 1.0) for name in names}
+
+    def go_back(self, state: State) -> None:
+        """Convert a state to the units from before the last :meth:`follow`."""
+        scale, lrs = self._before
+        self.rescale(state, scale)
+        self._follow_lrs(state, lrs)
+        self.lrs = lrs
+
+    def rescale(self, state: State, scale: float) -> None:
+        """Convert residuals and estimates, which have the unit of the scaled gradients."""
+        if scale != self.scale:
+            state.scale(scale / self.scale)
+            self.scale = scale
+
+    def _follow_lrs(self, state: State, lrs: Mapping[str, float]) -> Mapping[str, float]:
+        """Convert the residual, which is in the unit of the last update, to that of the next."""
+        if not lrs:
+            # From now on, what is unsent comes from steps whose learning rate is not known.
+            self.lrs = {}
+        nonzero = {name: lr for name, lr in lrs.items() if lr}
+        ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
+        changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}
+        if changed:
+            state.scale_debts(changed)
+        self.lrs |= nonzero
+        return changed
+
+
+def by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the learning rate of each parameter; empty if none was given.
+
+    Raises:
+        SpecError: if one is missing, negative or not finite.
+    """
+    if lr is None:
+        return {}
+    lrs = lr if isinstance(lr, Mapping) else dict.fromkeys(parameters, lr)
+    for name in parameters:
+        check_at_least_0(f"lr of '{name}'", lrs.get(name))
+    return {name: float(lrs[name]) for name in parameters}
