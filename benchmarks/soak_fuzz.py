@@ -162,7 +162,7 @@ class Messages:
         if dice.randrange(2):
             codec.mean(messages, out, _KEY, 1)
         else:
-            codec.accumulate(messages * 2, out, _KEY, 0.5)
+            codec.accumulate(messages * 2, out, _KEY)
         if not (whole[:margin] == self._MARK).all() or not (whole[-margin:] == self._MARK).all():
             raise Problem("wrote outside of the tensor")
         return "decoded"

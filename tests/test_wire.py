@@ -15,6 +15,7 @@ from tests.support.codecs import (
     message_of,
     nbytes_of,
     packed,
+    received,
     unpacked,
 )
 from tests.support.vectors import normal
@@ -284,7 +285,7 @@ def test_part_that_differs_from_the_layout_is_refused(parts, problem):
 
 def test_parts_can_be_strided():
     raw = message_of((GOOD[0], torch.arange(6.0)[::2]), LAYOUT)
-    assert codecs.received(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
+    assert received(raw, LAYOUT)[1].tolist() == [0.0, 2.0, 4.0]
 
 
 def test_aligned_fields_are_views_of_the_message():

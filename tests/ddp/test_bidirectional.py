@@ -203,13 +203,13 @@ def test_no_guess_of_the_threshold_changes_the_selection(
 
 def test_a_good_guess_saves_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, the owners find the threshold in two collectives."""
-    rounds, exchanged = [], ProcessGroupExchange._all_to_all
+    rounds, exchanged = [], ProcessGroupExchange._all_to_all_to
 
-    def counted(self: ProcessGroupExchange, *arguments: Any) -> Tensor:
+    def counted(self: ProcessGroupExchange, *arguments: Any) -> None:
         rounds.append(self.rank)
-        return exchanged(self, *arguments)
+        exchanged(self, *arguments)
 
-    monkeypatch.setattr(ProcessGroupExchange, "_all_to_all", counted)
+    monkeypatch.setattr(ProcessGroupExchange, "_all_to_all_to", counted)
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     threshold = values.abs().sort(descending=True).values[699]
     guess = int(order_bits(threshold.mul(1.02).view(1)))
