@@ -8,7 +8,7 @@ Rows, in the order in which they are measured:
     copy                      a copy of the vector: 8 bytes per entry
     select cold, warm         add and select without, and with, the threshold of the step before
     message                   the values and the Elias-Fano code of the indices, in their frame
-    pack                      copy a message into its frame, which no step does if kernels write there
+    pack                      copy a message into its frame, for kernels that do not write there
     subtract                  subtract what is sent
     encode cold, warm         select, encode and subtract, as ``ef(topk(...))`` calls it
     decode 8, decode 64       check the headers of 8 or 64 ranks and average their messages
