@@ -112,9 +112,10 @@ def own_flags(
     if device.type == "cpu":
         flags = [damaged is not None and bool(damaged), finite is not None and not bool(finite)]
         return torch.tensor([*flags, *numbers], dtype=torch.uint8)
-    none = torch.zeros((), dtype=torch.bool, device=device)
-    nonfinite = none if finite is None else finite.logical_not().to(device)
-    both = torch.stack([none if damaged is None else damaged, nonfinite]).view(torch.uint8)
+    if damaged is None:
+        damaged = torch.zeros((), dtype=torch.bool, device=device)
+    nonfinite = torch.zeros_like(damaged) if finite is None else finite.logical_not().to(device)
+    both = torch.stack([damaged, nonfinite]).view(torch.uint8)
     if not numbers:
         return both
     return torch.cat([both, host.copy_to(torch.tensor(numbers, dtype=torch.uint8), device)])
