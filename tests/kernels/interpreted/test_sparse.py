@@ -18,6 +18,10 @@ CPU = torch.device("cpu")
 FORMATS = [None, *quantize.FORMATS]
 
 
+# Differences of infinities.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Make short vectors use several blocks: the interpreter is slow."""
