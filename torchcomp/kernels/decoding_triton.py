@@ -24,8 +24,9 @@ the mean, and per message 0.03 of values, codes and indices that are written and
 
 import triton.language as tl
 
+from torchcomp.kernels.coding_triton import less
 from torchcomp.kernels.fields_triton import values_of
-from torchcomp.kernels.selection_triton import (
+from torchcomp.kernels.table_triton import (
     BIT_PROGRAM,
     BIT_PROGRAMS,
     CODE,
@@ -42,7 +43,6 @@ from torchcomp.kernels.selection_triton import (
     K,
     N,
     column,
-    less,
     segment_of,
 )
 from torchcomp.kernels.triton_jit import clamped, kernel, number, rounded

@@ -24,7 +24,7 @@ from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.segments_triton import row_of
 from torchcomp.kernels.triton_jit import clamped, kernel, narrowed, number, rounded, within
 
-_ROWS = 8
+_ROWS = 4
 """Blocks of 128 values per program."""
 
 _BLOCK = 1024
@@ -94,9 +94,7 @@ class ElementwiseTriton:
         """Write the message of `x` to `frame`; see :meth:`encode_sum`."""
         self._encode(x, x, x, frame, noise)
 
-    def _encode(
-        self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None
-    ) -> None:
+    def _encode(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None) -> None:
         kind = "encode", g is not x, noise is not None
         launch = self._launches.get(kind)
         if launch is None:
@@ -150,11 +148,15 @@ class ElementwiseTriton:
         kind = "add", count, stride, mean, wide
         launch = self._launches.get(kind)
         if launch is None:
-            launch = self._prepared(kind, _add_up, count, stride, MEAN=mean, WIDE=wide, STEP=gcd(self._step, stride))
+            launch = self._prepared(
+                kind, _add_up, count, stride, MEAN=mean, WIDE=wide, STEP=gcd(self._step, stride)
+            )
         if self._programs:
             launch(messages, out, residual, float(factor))
 
-    def _prepared(self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any) -> Launch:
+    def _prepared(
+        self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any
+    ) -> Launch:
         values = self._format
         launch = self._launches[kind] = Launch(
             kernel, (max(self._programs, 1),), self._table, self._rows, *fixed,
@@ -187,7 +189,7 @@ class CastSum:
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def add(self, g: Tensor, e: Tensor, rest: Tensor, message: Tensor) -> None:
-        """Write this rank's part of the mean of ``g + e`` to `message`, and what it lacks to `rest`.
+        """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`.
 
         Args:
             g: 1-D, contiguous, of the gradients' dtype.
@@ -286,9 +288,7 @@ def _encode(
 
 
 @kernel()
-def _less(
-    x: tl.tensor, value: tl.tensor, dtype: tl.constexpr, LEVELS: tl.constexpr
-) -> tl.tensor:
+def _less(x: tl.tensor, value: tl.tensor, dtype: tl.constexpr, LEVELS: tl.constexpr) -> tl.tensor:
     """Return ``x - value`` in `dtype`. Values with scales are first rounded to it."""
     if LEVELS > 0:
         value = number(rounded(value, dtype))

@@ -52,19 +52,19 @@ def put(
 
 @kernel()
 def get(
-    field: tl.tensor, i: tl.tensor, mask: tl.tensor, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
+    field: tl.tensor, i: tl.tensor, mask: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr
 ) -> tl.tensor:
     """Return the numbers `i` of a field of floating-point numbers, in float32."""
     if ALIGNED:
-        return number(tl.load(field.to(tl.pointer_type(DTYPE)) + i, mask=mask, other=0.0))
+        return number(tl.load(field.to(tl.pointer_type(dtype)) + i, mask=mask, other=0.0))
     else:
-        size: tl.constexpr = 4 if DTYPE == tl.float32 else 2
+        size: tl.constexpr = 4 if dtype == tl.float32 else 2
         bits = tl.zeros_like(i).to(tl.int32)
         for byte in tl.static_range(size):
             loaded = tl.load(field + size * i + byte, mask=mask, other=0)
             bits |= loaded.to(tl.int32) << (8 * byte)
         if size == 2:
-            return number(bits.to(tl.int16).to(DTYPE, bitcast=True))
+            return number(bits.to(tl.int16).to(dtype, bitcast=True))
         else:
             return bits.to(tl.float32, bitcast=True)
 

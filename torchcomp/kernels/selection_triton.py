@@ -5,13 +5,14 @@ For each segment:
 1. `collect`: one pass adds the summands, stores the sum, and collects as *candidates* the entries
    whose magnitude reaches a bound. The bound is the last step's threshold, lowered by a margin.
    Without a last step, it comes from a sample (`sample`).
-2. `count_digits`, four times: a radix search finds the k-th largest magnitude among the candidates. Each
-   launch counts the next digit of the magnitudes' bits. The next one chooses the digit.
+2. `count_digits`, four times: a radix search finds the k-th largest magnitude among the
+   candidates. Each launch counts the next digit of the magnitudes' bits. The next one chooses it.
 3. `tally`: every block of the segment counts its candidates above the k-th largest magnitude and
    those equal to it. It sets the bytes of the index code in the frame to zero.
 4. `write`: the counts of the blocks before it tell a block where its entries are in the message,
    and how many equal ones it keeps. It writes their indices and sets their bits in the index code.
-5. `fill`: encodes the values at these indices, writes them to the frame, and subtracts them.
+5. `fill` of :mod:`.coding_triton` encodes the values at these indices, writes them to the frame,
+   and subtracts them.
 
 If the bound was too high, there are fewer than k candidates. If it was far too low, they do not fit
 into their memory. Steps 2 to 4 then read the whole segment instead. The device decides this from
@@ -26,54 +27,29 @@ entry. With 1 % selected and 1.4 candidates for each, this is 12.6, or 1.05 time
 
 import triton.language as tl
 
-from torchcomp.kernels.fields_triton import written
-from torchcomp.kernels.segments_triton import row_of
-from torchcomp.kernels.triton_jit import kernel, magnitude, narrowed, number, rounded
-
-# The columns of the table: a row for each segment, in ascending order. For some kernels a column
-# has the number of the segment's first program.
-WIDTH = tl.constexpr(26)
-BLOCK_PROGRAM = tl.constexpr(0)
-SEGMENT = tl.constexpr(1)
-START = tl.constexpr(2)
-N = tl.constexpr(3)
-K = tl.constexpr(4)
-CANDIDATE = tl.constexpr(5)  # where its candidates begin
-CAPACITY = tl.constexpr(6)  # how many of them fit
-FIRST = tl.constexpr(7)  # number of entries of the segments before
-BLOCKS = tl.constexpr(8)
-RANK = tl.constexpr(9)  # in the sample
-COUNT_PROGRAM = tl.constexpr(10)
-COUNT_PROGRAMS = tl.constexpr(11)
-GROUP = tl.constexpr(12)  # its first group of blocks
-FILL_PROGRAM = tl.constexpr(13)
-VALUES = tl.constexpr(14)  # byte of a frame at which its first field begins
-CODES = tl.constexpr(15)  # likewise for its second field
-CODE = tl.constexpr(16)  # and for its index code, the low part of which comes first
-HIGH = tl.constexpr(17)  # and for the high part
-END = tl.constexpr(18)  # and for the end of the code
-LOW_BITS = tl.constexpr(19)
-CODED = tl.constexpr(20)  # whether its index code has any bytes
-SHARE = tl.constexpr(21)  # bytes of the code for each block
-BIT_PROGRAM = tl.constexpr(22)
-BIT_PROGRAMS = tl.constexpr(23)
-TILE_PROGRAM = tl.constexpr(24)
-FILL_PROGRAMS = tl.constexpr(25)
-
-
-@kernel()
-def column(row: tl.tensor, which: tl.constexpr) -> tl.tensor:
-    """Return a number of a segment that has 32 bits."""
-    return tl.load(row + which).to(tl.int32)
-
-
-@kernel("rows")
-def segment_of(
-    program: tl.tensor, table: tl.tensor, rows: tl.tensor, first: tl.constexpr
-) -> tl.tensor:
-    """Return the row of the segment of a program; `first` is the column of the first programs."""
-    return row_of(program, table + first, rows, WIDTH) - first
-
+from torchcomp.kernels.coding_triton import set_bits
+from torchcomp.kernels.table_triton import (
+    BLOCK_PROGRAM,
+    CANDIDATE,
+    CAPACITY,
+    CODE,
+    CODED,
+    COUNT_PROGRAM,
+    COUNT_PROGRAMS,
+    END,
+    FIRST,
+    GROUP,
+    RANK,
+    SEGMENT,
+    SHARE,
+    START,
+    WIDTH,
+    K,
+    N,
+    column,
+    segment_of,
+)
+from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
 
 # --- Candidates -----------------------------------------------------------------------------------
 
@@ -372,8 +348,9 @@ def settle(
 
 
 @kernel()
-def sums_before(counts: tl.tensor, first: tl.tensor, stop: tl.tensor, STEP: tl.constexpr,
-                CHUNK: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+def sums_before(
+    counts: tl.tensor, first: tl.tensor, stop: tl.tensor, STEP: tl.constexpr, CHUNK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
     """Return the sums of both numbers in the rows of STEP numbers from `first` to `stop`."""
     above = tl.zeros((CHUNK,), tl.int32)
     tied = tl.zeros((CHUNK,), tl.int32)
@@ -442,140 +419,3 @@ def write(
             set_bits(row, frame, i, local, keep & (column(row, CODED) > 0))
         offset += tl.sum(kept, 0)
         quota -= tl.sum(equal, 0)
-
-
-@kernel()
-def set_bits(
-    row: tl.tensor, frame: tl.tensor, i: tl.tensor, local: tl.tensor, mask: tl.tensor
-) -> None:
-    """Set the bits of entries in the index code of their segment.
-
-    Args:
-        row: the segment's.
-        frame: begins at a multiple of 4 bytes.
-        i: the number of each entry in its segment.
-        local: its index in the segment.
-        mask: the entries.
-    """
-    low, high_part, low_part = column(row, LOW_BITS), tl.load(row + HIGH), tl.load(row + CODE)
-    # If there is no low part, the high part is a bitmap of the indices.
-    bit = (local >> low) + tl.where(low > 0, i, 0) + 8 * (high_part & 3).to(tl.int32)
-    words = (frame + (high_part & -4)).to(tl.pointer_type(tl.int32))
-    one = tl.full(bit.shape, 1, tl.int32) << (bit & 31)
-    tl.atomic_or(words + (bit >> 5), one, mask=mask, sem="relaxed")
-    bit = i * low + 8 * (low_part & 3).to(tl.int32)
-    words = (frame + (low_part & -4)).to(tl.pointer_type(tl.int32))
-    part = (local & ((1 << low) - 1)).to(tl.int64) << (bit & 31)
-    mask = mask & (low > 0)
-    tl.atomic_or(words + (bit >> 5), part.to(tl.int32), mask=mask, sem="relaxed")
-    over = mask & ((bit & 31) + low > 32)
-    tl.atomic_or(words + (bit >> 5) + 1, (part >> 32).to(tl.int32), mask=over, sem="relaxed")
-
-
-# --- Messages of given indices --------------------------------------------------------------------
-
-
-@kernel("rows")
-def clear(
-    frame: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> None:
-    """Set the bytes of the index codes to zero."""
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    own = tl.program_id(0) - column(row, FILL_PROGRAM)
-    begin, end, programs = tl.load(row + CODE), tl.load(row + END), column(row, FILL_PROGRAMS)
-    size = (end - begin).to(tl.int32)
-    for first in range(own * CHUNK, size, programs * CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        tl.store(frame + begin + at, tl.zeros((CHUNK,), tl.uint8), mask=at < size)
-
-
-@kernel("rows")
-def code(
-    frame: tl.tensor,
-    index: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Set the bits of indices in the index codes, whose bytes are zero."""
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    own, k = tl.program_id(0) - column(row, FILL_PROGRAM), column(row, K)
-    i = own * BLOCK + tl.arange(0, BLOCK)
-    inside = (i < k) & (column(row, CODED) > 0)
-    local = tl.load(index + column(row, FIRST) + i, mask=inside, other=0).to(tl.int32)
-    set_bits(row, frame, i, tl.maximum(local - column(row, START), 0), inside)
-
-
-@kernel("rows", "largest_scale")
-def fill(
-    x: tl.tensor,
-    frame: tl.tensor,
-    index: tl.tensor,
-    noise: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    largest_scale: tl.tensor,
-    SUBTRACT: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SOURCE: tl.constexpr,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """Encode the values of `x` at the indices, and write their fields.
-
-    Args:
-        x: the vector. If SUBTRACT, finite values of the message are subtracted from it.
-        frame: begins at a multiple of 4 bytes.
-        index: the indices within `x`.
-        noise: random numbers, if RANDOM.
-        table: the segments.
-        rows: number of segments.
-        largest_scale: that of LEVELS.
-        SUBTRACT: whether to subtract the message.
-        RANDOM: whether to round at random.
-        SOURCE: dtype that values of `x` are rounded to first.
-        VALUE: dtype of the values of the message, if LEVELS is 0.
-        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
-        ALIGNED: whether fields begin at multiples of the size of their numbers.
-        ROWS: number of blocks of 128 values.
-    """
-    dtype: tl.constexpr = x.dtype.element_ty
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    k, first = column(row, K), column(row, FIRST)
-    block = (tl.program_id(0) - column(row, FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
-    # Two values at a time, as int4 codes are sent in pairs.
-    even = block[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
-    odd = even + 1
-    low_at = tl.load(index + first + even, mask=even < k, other=0)
-    high_at = tl.load(index + first + odd, mask=odd < k, other=0)
-    old_low = number(tl.load(x + low_at, mask=even < k, other=0.0))
-    old_high = number(tl.load(x + high_at, mask=odd < k, other=0.0))
-    low, high = narrowed(old_low, dtype, SOURCE), narrowed(old_high, dtype, SOURCE)
-    drawn_low, drawn_high = low, high
-    if RANDOM:
-        drawn_low = tl.load(noise + first + even, mask=even < k, other=0.0)
-        drawn_high = tl.load(noise + first + odd, mask=odd < k, other=0.0)
-    low, high = written(
-        frame + tl.load(row + VALUES), frame + tl.load(row + CODES), block, even, k, low, high,
-        drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
-    )  # fmt: skip
-    if SUBTRACT:
-        tl.store(x + low_at, less(old_low, low, 1.0, dtype), mask=even < k)
-        tl.store(x + high_at, less(old_high, high, 1.0, dtype), mask=odd < k)
-
-
-@kernel()
-def less(x: tl.tensor, value: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return ``x - weight * value`` in `dtype`, with all steps rounded to it, or `x`.
-
-    That is where the value is not finite.
-    """
-    value = number(rounded(value, dtype))
-    finite = tl.abs(value) < float("inf")  # not true for NaN
-    product = number(rounded(tl.where(finite, value, 0.0) * weight, dtype))
-    return rounded(x - product, dtype)

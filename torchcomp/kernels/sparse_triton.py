@@ -3,25 +3,29 @@
 The number of launches does not grow with the number of segments or messages: 8 select, encode and
 subtract, and 3 decode and average the messages of all ranks. Shapes are static, the host never
 waits, and nothing is copied to the device after the preparation. Results equal those of plain torch
-bit for bit. The kernels are in :mod:`.selection_triton` and :mod:`.decoding_triton`.
+bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton` and
+:mod:`.decoding_triton`.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
-from math import ceil, sqrt
+from math import ceil
 from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 
+from torchcomp import host
+from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels import selection_triton as selection
-from torchcomp.kernels.elias_fano import low_bits, nbytes
+from torchcomp.kernels.elias_fano import nbytes
 from torchcomp.kernels.fields_triton import TYPES, Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.table_triton import covering, placed
 
 _BLOCK = 4096
 """Elements of the vector per program that collects candidates."""
@@ -77,6 +81,8 @@ class SparseTriton:
         device: device of the vector.
         offsets: for each segment, the byte of a message at which its fields begin. By default they
             follow each other from 0 on.
+        wait: whether the host waits until the table is on the device. If not, only the stream that
+            is current now may use it.
     """
 
     def __init__(
@@ -87,30 +93,39 @@ class SparseTriton:
         dtype: torch.dtype,
         device: torch.device,
         offsets: Sequence[int] | None = None,
+        wait: bool = True,
     ) -> None:
         self._format, self._numel, self._device = Format(fmt, dtype), numel, device
         if offsets is None:
-            sizes = [self._format.nbytes(k) + nbytes(n, k) for _, n, k in segments]
-            offsets = [0, *accumulate(sizes)][:-1]
+            ends = accumulate(self._format.nbytes(k) + nbytes(n, k) for _, n, k in segments)
+            offsets = [0, *ends][:-1]
         width = self._format.width
         at = [offset for offset, s in zip(offsets, segments, strict=True) if s.k]
         self._aligned = all(offset % width == 0 for offset in at)
         self._k = sum(segment.k for segment in segments)
         self._densest = max((s.k / s.n for s in segments if s.n), default=0.0)
-        covered = _covering(segments, offsets, numel)
+        covered = covering(segments, offsets, numel)
         self._step = 16 if all(s.start % 16 == s.n % 16 == 0 for s, _ in covered) else 1
-        rows, self._programs = _placed(covered, self._format)
+        sizes = {
+            "block": _BLOCK, "count": _COUNTED, "group": _GROUPED, "sample": _SAMPLE,
+            "fill": 128 * _ROWS, "bit": _BYTES, "tile": _TILE,
+        }  # fmt: skip
+        rows, self._programs = placed(covered, self._format, sizes)
         self._rows = len(rows)
         self._capacity = sum(row[6] for row in rows)
-        # Copies that the host waits for: no other stream can read them too early.
-        self._table = torch.tensor(rows, dtype=torch.int64).to(device)
-        self._counters = self._zeros(self._rows * (_ROUNDS * _BINS + 1))
-        self._clean = True
-        self._bound = self._zeros(2 * self._rows)
+        table = torch.tensor(rows, dtype=torch.int64)
+        zeros = torch.zeros(self._rows * (_ROUNDS * _BINS + 1), dtype=torch.int32)
+        copy = torch.Tensor.to if wait else host.copy_to
+        self._table, self._counters, self._clean = copy(table, device), copy(zeros, device), True
+        self._bound = torch.empty(2 * self._rows, dtype=torch.int32, device=device)
         self._bounded = False
-        self._selections: dict[tuple[bool, bool], list[Launch]] = {}
-        self._fills: dict[tuple[bool, bool], Launch] = {}
-        self._decoders: dict[tuple[Any, ...], list[Launch]] = {}
+        lengths = [
+            4 * self._programs["block"], 2 * self._programs["group"],
+            2 * _ROUNDS * self._rows, 3 * self._rows,
+        ]  # fmt: skip
+        memory = torch.empty(sum(lengths), dtype=torch.int32, device=device)
+        self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
+        self._launches: dict[object, Any] = {}
 
     # --- Encoding ---------------------------------------------------------------------------------
 
@@ -138,12 +153,11 @@ class SparseTriton:
             frame: what is not part of a field stays.
             noise: None rounds to nearest. Otherwise float32 numbers for all values, in [0, 1).
         """
+        clear, code = self._launches.get("code") or self._coding()
         if self._k:
-            grid = (self._programs["fill"],)
-            place = self._table, self._rows
-            Launch(selection.clear, grid, *place, CHUNK=_CHUNK)(frame)
-            Launch(selection.code, grid, *place, BLOCK=128 * _ROWS)(frame, index)
-            self._fill(x, index, frame, noise, False)
+            clear(frame)
+            code(frame, index)
+        self._fill(x, index, frame, noise, False)
 
     def select_and_encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> Tensor:
         """Select from `x`, and write the message to `frame`. Return the indices."""
@@ -172,19 +186,14 @@ class SparseTriton:
 
     def subtract(self, frame: Tensor, index: Tensor, x: Tensor, weight: float = 1.0) -> None:
         """Subtract `weight` times the finite values of a message from `x`, at the indices."""
+        launch = self._launches.get("subtract") or self._subtraction()
         if self._k:
-            grid = (self._programs["fill"],)
-            launch = Launch(
-                decoding.subtract, grid, self._table, self._rows, BLOCK=128 * _ROWS, **self._values
-            )
             launch(x, frame, index, float(weight))
 
     def _select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None) -> Tensor:
         index = torch.empty(self._k, dtype=torch.int64, device=self._device)
-        kind = g is not x, frame is not None
-        launches = self._selections.get(kind)
-        if launches is None:
-            launches = self._selections[kind] = self._selection(*kind)
+        kind = "select", g is not x, frame is not None
+        launches = self._launches.get(kind) or self._selection(kind)
         if not self._programs["block"]:
             return index
         if not self._clean:  # an earlier call did not end
@@ -207,23 +216,22 @@ class SparseTriton:
     def _fill(
         self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None, subtract: bool
     ) -> None:
-        kind = subtract, noise is not None
-        fill = self._fills.get(kind)
-        if fill is None:
-            fill = self._fills[kind] = self._filling(*kind)
+        kind = "fill", subtract, noise is not None
+        fill = self._launches.get(kind) or self._filling(kind)
         if self._k:
             fill(x, frame, index, index if noise is None else noise)
 
-    def _selection(self, add: bool, frame: bool) -> list[Launch]:
-        """Return the launches of a selection. The first one is for the first step only."""
+    # Preparations of launches, each once.
+
+    def _selection(self, kind: tuple[Any, ...]) -> list[Launch]:
+        """The first launch is for the first step only."""
+        _, add, frame = kind
         rows, place = self._rows, (self._table, self._rows)
         found, counts = self._counters[:rows], self._counters[rows:]
-        blocks = self._zeros(4 * self._programs["block"])
-        groups = self._zeros(2 * self._programs["group"])
-        state, result = self._zeros(2 * _ROUNDS * rows), self._zeros(3 * rows)
+        blocks, groups, state, result = self._blocks, self._groups, self._state, self._result
         grid, tallied = (self._programs["block"],), {"BLOCK": _BLOCK, "GROUPED": _GROUPED}
         every = {**tallied, "FRAME": frame, "DONE": _ROUNDS, "CHUNK": _CHUNK, "BINS": _BINS}
-        return [
+        made = self._launches[kind] = [
             Launch(
                 selection.sample, (rows,), *place, self._bound, _MARGIN,
                 ADD=add, SAMPLE=_SAMPLE, warps=16,
@@ -249,23 +257,37 @@ class SparseTriton:
                 warps=2, **every,
             ),
         ]  # fmt: skip
+        return made
 
-    def _filling(self, subtract: bool, random: bool) -> Launch:
-        levels = self._format.levels
-        return Launch(
-            selection.fill, (self._programs["fill"],), self._table, self._rows,
+    def _coding(self) -> list[Launch]:
+        place = (self._programs["fill"],), self._table, self._rows
+        made = self._launches["code"] = [
+            Launch(coding.clear, *place, CHUNK=_CHUNK),
+            Launch(coding.code, *place, BLOCK=128 * _ROWS),
+        ]
+        return made
+
+    def _filling(self, kind: tuple[Any, ...]) -> Launch:
+        levels, (_, subtract, random) = self._format.levels, kind
+        made = self._launches[kind] = Launch(
+            coding.fill, (self._programs["fill"],), self._table, self._rows,
             largest_scale(levels) if levels else 0.0, SUBTRACT=subtract, RANDOM=random,
             SOURCE=TYPES[self._format.dtype], ROWS=_ROWS, **self._values,
         )  # fmt: skip
+        return made
+
+    def _subtraction(self) -> Launch:
+        made = self._launches["subtract"] = Launch(
+            decoding.subtract, (self._programs["fill"],), self._table, self._rows,
+            BLOCK=128 * _ROWS, **self._values,
+        )  # fmt: skip
+        return made
 
     @property
     def _values(self) -> dict[str, Any]:
         """Constants for the values of messages."""
         value = TYPES[self._format.value]
         return {"VALUE": value, "LEVELS": self._format.levels, "ALIGNED": self._aligned}
-
-    def _zeros(self, numel: int) -> Tensor:
-        return torch.zeros(numel, dtype=torch.int32).to(self._device)
 
     # --- Decoding ---------------------------------------------------------------------------------
 
@@ -313,10 +335,8 @@ class SparseTriton:
         if (messages.data_ptr() | stride) & 3:
             messages = torch.nn.functional.pad(messages, (0, -messages.shape[1] % 4))
             stride = messages.stride(0)
-        kind = count, stride, mean, sums is not out
-        launches = self._decoders.get(kind)
-        if launches is None:
-            launches = self._decoders[kind] = self._decoding(*kind)
+        kind = "add", count, stride, mean, sums is not out
+        launches = self._launches.get(kind) or self._decoding(kind)
         bits, tiles = self._programs["bit"], self._programs["tile"]
         numel = count * (self._k + bits + 2 * tiles) + 1
         empty = torch.empty if bits else torch.zeros
@@ -326,13 +346,14 @@ class SparseTriton:
             launches[1](messages, work)
         launches[2](messages, work, out, residual, sums, float(factor))
 
-    def _decoding(self, count: int, stride: int, mean: bool, wide: bool) -> list[Launch]:
+    def _decoding(self, kind: tuple[Any, ...]) -> list[Launch]:
+        _, count, stride, mean, wide = kind
         bits, tiles = self._programs["bit"], self._programs["tile"]
         place = self._table, self._rows, self._k, bits, count, stride
         # Enough for the entries of most tiles.
         most = triton.next_power_of_2(ceil(2 * self._densest * _TILE))
         chunk = min(max(most, 32), 512)
-        return [
+        made = self._launches[kind] = [
             Launch(decoding.count_bits, (bits, count), *place, BYTES=_BYTES),
             Launch(decoding.decode, (bits, count), *place, BYTES=_BYTES, CHUNK=_CHUNK),
             Launch(
@@ -341,58 +362,4 @@ class SparseTriton:
                 warps=2 if chunk < 512 else 4, **self._values,
             ),
         ]  # fmt: skip
-
-
-# --- The table ------------------------------------------------------------------------------------
-
-
-def _covering(
-    segments: Sequence[Segment], offsets: Sequence[int], numel: int
-) -> list[tuple[Segment, int]]:
-    """Return the segments with their offsets, and segments without entries between them."""
-    covered, end = [], 0
-    for segment, offset in [*zip(segments, offsets, strict=True), (Segment(numel, 0, 0), 0)]:
-        if segment.start > end:
-            covered.append((Segment(end, segment.start - end, 0), 0))
-        if segment.n:
-            covered.append((segment, offset))
-        end = segment.start + segment.n
-    return covered
-
-
-def _placed(
-    covered: Sequence[tuple[Segment, int]], values: Format
-) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the rows of the table, and how many programs or groups there are of each kind."""
-    rows = []
-    at = dict.fromkeys(("block", "count", "group", "fill", "bit", "tile"), 0)
-    candidate = first = 0
-    for (start, n, k), offset in covered:
-        capacity = min(n, 4 * k + _BLOCK) if k else 0
-        expected = min(n, _SAMPLE) * k / n
-        coded = 0 < k < n
-        low = low_bits(n, k) if coded else 0
-        code = offset + values.nbytes(k)
-        high, end = code + (k * low + 7) // 8, code + nbytes(n, k)
-        blocks = triton.cdiv(n, _BLOCK)
-        own = {
-            "block": blocks,
-            "count": triton.cdiv(capacity, _COUNTED),
-            "group": triton.cdiv(blocks, _GROUPED),
-            "fill": triton.cdiv(k, 128 * _ROWS),
-            "bit": triton.cdiv(end - high if coded else triton.cdiv(k, 8), _BYTES),
-            "tile": triton.cdiv(n, _TILE),
-        }
-        rows.append(
-            (
-                at["block"], len(rows), start, n, k, candidate, capacity, first, blocks,
-                # With four standard deviations more, the bound is hardly ever too high.
-                ceil(expected + 4 * sqrt(expected) + 8),
-                at["count"], own["count"], at["group"],
-                at["fill"], offset, offset + values.second(k), code, high, end, low, int(coded),
-                triton.cdiv(end - code, blocks), at["bit"], own["bit"], at["tile"], own["fill"],
-            )
-        )  # fmt: skip
-        candidate, first = candidate + capacity, first + k
-        at = {kind: at[kind] + own[kind] for kind in at}
-    return rows, at
+        return made

@@ -21,7 +21,6 @@ from torchcomp.kernels.elementwise_triton import DTYPES, CastSum, ElementwiseTri
 from torchcomp.kernels.segments import Segment
 from torchcomp.routes.allreduce import _share
 
-
 # Differences of infinities.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:invalid value encountered:RuntimeWarning",
@@ -58,7 +57,8 @@ def message(x, segments, fmt, dtype, noise=None):
 def decoded(parts, segments, fmt, dtype):
     """What an all-gather route adds: quantized values in the dtype of the sum, others as sent."""
     to = dtype if fmt in quantize.LEVELS else quantize.CASTS.get(fmt)
-    values = [quantize.decode(own, s.n, to or own[0].dtype) for own, s in zip(parts, segments)]
+    pairs = zip(parts, segments, strict=True)
+    values = [quantize.decode(own, s.n, to or own[0].dtype) for own, s in pairs]
     return torch.cat(values)
 
 
@@ -129,7 +129,10 @@ def test_rows_that_are_not_aligned():
     offsets, content = framed(fields)
     memory = torch.zeros(len(content) + 9, dtype=torch.uint8)
     memory[3 : 3 + len(content)] = content
-    kernels, out = ElementwiseTriton(segments, "int8", torch.float32, CPU, offsets), torch.ones(numel)
+    kernels, out = (
+        ElementwiseTriton(segments, "int8", torch.float32, CPU, offsets),
+        torch.ones(numel),
+    )
     kernels.mean(memory[None, 3 : 3 + len(content)], out, 1)
     same(out, decoded(parts, segments, "int8", torch.float32))
 

@@ -226,10 +226,10 @@ def test_after_a_step_that_did_not_end():
     x = normal(600)
     kernels = SparseTriton([Segment(0, 600, 9)], 600, None, torch.float32, CPU)
     kernels.select(x)
-    write = kernels._selections[False, False].pop()
+    write = kernels._launches["select", False, False].pop()
     with pytest.raises(TypeError, match="DONE"):
         kernels.select(x)
-    kernels._selections[False, False].append(write)
+    kernels._launches["select", False, False].append(write)
     kernels._counters.fill_(5)
     kernels._clean = False
     assert kernels.select(x).equal(sorted_out(x, 9))
