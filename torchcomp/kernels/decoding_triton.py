@@ -263,6 +263,7 @@ def add_up(
     VALUE: tl.constexpr,
     LEVELS: tl.constexpr,
     ALIGNED: tl.constexpr,
+    STEP: tl.constexpr,
     LANES: tl.constexpr,
     TILE: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -288,6 +289,7 @@ def add_up(
         VALUE: dtype of the values of the messages, if LEVELS is 0.
         LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
         ALIGNED: whether fields begin at multiples of the size of their numbers.
+        STEP: what all starts and lengths of segments are multiples of: wide accesses need 16.
         LANES: at least `messages`.
         TILE: elements of a tile.
         CHUNK: entries that are added at once.
@@ -296,8 +298,9 @@ def add_up(
     dtype: tl.constexpr = sums.dtype.element_ty
     program = tl.program_id(0)
     row = segment_of(program, table, rows, TILE_PROGRAM)
-    begin = column(row, START) + (program - column(row, TILE_PROGRAM)) * TILE
-    end = tl.minimum(begin + TILE, column(row, START) + column(row, N))
+    start_of, n = tl.multiple_of(column(row, START), STEP), tl.multiple_of(column(row, N), STEP)
+    begin = start_of + (program - column(row, TILE_PROGRAM)) * TILE
+    end = tl.minimum(begin + TILE, start_of + n)
     many = messages.to(tl.int64)
     flag = work + many * entries + many * programs
     damaged = tl.load(flag) > 0

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from torchcomp.kernels.decoding_triton import store_mean
-from torchcomp.kernels.fields_triton import TYPES, Format, values_of, written
+from torchcomp.kernels.fields_triton import TYPES, Format, aligned, values_of, written
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
@@ -141,9 +141,10 @@ class ElementwiseTriton:
     def _add_up(
         self, messages: Tensor, out: Tensor, residual: Tensor, factor: float, mean: bool, wide: bool
     ) -> None:
-        (count, _), stride = messages.shape, messages.stride(0)
-        if (messages.data_ptr() | (stride if count > 1 else 0)) & 3:
-            messages = torch.nn.functional.pad(messages, (0, -messages.shape[1] % 4)).clone()
+        count = messages.shape[0]
+        stride = messages.stride(0) if count > 1 else 0
+        if (messages.data_ptr() | stride) & 3:
+            messages = aligned(messages)
             stride = messages.stride(0)
         kind = "add", count, stride, mean, wide
         launch = self._launches.get(kind)

@@ -5,6 +5,7 @@ The formats are those of :mod:`.quantize`. Fields can begin at any byte of a fra
 
 import torch
 import triton.language as tl
+from torch import Tensor
 
 from torchcomp.kernels.quantize import CASTS, LEVELS, layout
 from torchcomp.kernels.triton_jit import INFINITY, kernel, narrowed, number
@@ -35,6 +36,14 @@ class Format:
     def nbytes(self, k: int) -> int:
         """Return the size in bytes of the fields of `k` values."""
         return sum(field.nbytes for field in layout(self.fmt, k, self.dtype))
+
+
+def aligned(messages: Tensor) -> Tensor:
+    """Return a copy of rows of uint8 that begin at multiples of 4 bytes."""
+    count, length = messages.shape
+    rows = messages.new_empty(count, -(-length // 4) * 4)
+    rows[:, :length].copy_(messages)
+    return rows
 
 
 @kernel()

@@ -21,7 +21,7 @@ from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels import selection_triton as selection
 from torchcomp.kernels.elias_fano import nbytes
-from torchcomp.kernels.fields_triton import TYPES, Format
+from torchcomp.kernels.fields_triton import TYPES, Format, aligned
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
@@ -52,6 +52,9 @@ _ROWS = 4
 
 _BYTES = 256
 """Bytes of the high part of an index code per program that decodes them."""
+
+_DECODED = 512
+"""Entries that a program decodes at once. Not fewer than its threads: each reads what it writes."""
 
 _TILE = 4096
 """Elements of the vector that a program adds to: 16 KiB of float32."""
@@ -331,9 +334,10 @@ class SparseTriton:
     ) -> None:  # fmt: skip
         if not self._programs["tile"]:
             return
-        (count, _), stride = messages.shape, messages.stride(0)
+        count = messages.shape[0]
+        stride = messages.stride(0) if count > 1 else 0
         if (messages.data_ptr() | stride) & 3:
-            messages = torch.nn.functional.pad(messages, (0, -messages.shape[1] % 4))
+            messages = aligned(messages)
             stride = messages.stride(0)
         kind = "add", count, stride, mean, sums is not out
         launches = self._launches.get(kind) or self._decoding(kind)
@@ -355,9 +359,9 @@ class SparseTriton:
         chunk = min(max(most, 32), 512)
         made = self._launches[kind] = [
             Launch(decoding.count_bits, (bits, count), *place, BYTES=_BYTES),
-            Launch(decoding.decode, (bits, count), *place, BYTES=_BYTES, CHUNK=_CHUNK),
+            Launch(decoding.decode, (bits, count), *place, BYTES=_BYTES, CHUNK=_DECODED),
             Launch(
-                decoding.add_up, (tiles,), *place, MEAN=mean, WIDE=wide,
+                decoding.add_up, (tiles,), *place, MEAN=mean, WIDE=wide, STEP=self._step,
                 LANES=triton.next_power_of_2(max(count, 2)), TILE=_TILE, CHUNK=chunk, PART=_PART,
                 warps=2 if chunk < 512 else 4, **self._values,
             ),
