@@ -129,7 +129,7 @@ class Averager:
         self.abandoned = False
         self._lock = threading.RLock()  # held while the state changes
         self.state = State(self._lock)
-        self._settlement = Settlement(self._undo, self._lock)
+        self._settlement = Settlement(self._lock)
         self.step = 0
         self.unused: tuple[str, ...] = ()
         self.void: Tensor | None = None
@@ -469,7 +469,7 @@ class Averager:
         last one of a flush, the method that the user chose runs from here on.
         """
         if self._settlement.status is Status.OPEN:
-            self._settlement.ask()
+            self._settlement.ask(self._undo)
         if self.observer is not None:
             self.observer.settle()  # without the lock, which never waits for other ranks
         if self._flushed:
