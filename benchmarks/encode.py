@@ -160,7 +160,7 @@ class Training:
         clock("subtract", lambda: topk.subtract(message, x, vectors, KEY))
         clock.times[f"encode {start}"].append((time.perf_counter() - begin) * 1e3)
         self.messages.append(message.parts)
-        # As in ErrorFeedback: the sum minus what was sent is the new residual.
+        # As in ef: the sum minus what was sent is the new residual.
         self.e, self.x = x, e
 
 

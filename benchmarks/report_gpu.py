@@ -67,9 +67,9 @@ not. A step on one GPU has no network: it shows what a method costs, not what it
 | --- | --- |
 | floor | time to move 12 bytes per entry, at the speed of a copy in the same run: what error \
 feedback with `topk` must read and write |
-| encode | add the residual, select exactly, code, pack with a checksum, subtract. Warm: with the \
-scratch of the step before |
-| decode 8 | check 8 frames and add up their messages |
+| encode | add the residual, select exactly, code, subtract. Warm: with the threshold of the step \
+before |
+| decode 8 | check the headers of 8 frames and average their messages |
 | step of 8 | encode warm, and decode 8 |
 | GPU | median time on the GPU with empty caches, while launches are queued ahead |
 | CPU | time of the thread that launches, with an idle GPU; for a method to average the bucket, \

@@ -28,7 +28,7 @@ from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
 from torchcomp import wire
 from torchcomp.codec import Codec
-from torchcomp.kernels import backend, checksum
+from torchcomp.kernels import backend
 from torchcomp.keys import Key
 from torchcomp.spec import COMPONENTS
 
@@ -89,15 +89,18 @@ class Messages:
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         sizes = ((5, 0, 64, 1), (1,), (257,), (1000,), (70_000,))
         found = []
-        for compressor, dtype, shape in product(COMPRESSOR_EXAMPLES, dtypes, sizes):
-            codec, plain = (codec_of(compressor, shape, dtype) for _ in range(2))
+        for number, case in enumerate(product(COMPRESSOR_EXAMPLES, dtypes, sizes)):
+            compressor, dtype, shape = case
+            # Every other frame has a checksum.
+            form = {"dtype": dtype, "checksum": number % 2 == 0}
+            codec, plain = (codec_of(compressor, shape, **form) for _ in range(2))
             numel = sum(shape)
-            if codec.framed <= 5000:
+            if codec.frames.nbytes <= 5000:
                 with backend.plain_torch("cpu"):
                     plain.encode(torch.zeros(numel, dtype=dtype), _KEY)  # chooses its kernels
-                frame = torch.zeros(codec.framed, dtype=torch.uint8)
-                codec.pack(codec.encode(normal(numel, dtype=dtype), _KEY), frame)
-                found.append(_Valid(codec, plain, numel, dtype, frame.numpy().tobytes()))
+                codec.encode(normal(numel, dtype=dtype), _KEY)
+                frame = codec.frames.outgoing().numpy().tobytes()
+                found.append(_Valid(codec, plain, numel, dtype, frame))
         return found
 
     def in_batch(self, number: int) -> Any:
@@ -107,60 +110,59 @@ class Messages:
     def prepare(self) -> None:
         """Make the valid messages, and load all kernels, so that no case takes their time."""
         for number, valid in product((0, 3), self._valid):
-            message = valid.frame[wire.HEADER : wire.HEADER + valid.codec.nbytes]
             with self.in_batch(number):
                 for each in range(8):
-                    self._decode(valid, message, random.Random(each))
+                    self._decode(valid, valid.frame, random.Random(each))
 
     def run(self, dice: random.Random) -> str:
         """Run a case. Return one of RESULTS, or raise."""
         valid, other = dice.choice(self._valid), dice.choice(self._valid)
         if dice.random() < 0.4:
             return self._receive(valid, _mutated(valid.frame, other.frame, dice), other, dice)
-        length = valid.codec.nbytes
-        message = valid.frame[wire.HEADER : wire.HEADER + length]
+        header, message = valid.frame[: wire.HEADER], valid.frame[wire.HEADER :]
         changed = _mutated(message, other.frame, dice)
         if dice.random() < 0.8:  # else most of those of another length would never be decoded
-            changed = (changed + other.frame * length)[:length]
-        return self._decode(valid, changed, dice)
+            changed = (changed + other.frame * len(message))[: len(message)]
+        return self._decode(valid, header + changed, dice)
 
     def _receive(self, valid: _Valid, changed: bytes, other: _Valid, dice: random.Random) -> str:
         """Check a frame in the receiver's buffer, whose size the receiver knows."""
         size = len(valid.frame)
         changed = (changed + other.frame * size)[:size]
-        found = checksum.inspect([_tensor(changed)], [valid.codec.nbytes])
-        if found is not None:
-            if wire.finding(*(int(each) for each in found)) == wire.INTACT:
+        frames = valid.codec.frames
+        headers = frames.headers(_tensor(changed)[None])
+        if headers is not None:
+            if frames.finding(*(headers ^ frames.expected)[0].tolist()) == wire.INTACT:
                 raise Problem("a finding for an intact frame")
             return "refused"
-        words = memoryview(changed).cast("q"), memoryview(valid.frame).cast("q")
-        differing = sum(one != another for one, another in zip(*words, strict=True))
-        if differing == 1:
+        words = zip(memoryview(changed).cast("q"), memoryview(valid.frame).cast("q"), strict=True)
+        differing = [at for at, (one, another) in enumerate(words) if one != another]
+        # Without a checksum, only the header shows a change.
+        if len(differing) == 1 and (frames.checksum or 8 * differing[0] < wire.HEADER):
             raise Problem("a frame was accepted of which one word has changed")
         # A splice of two frames of one length can be the whole second one.
-        message = changed[wire.HEADER : wire.HEADER + valid.codec.nbytes]
-        return self._decode(valid, message, dice) if differing else "unchanged"
+        return self._decode(valid, changed, dice) if differing else "unchanged"
 
-    def _decode(self, valid: _Valid, message: bytes, dice: random.Random) -> str:
+    def _decode(self, valid: _Valid, frame: bytes, dice: random.Random) -> str:
         fast = backend.fast_form("sparse", "cpu") is not None
         codec, margin = valid.codec if fast else valid.plain, self._MARGIN
         whole = torch.full((valid.numel + 2 * margin,), self._MARK, dtype=valid.dtype)
         out = whole[margin : margin + valid.numel]
-        raw, odd = _tensor(message), dice.randrange(2)
+        raw, odd = _tensor(frame), dice.randrange(2)
         if odd:  # at an odd address
-            raw = torch.cat([raw[:1], raw])[1:] if len(message) else raw
+            raw = torch.cat([raw[:1], raw])[1:]
         try:
-            parts = codec.unpack(raw)
+            messages = codec.frames.unpack(raw)
         except ValueError:
-            if len(message) == codec.nbytes:
+            if len(frame) == codec.frames.nbytes:
                 raise
             return "other length"
-        if len(message) != codec.nbytes:
-            raise Problem("a message of another length was accepted")
+        if len(frame) != codec.frames.nbytes:
+            raise Problem("a frame of another length was accepted")
         if dice.randrange(2):
-            codec.mean([parts], out, _KEY, 1)
+            codec.mean(messages, out, _KEY, 1)
         else:
-            codec.accumulate([parts, parts], out, _KEY, 0.5)
+            codec.accumulate(messages * 2, out, _KEY)
         if not (whole[:margin] == self._MARK).all() or not (whole[-margin:] == self._MARK).all():
             raise Problem("wrote outside of the tensor")
         return "decoded"

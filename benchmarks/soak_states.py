@@ -77,7 +77,7 @@ def _client(make: Callable[[Any, Any], Any]) -> Client:
 
 
 def _handle(spec: str) -> Client:
-    return _client(lambda model, _: torchcomp.register(model, spec))
+    return _client(lambda model, _: torchcomp.register(model, spec, checksum=True))
 
 
 def _local(**options: Any) -> Client:

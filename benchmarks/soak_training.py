@@ -65,7 +65,7 @@ class Compressed:
     unit = -LR
 
     def __init__(self, model: DistributedDataParallel, optimizer: Any, spec: str, **options: Any):
-        self.source = torchcomp.register(model, spec, **options)
+        self.source = torchcomp.register(model, spec, checksum=True, **options)
         self._specs = spec, "mean" if "nodes" in options else "ef(randk(0.2))"
         self._factors = {name: -LR for name, _ in model.module.named_parameters()}
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.fsdp.runs import NEEDS_HOOK
 from tests.support.cases import thorough
-from tests.support.codecs import codec_of, packed, unpacked
+from tests.support.codecs import codec_of, nbytes_of, packed, unpacked
 from tests.support.outcomes import messages
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
@@ -171,7 +171,7 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
     message = unpacked(codec, packed(codec, codec.encode(x, Key(0))))
     codec.accumulate([message], decoded, Key(0))
     torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
-    assert codec.nbytes == 3 + 4
+    assert nbytes_of(codec) == 3 + 4
 
 
 def test_contributing_adds_an_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:

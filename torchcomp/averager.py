@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import EF, Aggregator
@@ -21,13 +22,13 @@ from torchcomp.keys import Key, check_seed
 from torchcomp.method_in_use import ClientSlots, MethodInUse
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.observer import Observer
-from torchcomp.profiling import label, span
+from torchcomp.profiling import OFF, span
 from torchcomp.residuals import hand_over, is_sent
 from torchcomp.settlement import Reason, Settlement, Status
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import State
 from torchcomp.stats import Meter, Stats
-from torchcomp.traffic import Traffic, sum_bytes
+from torchcomp.traffic import Traffic
 from torchcomp.units import LR, Units, by_name
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
@@ -40,6 +41,7 @@ LATE = (
 # step is usually enough; see `is_sent`.
 _FLUSH = EF(Identity())
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
+_NO_RATIOS: Mapping[str, float] = {}
 _SAME_FATE = (
     "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
     "these gradients were cleared: the replicas are no longer equal."
@@ -97,6 +99,7 @@ class Averager:
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
         steps_kept: number of steps before the last one that count or not together with it; see
             :meth:`keep_before`.
+        changes: number of changes of the method, its buckets or the whole state.
         observer: what watches the steps, or None.
 
     Raises:
@@ -125,6 +128,7 @@ class Averager:
         groups = groups or partition(self.parameters.items(), DEFAULT_CAPS)
         self._running = MethodInUse(self.parameters, groups, merged, client_slots)
         self.observer: Observer | None = None
+        self.changes = 0
         # A step can run in another thread than that of the user, who can abandon it at any time.
         self.abandoned = False
         self._lock = threading.RLock()  # held while the state changes
@@ -216,22 +220,27 @@ class Averager:
         """
         self.settle()
         with self._lock:
-            self._require_wanted()
+            if self.abandoned:
+                self._require_wanted()
             self._step_lrs = {} if lr is None else by_name(lr, self.parameters)
-            self.state.rollback()
             if self._settlement.status is not Status.COUNTED:
+                self.state.rollback()
+                self.exchange.reset()
                 # Here, and not where it was abandoned: its thread could still report a bucket.
                 self._tell_changed()
             verified = self._verified
-        self.exchange.reset()
         self._averaged, self.unused = 0, ()
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not verified:
             self._compare_ranks()
+        units, lrs = self._units, self._step_lrs
         with self._lock:
-            self._require_wanted()
+            if self.abandoned:
+                self._require_wanted()
             self._settlement.begin()
-            ratios = self._units.follow(self.state, scale, self._step_lrs, self.parameters)
+            ratios, units.before = _NO_RATIOS, None
+            if scale != units.scale or lrs or units.lrs:
+                ratios = units.follow(self.state, scale, lrs, self.parameters)
         running = self._running
         running.at(self.step)
         self._key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=running.ahead)
@@ -260,7 +269,7 @@ class Averager:
         All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
         the :attr:`buckets`.
         """
-        with span("average", self._averaged):
+        with span("average", self._averaged) if profiler._is_profiler_enabled else OFF:
             self._average(bucket)
         self._averaged += 1
 
@@ -280,7 +289,6 @@ class Averager:
         if self.guarded:
             self._watch.after(flat)
 
-    @label("finish")
     def finish(
         self,
         *,
@@ -318,40 +326,44 @@ class Averager:
             WireError: on all ranks if a message was damaged; names its sender.
             RankMismatchError: on all ranks if the learning rates of the step differ between them.
         """
-        exchange = self.exchange
-        if dense_bytes is None:
-            dense_bytes = sum_bytes(self._nbytes, exchange.world_size)
-        used_by_any: Sequence[int] = ()
-        if used is not None:
-            used_by_any = exchange.max_at_end([name in used for name in self.parameters])
-        leaves = [] if leaving is None else exchange.max_at_end([leaving])
-        # On a CPU, waiting costs nothing.
-        needed = used is not None or self._flushing or (may_skip and exchange.device.type == "cpu")
-        late = self._late and not needed
-        counts, flushed = True, False
-        reasons: tuple[Reason, ...] = ()
-        try:
-            verdict, self.void = self._conclude(
-                where or f"step {self.step + 1}", advice, may_skip, late
+        with span("finish") if profiler._is_profiler_enabled else OFF:
+            exchange = self.exchange
+            if dense_bytes is None:
+                dense_bytes = 2 * (exchange.world_size - 1) * self._nbytes // exchange.world_size
+            used_by_any: Sequence[int] = ()
+            if used is not None:
+                used_by_any = exchange.max_at_end([name in used for name in self.parameters])
+            leaves = [] if leaving is None else exchange.max_at_end([leaving])
+            # On a CPU, waiting costs nothing.
+            needed = (
+                used is not None or self._flushing or (may_skip and exchange.device.type == "cpu")
             )
-            if late:
-                reasons = (verdict,)
-            else:
-                counts = verdict()
-            if used_by_any:
-                self._note_unused(used_by_any)
-            unchanged = self._unchanged_names()
-            if counts and (unchanged or self._flushing or leaves):
-                flushed = self._change_commit(unchanged, leaves, leaving is True)
-            if self.observer is not None:
-                self.observer.finished(counts, unchanged)
-        except Exception as error:
-            self._fail(error, used is None and not any(leaves), used_by_any, dense_bytes)
-            raise
-        with self._lock:
-            self._require_wanted()
-            self._end(counts, flushed, reasons)
-            self._meter.record(exchange.take_traffic(dense_bytes), self.step)
+            late = self._late and not needed
+            counts, flushed = True, False
+            reasons: tuple[Reason, ...] = ()
+            try:
+                verdict, self.void = self._conclude(
+                    where or f"step {self.step + 1}", advice, may_skip, late
+                )
+                if late:
+                    reasons = (verdict,)
+                else:
+                    counts = verdict()
+                if used_by_any:
+                    self._note_unused(used_by_any)
+                unchanged = self._unchanged_names()
+                if counts and (unchanged or self._flushing or leaves):
+                    flushed = self._change_commit(unchanged, leaves, leaving is True)
+                if self.observer is not None:
+                    self.observer.finished(counts, unchanged)
+            except Exception as error:
+                self._fail(error, used is None and not any(leaves), used_by_any, dense_bytes)
+                raise
+            with self._lock:
+                if self.abandoned:
+                    self._require_wanted()
+                self._end(counts, flushed, reasons)
+                self._meter.record(exchange.take_traffic(dense_bytes), self.step)
         for callback in self._callbacks:
             callback(counts)
         return counts
@@ -374,10 +386,11 @@ class Averager:
         if lrs:
             digest = zlib.crc32(repr(lrs).encode()).to_bytes(4, "big")
             same.append((exchange.same_at_end(digest), {"lr": lrs}, f"{_SAME_LR} {unchanged}"))
-        if self._takes_back:
-            fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
-            same.append((exchange.same_at_end(bytes([taken_back])), fate, _SAME_FATE))
-            self._taken_back = False
+        fates: list[int] = []
+        # Without a message at its end, a step is not worth one for this alone.
+        if self._takes_back and exchange.must_conclude:
+            fates = exchange.max_at_end([taken_back, not taken_back])
+        self._taken_back = False
         decide = exchange.conclude_later(watch.finite(), where, unchanged)
 
         def counts() -> bool:
@@ -385,6 +398,9 @@ class Averager:
             for matches, values, problem in same:
                 if not matches():
                     exchange.verify(where, values, problem)
+            if all(fates) and fates:
+                fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
+                exchange.verify(where, fate, _SAME_FATE)
             if not finite and not may_skip:
                 error = self.state.undone("error") if late else self.state.pending("error")
                 suffix = f" {advice}" if advice else ""
@@ -636,6 +652,7 @@ class Averager:
         self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
         self._running.groups = (*self.groups, *groups)
         self._running.buckets = (*self.buckets, *groups)
+        self.changes += 1
 
     def _install(self, method: Aggregator) -> None:
         running, exchange = self._running, self.exchange
@@ -656,6 +673,7 @@ class Averager:
 
     def _run(self, method: Aggregator) -> None:
         self._running.run(method, self.step)
+        self.changes += 1
         self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
         self._tell_changed()
 

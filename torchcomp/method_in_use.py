@@ -49,7 +49,7 @@ class MethodInUse:
         self.ahead = Ahead()
         self._parameters, self._merged, self._client_slots = parameters, merged, client_slots
         self._shapes: dict[Group, BucketShape] = {}
-        self._prepared: dict[BucketShape, Prepared] = {}
+        self._prepared: dict[Group, Prepared] = {}
         self._stage = 0, 0  # the steps of the current stage: from, and before
 
     def run(self, method: Aggregator, step: int) -> None:
@@ -82,13 +82,16 @@ class MethodInUse:
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
     ) -> Prepared:
         """Return a bucket of this shape, prepared for the method of the current stage."""
-        prepared = self._prepared.get(shape)
-        if prepared is None or prepared.device != device:
+        prepared = self._prepared.get(shape.names)
+        # `is` first: comparing two shapes compares hundreds of names.
+        same = prepared is not None and (prepared.shape is shape or prepared.shape == shape)
+        if prepared is None or not same or prepared.device != device:
             # Others with the same parameters are DDP's buckets from before it rebuilt them.
             names = set(shape.names)
-            for other in [each for each in self._prepared if not names.isdisjoint(each.names)]:
+            for other in [each for each in self._prepared if not names.isdisjoint(each)]:
                 del self._prepared[other]
-            prepared = self._prepared[shape] = self.now.prepared(shape, exchange, state, device)
+            prepared = self.now.prepared(shape, exchange, state, device)
+            self._prepared[shape.names] = prepared
         return prepared
 
     def buckets_of(self, method: Aggregator) -> tuple[Group, ...]:

@@ -18,12 +18,13 @@ class Units:
         scale: loss scale of the gradients.
         lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
             residual has the unit of the gradients.
+        before: both from before the step in flight, or the last one; None if they were the same.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.lrs: dict[str, float] = {}
-        self._before: tuple[float, dict[str, float]] = self.scale, self.lrs
+        self.before: tuple[float, dict[str, float]] | None = None
 
     def follow(
         self, state: State, scale: float, lrs: Mapping[str, float], names: Mapping[str, object]
@@ -39,7 +40,7 @@ class Units:
         Returns:
             What the residual was multiplied by, by parameter name, where it changed.
         """
-        self._before, ratio = (self.scale, dict(self.lrs)), scale / self.scale
+        self.before, ratio = (self.scale, dict(self.lrs)), scale / self.scale
         if ratio != 1:
             self.rescale(state, scale)
         changed = self._follow_lrs(state, lrs) if lrs or self.lrs else {}
@@ -49,7 +50,9 @@ class Units:
 
     def go_back(self, state: State) -> None:
         """Convert a state to the units from before the last :meth:`follow`."""
-        scale, lrs = self._before
+        if self.before is None:
+            return
+        scale, lrs = self.before
         self.rescale(state, scale)
         self._follow_lrs(state, lrs)
         self.lrs = lrs

@@ -6,12 +6,12 @@ Error feedback with TopK must read the gradient and the residual and write the n
 Rows, in the order in which they are measured:
 
     copy                      a copy of the vector: 8 bytes per entry
-    select cold, warm         add and select without, and with, the scratch of the step before
-    message                   the values and the Elias-Fano code of the indices
-    pack                      the message in its frame, with the checksum
+    select cold, warm         add and select without, and with, the threshold of the step before
+    message                   the values and the Elias-Fano code of the indices, in their frame
+    pack                      copy a message into its frame, for kernels that do not write there
     subtract                  subtract what is sent
-    encode cold, warm         all of the above, as ``ef(topk(...))`` calls it
-    decode 8, decode 64       check the frames of 8 or 64 ranks and add up their messages
+    encode cold, warm         select, encode and subtract, as ``ef(topk(...))`` calls it
+    decode 8, decode 64       check the headers of 8 or 64 ranks and average their messages
     step of 8, step of 64     encode warm, and then decode
     add + torch.topk          what selection costs without these kernels
     quantise, dequantise      the whole vector as int8
@@ -24,11 +24,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Device
-from torchcomp import wire
-from torchcomp.codec import codec
+from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import TopK
 from torchcomp.compressors.base import Vectors
-from torchcomp.kernels import backend, checksum, quantize
+from torchcomp.kernels import backend, quantize
 from torchcomp.keys import Key
 
 KEY = Key(0)
@@ -49,10 +48,11 @@ class Training:
         self.g, self.e, self.x = (torch.empty(n, device=device.place) for _ in range(3))
         self.e.normal_(generator=self.generator)
         self.topk = TopK(ratio)
-        self.codec = codec(self.topk, ("w",), (n,), torch.float32, device.place)
-        self.frame = torch.empty(self.codec.framed, dtype=torch.uint8, device=device.place)
+        dtype = torch.float32
+        self.codec = Codec(vectors_of(self.topk, ("w",), (n,), dtype), device.place, dtype)
         self.draw()
         self.index = self.topk.select_sum(self.g, self.e, self.x, self.codec.vectors)
+        # The codec has not placed it in the frame yet.
         self.encoded = self.topk.encode_selected(self.x, self.index, self.codec.vectors, KEY)
 
     def draw(self) -> None:
@@ -60,9 +60,12 @@ class Training:
         self.g.normal_(generator=self.generator).mul_(self.scale)
 
     def draw_cold(self) -> None:
+        """Draw a new gradient for kernels that have just been prepared."""
         self.draw()
-        vectors = self.codec.vectors
-        self.codec.vectors = Vectors(vectors, vectors.device, vectors.dtype)
+        used = self.codec.vectors
+        self.codec.vectors = vectors = Vectors(used, used.device, used.dtype)
+        vectors.fields = used.fields
+        self.prepared = vectors.kernels
 
     def select(self) -> None:
         self.topk.select_sum(self.g, self.e, self.x, self.codec.vectors)
@@ -71,30 +74,31 @@ class Training:
         self.topk.encode_selected(self.x, self.index, self.codec.vectors, KEY)
 
     def pack(self) -> None:
-        self.codec.pack(self.encoded, self.frame)
+        self.codec.pack(self.encoded)
 
     def subtract(self) -> None:
         self.codec.subtract(self.encoded, self.x, KEY)
 
     def encode(self) -> None:
         g, e, x = self.g, self.e, self.x
-        self.codec.pack(self.codec.encode_sum(g, e, x, KEY), self.frame)
+        self.codec.encode_sum(g, e, x, KEY)
         # The sum minus what was sent is the new residual.
         self.e, self.x = x, e
 
     def decoder(self, ranks: int) -> Callable[[], None]:
-        """Return a function that adds up the frames of `ranks` ranks, all different."""
-        frames = []
+        """Return a function that averages the frames of `ranks` ranks, all different."""
+        frames, sent = self.codec.frames, []
         for _ in range(ranks):
             self.draw()
             self.encode()
-            frames.append(self.frame.clone())
-        nbytes = self.codec.nbytes
+            sent.append(frames.outgoing().clone())
+        received, expected = torch.stack(sent), frames.expected.repeat(ranks, 1)
 
         def decode() -> None:
-            checksum.inspect(frames, [nbytes] * ranks)
-            messages = [self.codec.unpack(wire.payload(frame, nbytes)) for frame in frames]
-            self.codec.mean(messages, self.g, KEY, ranks)
+            headers = frames.headers(received)
+            if headers is not None:
+                headers.bitwise_xor(expected)
+            self.codec.mean(frames.unpack(received), self.g, KEY, ranks)
 
         return decode
 

@@ -46,9 +46,7 @@ class LoggedExchange(InProcessExchange):
         self._record(list(rows))
         return rows
 
-    def all_to_all(
-        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
-    ) -> Tensor:
+    def all_to_all(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
         received = super().all_to_all(outgoing, sizes, arriving)
         self._record(received.split(list(arriving)))
         return received

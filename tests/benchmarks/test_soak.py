@@ -97,10 +97,10 @@ def results_of(target: Any, cases: int) -> list[str]:
 
 
 def test_a_decoder_that_writes_outside_of_its_tensor_is_found() -> None:
-    def decode(self: Codec, message: Any, out: torch.Tensor, key: Any) -> None:
+    def decode(self: Codec, messages: Any, out: torch.Tensor, key: Any, divisor: int) -> None:
         torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).zero_()
 
-    with mock.patch.object(Codec, "decode", decode), pytest.raises(Problem):
+    with mock.patch.object(Codec, "mean", decode), pytest.raises(Problem):
         results_of(Messages(), 100)
 
 

@@ -37,11 +37,9 @@ from tests.support.ranks import on_processes, on_threads
 from torchcomp import Auto, RankMismatchError, SpecError
 from torchcomp.aggregators import Mean
 from torchcomp.auto.pace import WINDOW
-from torchcomp.bucket import Bucket
 from torchcomp.ddp import choosing, register
-from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.state import State
+from torchcomp.prepared import Prepared
 
 TOPK = "ef(topk(0.1))"
 AUTO = Auto(candidates=[TOPK], steps=20)
@@ -65,9 +63,9 @@ class SlowOnRank1(Mean):
 
     name = "slow_on_rank_1"
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         CLOCK.advance(SECONDS * (dist.get_rank() == 1))
-        _mean(self, bucket, exchange, state, key)
+        _mean(self, g, bucket, key)
 
 
 @pytest.fixture(autouse=True)
@@ -390,8 +388,8 @@ class Broken(Mean):
 
     name = "broken"
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        if exchange.world_size > 1:
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        if bucket.exchange.world_size > 1:
             raise OSError("planted")
 
 
@@ -400,7 +398,7 @@ class BrokenOnRank1(Mean):
 
     name = "broken_on_rank_1"
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         if dist.get_rank() == 1:
             raise MemoryError
 
@@ -524,8 +522,8 @@ class Fast(Mean):
 
     name = "fast"
 
-    def aggregate(self, bucket: Bucket, exchange: Exchange, state: State, key: Key) -> None:
-        _mean(self, bucket, exchange, state, key)
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        _mean(self, g, bucket, key)
 
 
 def resumed_with_an_object() -> tuple[str, str]:

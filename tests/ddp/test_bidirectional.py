@@ -25,9 +25,11 @@ from tests.support.models import (
 )
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import wire
-from torchcomp.bucket import Bucket, BucketShape, partition
+from torchcomp.aggregators import Aggregator
+from torchcomp.bucket import BucketShape, partition
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
 from torchcomp.routes.threshold import Query, Selection, find_largest, order_bits
 from torchcomp.state import State
 
@@ -89,14 +91,14 @@ def distributed(world_size: int, spec: str, dtype: torch.dtype, tied: bool) -> l
 
     def body() -> list[Tensor]:
         exchange = ProcessGroupExchange()
-        state, means = State(), []
+        state, means, method = State(), [], torchcomp.parse(spec)
+        bucket = prepared(method, exchange, state, dtype)
         for step in range(STEPS):
-            bucket = bucket_of(gradient(step, exchange.rank, dtype, tied))
-            key = Key(0, step, rank=exchange.rank)
-            torchcomp.parse(spec).aggregate(bucket, exchange, state, key)
+            g = gradient(step, exchange.rank, dtype, tied)
+            method.aggregate(g, bucket, Key(0, step, rank=exchange.rank))
             exchange.conclude(torch.tensor(True), "a test", "")
             state.commit()
-            means.append(bucket.flat)
+            means.append(g)
         return means
 
     outcomes = on_threads(world_size, body)
@@ -105,8 +107,11 @@ def distributed(world_size: int, spec: str, dtype: torch.dtype, tied: bool) -> l
     return outcomes[0]
 
 
-def bucket_of(flat: Tensor) -> Bucket:
-    return Bucket(BucketShape(NAMES, tuple((size,) for size in SIZES), flat.dtype), flat)
+def prepared(
+    method: Aggregator, exchange: ProcessGroupExchange, state: State, dtype: torch.dtype
+) -> Prepared:
+    shape = BucketShape(NAMES, tuple((size,) for size in SIZES), dtype)
+    return method.prepared(shape, exchange, state, torch.device("cpu"))
 
 
 def keep_all(x: Tensor) -> Tensor:
@@ -198,13 +203,13 @@ def test_no_guess_of_the_threshold_changes_the_selection(
 
 def test_a_good_guess_saves_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """From the second step on, the owners find the threshold in two collectives."""
-    rounds, exchanged = [], ProcessGroupExchange._all_to_all
+    rounds, exchanged = [], ProcessGroupExchange._all_to_all_to
 
-    def counted(self: ProcessGroupExchange, *arguments: Any) -> Tensor:
+    def counted(self: ProcessGroupExchange, *arguments: Any) -> None:
         rounds.append(self.rank)
-        return exchanged(self, *arguments)
+        exchanged(self, *arguments)
 
-    monkeypatch.setattr(ProcessGroupExchange, "_all_to_all", counted)
+    monkeypatch.setattr(ProcessGroupExchange, "_all_to_all_to", counted)
     values = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
     threshold = values.abs().sort(descending=True).values[699]
     guess = int(order_bits(threshold.mul(1.02).view(1)))
@@ -217,8 +222,9 @@ def test_selecting_all_entries_needs_no_search() -> None:
 
     def body() -> tuple[int, int]:
         exchange = ProcessGroupExchange()
-        bucket = bucket_of(gradient(0, exchange.rank, torch.float32))
-        torchcomp.parse(spec).aggregate(bucket, exchange, State(), Key(0))
+        method = torchcomp.parse(spec)
+        bucket = prepared(method, exchange, State(), torch.float32)
+        method.aggregate(gradient(0, exchange.rank, torch.float32), bucket, Key(0))
         plan = torchcomp.explain(spec, numel=sum(SIZES), world_size=3, rank=exchange.rank)
         return exchange.take_traffic(0).sent, plan.bytes_sent
 

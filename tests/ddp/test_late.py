@@ -107,21 +107,21 @@ def interrupted_while_the_ranks_look_for_the_nan() -> tuple[int, int]:
     """Interrupt a pass while its thread waits for the result of the step before, then load."""
     model = wrap(mlp())
     handle = torchcomp.register(model, TOPK, check="late")
-    averager = handle.averager
     for step in range(3):
         loss_of(model(rows(step))).backward()
     state = handle.state_dict()
     spoil = model.module[0].weight.register_hook(lambda g: g / 0)
     loss_of(model(rows(3))).backward()
     spoil.remove()
-    waits, go, decide = Event(), Event(), averager._undecided
+    settlement = handle.averager._settlement
+    (decide,), waits, go = settlement._reasons, Event(), Event()
 
     def slowly() -> bool:
         waits.set()
         go.wait()
         return decide()
 
-    averager._undecided = slowly
+    settlement._reasons = (slowly,)
 
     def stop(gradient: torch.Tensor) -> None:
         waits.wait()

@@ -89,7 +89,8 @@ EXCEPTIONS = {
     "jointspar/sampler.py SamplingOptions.bandit": "an option",
     "keys.py check_seed": "an option",
     "kernels/elias_fano_torch.py Shape.__init__": "sizes",
-    "kernels/select.py largest_on_host": "called for values that the host can read",
+    "kernels/select.py largest": "called for values that the host can read",
+    "kernels/sparse.py Sparse.encode": "for indices that the host can read",
     "fsdp/units.py Unit.divisor": "an option",
     "local_sgd/hooks.py Hooks._before_step": "a dict",
     "local_sgd/hooks.py Hooks._after_step": "a dict",
@@ -103,8 +104,6 @@ EXCEPTIONS = {
     "wire.py Frames.__init__": "the headers that the host expects",
     "wire.py Frames.headers": "NumPy, for frames that the host can read",
     "wire.py Frames.seal": "numbers of the host",
-    "kernels/elias_fano.py encode": "for indices that the host can read",
-    "kernels/elias_fano.py decode": "for codes that the host can read",
 }
 """File and function -> why it may wait."""
 

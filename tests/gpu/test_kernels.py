@@ -145,17 +145,14 @@ def test_frames(length: int, checksum: bool) -> None:
 
 def messages(compressor: Compressor, g: Tensor, e: Tensor) -> tuple[Tensor, ...]:
     """The frame of g + e, the residual that it leaves, and the sum of four ranks' messages."""
-    codec = codec_of(compressor, [700, 3, 1, 4000], g.dtype, g.device)
-    rest, frames = torch.empty_like(e), []
+    codec = codec_of(compressor, [700, 3, 1, 4000], g.dtype, g.device, checksum=True)
+    rest, sent = torch.empty_like(e), []
     for rank in range(4):
-        key = Key(3, step=1, rank=rank)
-        frame = torch.empty(codec.framed, dtype=torch.uint8, device=g.device)
-        codec.pack(codec.encode_sum(g, e, rest, key), frame)
-        frames.append(frame)
+        codec.encode_sum(g, e, rest, Key(3, step=1, rank=rank))
+        sent.append(codec.frames.outgoing().clone())
     out = torch.empty_like(g)
-    parts = [codec.unpack(wire.payload(frame, codec.nbytes)) for frame in frames]
-    codec.mean(parts, out, Key(3, step=1), 4)
-    return frames[-1], rest, out
+    codec.mean(codec.frames.unpack(torch.stack(sent)), out, Key(3, step=1), 4)
+    return sent[-1], rest, out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -86,13 +86,12 @@ class Half(Aggregator):
     def cost(self, shape, world_size, rank=0, node=1):
         return Cost("allreduce", shape.nbytes)
 
-    def aggregate(self, bucket, exchange, state, key):
-        (slot,) = self.slots(bucket.shape, exchange.world_size, exchange.rank)
-        before, after = state.open(slot, bucket.flat.device)
-        bucket.flat.add_(before).mul_(0.5)
-        after.copy_(bucket.flat)
-        exchange.all_reduce(bucket.flat)
-        bucket.flat.mul_(self.scale / exchange.world_size)
+    def aggregate(self, g, bucket, key):
+        before, after = bucket.open("error")
+        g.add_(before).mul_(0.5)
+        after.copy_(g)
+        bucket.exchange.all_reduce(g)
+        g.mul_(self.scale / bucket.exchange.world_size)
 
 
 def test_a_method_of_the_user_without_a_law_is_compared_but_not_accused():
@@ -125,8 +124,8 @@ class Unlike(Half):
         name = "error" if self.residual == 1 else "other"
         return (Slot(name, Kind.DEBT, shape.names, sizes, torch.float32),)
 
-    def aggregate(self, bucket, exchange, state, key):
-        exchange.all_reduce(bucket.flat)
+    def aggregate(self, g, bucket, key):
+        bucket.exchange.all_reduce(g)
 
 
 @pytest.mark.parametrize("method", [Unlike(), Unlike(residual=2)])
@@ -210,12 +209,11 @@ class Sharded(Half):
         shard = shape.shard(world_size, rank)
         return (Slot("error", Kind.DEBT, shard.names, shard.sizes, torch.float32, sharded=True),)
 
-    def aggregate(self, bucket, exchange, state, key):
-        (slot,) = self.slots(bucket.shape, exchange.world_size, exchange.rank)
-        before, after = state.open(slot, bucket.flat.device)
+    def aggregate(self, g, bucket, key):
+        before, after = bucket.open("error")
         after.copy_(before)
-        exchange.all_reduce(bucket.flat)
-        bucket.flat.div_(exchange.world_size)
+        bucket.exchange.all_reduce(g)
+        g.div_(bucket.exchange.world_size)
 
 
 def test_a_sharded_residual_is_a_part_of_the_mean():

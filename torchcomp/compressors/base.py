@@ -17,7 +17,9 @@ from torchcomp.keys import Key, uniform
 from torchcomp.wire import Layout, Parts
 
 Message = Sequence[Parts]
-"""The fields of the message of each vector, in the order of :meth:`Compressor.layout`."""
+"""The fields of each vector, in the order of :meth:`Compressor.layout`."""
+
+Messages = Sequence[Message]
 
 
 @dataclass(frozen=True)
@@ -195,10 +197,10 @@ class Compressor(Component):
         """
         torch.add(g, e, out=rest)
         encoded = self.encode(narrow(rest, vectors.dtype), vectors, key)
-        memory = rest.untyped_storage().data_ptr()
-        if memory and any(
-            part.untyped_storage().data_ptr() == memory for own in encoded.parts for part in own
-        ):
+        start, stop = rest.data_ptr(), rest.data_ptr() + rest.nbytes
+        # Without memory, on a simulated device, the address is 0.
+        if start and any(start <= part.data_ptr() < stop for own in encoded.parts for part in own):
+            # A view of `rest`, which changes below.
             copies = [tuple(part.clone() for part in own) for own in encoded.parts]
             encoded = Encoded(copies, encoded.index)
         self.subtract(encoded, rest, vectors, key)
@@ -213,12 +215,7 @@ class Compressor(Component):
 
     @abstractmethod
     def accumulate(
-        self,
-        messages: Sequence[Message],
-        out: Tensor,
-        vectors: Vectors,
-        key: Key,
-        weight: float = 1.0,
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         """Decode messages and add `weight` times each to `out`, in place and in order.
 
@@ -233,7 +230,7 @@ class Compressor(Component):
         # means must be equal bit for bit.
 
     def mean(
-        self, messages: Sequence[Message], out: Tensor, vectors: Vectors, key: Key, divisor: int
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, divisor: int
     ) -> None:
         """Write the sum of the decoded messages, in order, divided by `divisor`, to `out`."""
         # Divide after the sum, so that all routes give the same bits.

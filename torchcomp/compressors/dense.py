@@ -1,12 +1,11 @@
 """Base class of the compressors that send one value for each element."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from torch import Tensor
 
-from torchcomp.compressors.base import Compressor, Message, Vectors
+from torchcomp.compressors.base import Compressor, Messages, Vectors
 from torchcomp.kernels.segments import part
 from torchcomp.keys import Key
 
@@ -19,19 +18,14 @@ class Dense(Compressor):
     elementwise: ClassVar[bool] = True
 
     def accumulate(
-        self,
-        messages: Sequence[Message],
-        out: Tensor,
-        vectors: Vectors,
-        key: Key,
-        weight: float = 1.0,
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         for message in messages:
             for segment, (values,) in zip(vectors.segments, message, strict=True):
                 part(out, segment).add_(values, alpha=weight)
 
     def mean(
-        self, messages: Sequence[Message], out: Tensor, vectors: Vectors, key: Key, divisor: int
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, divisor: int
     ) -> None:
         if len(messages) != 1 or divisor != 1:
             super().mean(messages, out, vectors, key, divisor)

@@ -1,6 +1,5 @@
 """Quantize: round every value to 8 or 4 bits, with one scale per block of 128 values."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Compressor, Encoded, Message, Vectors
+from torchcomp.compressors.base import Compressor, Encoded, Messages, Vectors
 from torchcomp.kernels import quantize
 from torchcomp.kernels.segments import TOGETHER, batches, joined, part
 from torchcomp.keys import Key
@@ -49,12 +48,7 @@ class Quantize(Compressor):
         return Encoded(vectors.kernels.encode(values, counts, self.format, noise))
 
     def accumulate(
-        self,
-        messages: Sequence[Message],
-        out: Tensor,
-        vectors: Vectors,
-        key: Key,
-        weight: float = 1.0,
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         segments = [segment for _ in messages for segment in vectors.segments]
         parts = [own for message in messages for own in message]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.checks import check_flag
-from torchcomp.compressors.base import Encoded, Message, Vectors
+from torchcomp.compressors.base import Encoded, Messages, Vectors
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.kernels.cast import nan_unless_finite
 from torchcomp.kernels.segments import add, joined, part
@@ -60,19 +60,12 @@ class RandK(Sparsifier):
     def subtract(
         self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
-        if encoded.index is None:
-            super().subtract(encoded, x, vectors, key, weight)
-        else:
-            values = joined([values for (values,) in encoded.parts])
-            x.index_add_(0, encoded.index, values.to(x.dtype), alpha=-weight)
+        index: Tensor = encoded.index  # type: ignore[assignment]
+        values = joined([values for (values,) in encoded.parts])
+        x.index_add_(0, index, values.to(x.dtype), alpha=-weight)
 
     def accumulate(
-        self,
-        messages: Sequence[Message],
-        out: Tensor,
-        vectors: Vectors,
-        key: Key,
-        weight: float = 1.0,
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         for i, index in enumerate(self._supports(vectors, key)):
             own = part(out, vectors.segments[i])

@@ -1,6 +1,5 @@
 """TopK: keep the k entries of largest magnitude."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
@@ -8,7 +7,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.component import Choices
-from torchcomp.compressors.base import Encoded, Message, Vectors
+from torchcomp.compressors.base import Encoded, Messages, Vectors
 from torchcomp.compressors.sparse import Selector
 from torchcomp.errors import SpecError
 from torchcomp.kernels import elias_fano, quantize
@@ -73,23 +72,15 @@ class TopK(Selector):
     def subtract(
         self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
-        if encoded.index is None:  # decode the indices from the message
-            super().subtract(encoded, x, vectors, key, weight)
-        else:
-            vectors.kernels.subtract(encoded.index, encoded.parts, x, weight)
+        vectors.kernels.subtract(encoded.index, encoded.parts, x, weight)
 
     def accumulate(
-        self,
-        messages: Sequence[Message],
-        out: Tensor,
-        vectors: Vectors,
-        key: Key,
-        weight: float = 1.0,
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         vectors.kernels.accumulate(messages, out, weight)
 
     def mean(
-        self, messages: Sequence[Message], out: Tensor, vectors: Vectors, key: Key, divisor: int
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, divisor: int
     ) -> None:
         vectors.kernels.mean(messages, out, divisor)
 

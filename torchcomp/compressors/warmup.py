@@ -1,6 +1,5 @@
 """Warmup: begin dense, and send fewer entries from stage to stage."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import count, takewhile
 from typing import ClassVar
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from torchcomp.checks import check_count, check_fraction
 from torchcomp.component import check_kind
-from torchcomp.compressors.base import Compressor, Encoded, Message, Vectors
+from torchcomp.compressors.base import Compressor, Encoded, Messages, Vectors
 from torchcomp.compressors.identity import Identity
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.errors import SpecError
@@ -122,12 +121,7 @@ class Warmup(Compressor):
         return self.compressor.encode(x, vectors, key)
 
     def accumulate(
-        self,
-        messages: Sequence[Message],
-        out: Tensor,
-        vectors: Vectors,
-        key: Key,
-        weight: float = 1.0,
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         self.compressor.accumulate(messages, out, vectors, key, weight)
 

@@ -56,8 +56,7 @@ class Buckets:
         self.parameters = parameters
         self.executors = executors
         self._reordering: Reordering | None = None
-        # What it was made for: whether the method is grouped, and the groups.
-        self._reordered: tuple[bool, tuple[Names, ...]] = (False, ())
+        self._changes = -1  # those of the averager when it was made
 
     def beside(self, averager: Averager) -> "Buckets":
         """Return others that average with another averager, on the same executors.
@@ -79,13 +78,11 @@ class Buckets:
         """Begin a step with this loss scale and these learning rates."""
         averager = self.averager
         averager.begin(scale, lrs)
-        # A swap or a loaded checkpoint changes the groups.
-        wanted = (averager.grouped, averager.buckets)
-        if wanted != self._reordered:
+        if averager.changes != self._changes:  # a swap or a loaded checkpoint changes the groups
             shapes = [averager.shape_of(group) for group in averager.buckets]
             needed = averager.grouped or self._one_order
             self._reordering = Reordering(shapes, self._one_order) if needed else None
-            self._reordered = wanted
+            self._changes = averager.changes
         reordering = self._reordering
         if reordering is not None and (self._one_order or reordering.pending):
             reordering.begin()

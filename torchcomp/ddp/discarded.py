@@ -124,7 +124,7 @@ class Discarded:
             return
         if averager.undecided:
             averager.settle()
-        if self._last != (averager.step, averager.state, averager.aggregator, averager.buckets):
+        if self._last != (averager.step, averager.changes):
             # Another one was loaded, or the step was taken back for another reason.
             self.open = False
         elif self._cleared:
@@ -154,7 +154,7 @@ class Discarded:
             self._unused = averager.unused
             used = (each for name, each in self._largest if name not in averager.unused)
             self._sample = list(islice(used, self._most))
-        self._last = averager.step, averager.state, averager.aggregator, averager.buckets
+        self._last = averager.step, averager.changes
         self._cleared = False
         stepped = self._optimizer is not None and self._optimizer() is not None
         # A step in the closure of an optimizer is used by it: LBFGS takes several.
@@ -228,7 +228,8 @@ def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
             averager = discarded._averager()
             if discarded._uses and not discarded._cleared and averager is not None:
                 discarded.open = False
-                averager.forget_before()
+                if averager.steps_kept:
+                    averager.forget_before()
 
 
 def _models_of(optimizer: Optimizer) -> _Models:

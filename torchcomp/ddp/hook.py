@@ -11,6 +11,7 @@ from operator import is_
 import torch
 from torch import Tensor
 from torch._C._distributed_c10d import GradBucket
+from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.averager import Averager
@@ -23,7 +24,7 @@ from torchcomp.ddp.handle import SCALER_ADVICE, Handle
 from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.unused import UnusedWatch
-from torchcomp.profiling import span
+from torchcomp.profiling import OFF, span
 
 Future = torch.futures.Future[Tensor]
 
@@ -133,7 +134,7 @@ class DDPHandle(Handle):
 
     def _finish_backward(self) -> None:
         start = time.perf_counter()
-        with span("wait"):
+        with span("wait") if profiler._is_profiler_enabled else OFF:
             failure = self._buckets.join()
         self.seconds_waited += time.perf_counter() - start
         self._running = False

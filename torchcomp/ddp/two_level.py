@@ -153,10 +153,9 @@ class TwoLevel(Buckets):
         self._watch = FiniteWatch(self._levels.between)
         averager = self.averager
         averager.settle()  # the end of a flush changes the groups
-        wanted = (averager.grouped, averager.buckets)
-        if wanted != self._reordered:
+        if averager.changes != self._changes:
             self._shapes = [self.shape_of(group) for group in averager.buckets]
-            self._reordered = wanted
+            self._changes = averager.changes
         self._groups.begin(self._shapes if averager.grouped else None)
         self._between.submit(partial(averager.begin, scale, lrs, self._watch))
 

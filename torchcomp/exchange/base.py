@@ -165,8 +165,8 @@ class Exchange(Verifying):
         headers = torch.cat([each.to(self.device) for each, _ in received])
         kinds = [(origin.frames, origin.rows) for _, origin in received]
         if kinds != self._expected[0]:
-            expected = [frames.expected.repeat(rows, 1).to(self.device) for frames, rows in kinds]
-            self._expected = kinds, torch.cat(expected)
+            rows = [f.expected.to(self.device) for f, count in kinds for _ in range(count)]
+            self._expected = kinds, torch.cat(rows)
         return headers.bitwise_xor(self._expected[1])
 
     def reset(self) -> None:

@@ -7,7 +7,6 @@ issued from a callback can pair with the wrong collective of another rank.
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -15,11 +14,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from torchcomp import host
-from torchcomp.profiling import label, span
+from torchcomp.profiling import OFF, label, span
 from torchcomp.traffic import Load, Traffic, sum_bytes
-
-_UNLABELLED = nullcontext()
-"""Used without a profiler: a label takes longer than the rest of a collective's own code."""
 
 
 class Collectives(ABC):
@@ -114,7 +110,7 @@ class Collectives(ABC):
             divide: compute the mean, with the bits of plain DDP: each rank multiplies by the
                 reciprocal of the number of ranks before the sum.
         """
-        with span("all_reduce") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_reduce") if profiler._is_profiler_enabled else OFF:
             if divide and values.dtype in self._averages:
                 self._all_reduce_mean(values)
             else:
@@ -132,7 +128,7 @@ class Collectives(ABC):
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
         self._load.received += moved
-        with span("reduce_scatter") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("reduce_scatter") if profiler._is_profiler_enabled else OFF:
             return self._reduce_scatter(values, dtype or values.dtype)
 
     def all_gather_rows(self, message: Tensor) -> Tensor:
@@ -140,7 +136,7 @@ class Collectives(ABC):
         moved = message.nbytes * (self.world_size - 1)
         self._load.sent += moved
         self._load.received += moved
-        with span("all_gather") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_gather") if profiler._is_profiler_enabled else OFF:
             return self._all_gather(message).view(self.world_size, -1)
 
     def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
@@ -169,7 +165,7 @@ class Collectives(ABC):
         itemsize, rank = outgoing.element_size(), self.rank
         self._load.sent += itemsize * (sum(sizes) - sizes[rank])
         self._load.received += itemsize * (sum(arriving) - arriving[rank])
-        with span("all_to_all") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_to_all") if profiler._is_profiler_enabled else OFF:
             return self._all_to_all(outgoing, sizes, arriving)
 
     def all_reduce_max(self, numbers: Tensor) -> Tensor:
@@ -177,7 +173,7 @@ class Collectives(ABC):
 
         Counted apart from messages, because the plan of a step contains no checks.
         """
-        with span("all_reduce_max") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("all_reduce_max") if profiler._is_profiler_enabled else OFF:
             for level in self._levels:
                 numbers = level._max(numbers)
         return numbers
@@ -202,7 +198,7 @@ class Collectives(ABC):
         Returns:
             A function that waits for the sums, and returns them on the CPU.
         """
-        with span("sum_control") if profiler._is_profiler_enabled else _UNLABELLED:
+        with span("sum_control") if profiler._is_profiler_enabled else OFF:
             # Inside the node first, so that the message between nodes is the one on its way.
             *inside, last = reversed(self._levels)
             for level in inside:
@@ -251,7 +247,8 @@ class Collectives(ABC):
         """
         between = self._levels[0]
         load, between._load = between._load, Load()
-        traffic = load.traffic(between.world_size, dense_bytes)
+        around = 2 * (between.world_size - 1) * load.summed // between.world_size  # a ring
+        traffic = Traffic(around + load.sent, around + load.received, dense_bytes, load.control)
         for level in self._levels[1:]:
             load, level._load = level._load, Load()
             inside = load.traffic(level.world_size, dense_bytes)

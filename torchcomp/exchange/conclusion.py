@@ -1,6 +1,6 @@
 """Conclusion: whether a step counts, combined over the ranks in one message."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,7 +63,8 @@ class Conclusion:
         self._exchange, self._asked = exchange, asked
         self._differences, self._origins = differences, origins
         self._where, self._advice = where, advice
-        self._wait: Callable[[], Tensor] | None = None if flags is None else host.copy_from(flags)
+        # On a CPU, there is nothing to copy or to wait for.
+        self._wait = None if flags is None or flags.is_cpu else host.copy_from(flags)
 
     def __call__(self) -> bool:
         """Wait for the result. All ranks call this.
@@ -74,9 +75,10 @@ class Conclusion:
         Raises:
             WireError: on every rank, if a frame was not intact. It names the senders.
         """
-        if self._wait is None:
+        if self.flags is None:
             return True
-        damaged, nonfinite, *numbers = self._wait().tolist()  # the only wait of a step
+        flags = self.flags if self._wait is None else self._wait()  # the only wait of a step
+        damaged, nonfinite, *numbers = flags.tolist()
         for mine, maxima in self._asked:
             maxima[:], numbers = numbers[: len(mine)], numbers[len(mine) :]
         if damaged:
@@ -110,9 +112,10 @@ def own_flags(
     if device.type == "cpu":
         flags = [damaged is not None and bool(damaged), finite is not None and not bool(finite)]
         return torch.tensor([*flags, *numbers], dtype=torch.uint8)
-    none = torch.zeros((), dtype=torch.bool, device=device)
-    nonfinite = none if finite is None else finite.logical_not().to(device)
-    both = torch.stack([none if damaged is None else damaged, nonfinite]).view(torch.uint8)
+    if damaged is None:
+        damaged = torch.zeros((), dtype=torch.bool, device=device)
+    nonfinite = torch.zeros_like(damaged) if finite is None else finite.logical_not().to(device)
+    both = torch.stack([damaged, nonfinite]).view(torch.uint8)
     if not numbers:
         return both
     return torch.cat([both, host.copy_to(torch.tensor(numbers, dtype=torch.uint8), device)])

@@ -40,7 +40,7 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
 
     Return False if the indices do not ascend strictly within [0, n). Then `out` is undefined.
     """
-    chunks = pool.chunks(index.numel())
+    chunks = 1 if index.numel() <= pool.INLINE else pool.chunks(index.numel())
     ascending = np.empty(chunks, np.bool_)
     task = index.numpy(), n, low, out.numpy(), ascending
     if chunks == 1:

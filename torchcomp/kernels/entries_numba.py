@@ -50,7 +50,8 @@ def subtract(x: Tensor, index: Tensor, parts: Parts, weight: float) -> None:
     # Plain values have no scales. The kernel still takes an array for them but does not read it.
     values = (codes if scale else codes.to(x.dtype)).contiguous().numpy()
     scales = scale[0].contiguous().numpy() if scale else values
-    k, chunks = index.numel(), pool.chunks(index.numel())
+    k = index.numel()
+    chunks = 1 if k <= pool.INLINE else pool.chunks(k)
     task = x.detach().numpy(), index.numpy(), values, scales, weight
     if chunks == 1:
         _subtract(*task, 0, k)
@@ -84,7 +85,8 @@ def accumulate(
         scales = scale[0].contiguous() if scale else values
         table[row] = scales.data_ptr(), values.data_ptr(), code.data_ptr()
         kept.append((scales, values, code))  # the kernels read their memory
-    target, chunks = out.detach().numpy(), pool.chunks(count * k)
+    target = out.detach().numpy()
+    chunks = 1 if count * k <= pool.INLINE else pool.chunks(count * k)
     # Multiples of 2^low, so that the high part of an index decides its chunk.
     ends = np.arange(chunks + 1) * n // chunks >> low << low
     ends[chunks] = n

@@ -38,8 +38,7 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     like = torch.empty(0, device=vectors.device)
     if numba := backend.host_form("sparse", like):
         return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
-    if triton := backend.device_form("sparse", like):
-        return triton.SparseTriton(vectors, fmt)  # type: ignore[no-any-return]
+    # Here, SparseTriton is to replace this stand-in.
     if backend.device_form("select", like):
         # Imported here, because it imports Triton.
         from torchcomp.kernels.sparse_composed import SparseComposed

@@ -1,6 +1,6 @@
 """Kernels of sparse messages, composed of the kernels in Triton for selection, codes and entries.
 
-A stand-in for :mod:`.sparse_triton`.
+A stand-in until one class has all of them.
 """
 
 from collections.abc import Sequence

@@ -85,7 +85,8 @@ class SparseNumba(sparse.Sparse):
             code = known[i][-1] if known else torch.empty(self._nbytes[i], dtype=torch.uint8)
             if low is not None:
                 local = own - start if start else own
-                elias_fano.check(elias_fano_numba.encode(local, n, low, code), n)
+                if not elias_fano_numba.encode(local, n, low, code):
+                    elias_fano.check(False, n)
             message.append((*fields[i], code))
         return message
 

@@ -1,11 +1,12 @@
 """AllGatherRoute: every rank receives and decodes all messages."""
 
 from torch import Tensor
+from torch.autograd import profiler
 
 from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.keys import Key
-from torchcomp.profiling import span
+from torchcomp.profiling import OFF, span
 
 
 class AllGatherRoute:
@@ -21,11 +22,11 @@ class AllGatherRoute:
         self._ranks = range(exchange.world_size)
 
     def send(self, x: Tensor, key: Key) -> None:
-        with span("encode"):
+        with span("encode") if profiler._is_profiler_enabled else OFF:
             self._message, self._key = self._codec.encode(x, key), key
 
     def send_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
-        with span("encode"):
+        with span("encode") if profiler._is_profiler_enabled else OFF:
             self._message, self._key = self._codec.encode_sum(g, e, rest, key), key
 
     def sent(self, out: Tensor) -> None:
@@ -35,7 +36,7 @@ class AllGatherRoute:
         codec, exchange = self._codec, self._exchange
         rows = exchange.all_gather_rows(codec.frames.outgoing())
         exchange.check(codec.frames, rows, self._ranks)
-        with span("decode"):
+        with span("decode") if profiler._is_profiler_enabled else OFF:
             # Rank order on every rank: another order would round differently, and the replicas
             # would drift apart.
             codec.mean(codec.frames.unpack(rows), out, self._key, len(self._ranks))

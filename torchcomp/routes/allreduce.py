@@ -2,12 +2,13 @@
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from torchcomp.codec import Codec
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow, saturate
 from torchcomp.keys import Key
-from torchcomp.profiling import span
+from torchcomp.profiling import OFF, span
 
 
 class AllReduceRoute:
@@ -27,7 +28,7 @@ class AllReduceRoute:
         self._share = _share(self._dtype, self._ranks)
 
     def send(self, x: Tensor, key: Key) -> None:
-        with span("encode"):
+        with span("encode") if profiler._is_profiler_enabled else OFF:
             self._key = key
             # Saturate before the division, so that the sum over the ranks stays in range as well.
             x = saturate(x, self._dtype, self._share)
@@ -49,7 +50,7 @@ class AllReduceRoute:
         # One collective for the whole bucket, even if it is encoded parameter by parameter.
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total)
-        with span("decode"):
+        with span("decode") if profiler._is_profiler_enabled else OFF:
             summed = [total] if len(values) == 1 else torch.split(total, self._counts)
             self._codec.mean([[(value,) for value in summed]], out, self._key, 1)
 

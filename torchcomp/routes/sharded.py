@@ -20,6 +20,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from torchcomp import host
 from torchcomp.bucket import BucketShape, Shard
@@ -31,7 +32,7 @@ from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import joined
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
-from torchcomp.profiling import span
+from torchcomp.profiling import OFF, span
 from torchcomp.routes.threshold import Query, chosen, find_largest, order_bits
 
 _END = 2**63 - 1
@@ -220,7 +221,7 @@ class ShardedRoute:
     # --- Up ---
 
     def send(self, x: Tensor, key: Key) -> None:
-        with span("encode"):
+        with span("encode") if profiler._is_profiler_enabled else OFF:
             self._key = key
             if self._up.exact:
                 index = self._up.selector.select(x, self._selects) if self._selects else _none(x)
@@ -229,7 +230,7 @@ class ShardedRoute:
                 self._message = self._outgoing.encode(x, key)
 
     def send_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
-        with span("encode"):
+        with span("encode") if profiler._is_profiler_enabled else OFF:
             self._key = key
             if self._up.exact:
                 index = _none(g)  # of a bucket without elements
@@ -254,7 +255,7 @@ class ShardedRoute:
         else:
             received = exchange.all_gather_v(memory, sizes)
         exchange.check(codec.frames, received.view(1, -1), self._ranks)
-        with span("decode"):
+        with span("decode") if profiler._is_profiler_enabled else OFF:
             codec.mean(codec.frames.unpack(received), out, self._key, 1)
 
     def _send_selected(self, x: Tensor, index: Tensor) -> None:
@@ -307,7 +308,7 @@ class ShardedRoute:
         rows = 1 if self._up.exact else ranks
         received = received.view(rows, arriving.nbytes)
         exchange.check(arriving, received, self._ranks)
-        with span("decode"):
+        with span("decode") if profiler._is_profiler_enabled else OFF:
             # In rank order on every rank, as in AllGatherRoute.
             self._arriving.mean(arriving.unpack(received), self._total, self._key, ranks)
 
@@ -316,7 +317,7 @@ class ShardedRoute:
     def _encode_downlink(self) -> tuple[Codec, Tensor]:
         """Return the codec of all owners' downlink messages, and this owner's framed message."""
         mean, key = self._total, self._key
-        with span("encode downlink"):
+        with span("encode downlink") if profiler._is_profiler_enabled else OFF:
             if not self._feedback:
                 self._downlink.encode(narrow(mean, self._down.shape.dtype), key)
             elif self._down.exact:
