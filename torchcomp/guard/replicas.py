@@ -1,6 +1,6 @@
 """Replicas: find parameters that differ between ranks that should have the same."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -15,8 +15,8 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """What the bits of a value are read as, by its bytes. Longer values are several int32."""
 
 _ROW = 509
-"""Length of the rows whose values are added up in int32. Comparisons add up rows and columns in
-turns: two other signs cancel in a row, and remain in the columns."""
+"""Length of the rows whose values are added up in int32. Two other signs cancel in a row, and
+remain in the columns."""
 
 _DIGITS = 5
 """Number of digits of a digest that are sent, of 6 bits each."""
@@ -34,15 +34,14 @@ class Replicas:
     def __init__(self, tensors: Mapping[str, Tensor], shard: int = 0, shards: int = 1) -> None:
         self._tensors, self._shard, self._shards = dict(tensors), shard, shards
 
-    def digest(self, device: torch.device, dimension: int) -> Tensor:
+    def digest(self, device: torch.device) -> Tensor:
         """Return numbers (1-D, float32): added up over the ranks, they show whether digests differ.
 
         Args:
             device: of the result.
-            dimension: 0 to add up columns, 1 to add up rows.
         """
         # The upper bits: the lower bits of a product depend on few bits of its factors.
-        mixed = _mixed(self._sums(device, (dimension,)))
+        mixed = _mixed(self._sums(device))
         shifts = torch.arange(64 - 6 * _DIGITS, 64, 6, device=device)
         parts = (mixed >> shifts) % 64
         numbers = torch.zeros(self._shards, 1 + 2 * _DIGITS, device=device)
@@ -66,8 +65,11 @@ class Replicas:
 
         All ranks call this. It pickles, and waits: call it only if they differ.
         """
-        sums = self._sums(exchange.device, (0, 1)).tolist()
-        own = self._shard, exchange.global_ranks[exchange.rank], sums
+        own = (
+            self._shard,
+            exchange.global_ranks[exchange.rank],
+            self._sums(exchange.device).tolist(),
+        )
         found: dict[str, tuple[int, ...]] = {}
         for _, same_shard in groupby(sorted(exchange.gather_all(own)), itemgetter(0)):
             _, order, by_rank = zip(*same_shard, strict=True)
@@ -78,25 +80,19 @@ class Replicas:
                     found[name] = (*found.get(name, ()), *wrong)
         return found
 
-    def _sums(self, device: torch.device, dimensions: Sequence[int]) -> Tensor:
+    def _sums(self, device: torch.device) -> Tensor:
         """Return a checksum of each parameter, as integers."""
-        tensors = self._tensors.values()
-        return torch.stack([_checksum(each, dimensions).to(device) for each in tensors])
+        return torch.stack([_checksum(each).to(device) for each in self._tensors.values()])
 
 
-def _checksum(values: Tensor, dimensions: Sequence[int]) -> Tensor:
-    """Return a sum of the bits of a tensor, which a change of its values changes.
-
-    Args:
-        values: of any shape and strides.
-        dimensions: 0 to add up columns, 1 to add up rows.
-    """
+def _checksum(values: Tensor) -> Tensor:
+    """Return a sum of the bits of a tensor, which a change of its values changes."""
     # In logical order, because replicas can have other strides.
     bits = values.detach().flatten().view(_INTEGERS.get(values.element_size(), torch.int32))
     whole = bits.numel() // _ROW * _ROW
     table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
     # These wrap around, but adding up int32 in int64 would take ten times as long.
-    sums = [table.sum(dimension, dtype=torch.int32) for dimension in dimensions]
+    sums = [table.sum(dimension, dtype=torch.int32) for dimension in (0, 1)]
     return _mixed(torch.cat([*sums, rest]).long())
 
 
