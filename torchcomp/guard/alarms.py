@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from torchcomp.aggregators import Law
 from torchcomp.checkpoint import listed
 from torchcomp.guard.report import Compared, Report
 from torchcomp.guard.samples import MOST
@@ -71,14 +70,8 @@ def alarms(report: Report, members: Members) -> list[Alarm]:
 def _imbalance(report: Report, members: Members) -> Iterator[Alarm]:
     """Judge whether each step applies, or keeps in the residual, all of the gradient."""
     wrong: dict[str, tuple[float, float]] = {}
-    # The parameters of a law: one, or all of a bucket.
-    groups: dict[tuple[int, str], tuple[Law, list[str]]] = {}
-    for name, law in report.laws.items():
-        if law is not None:
-            key = id(law), name if law.per_parameter else ""
-            groups.setdefault(key, (law, []))[1].append(name)
-    residual_eps, mean_eps = (max(eps, _EPS) for eps in report.eps)
-    for law, names in groups.values():
+    for law, names, *eps in report.laws:
+        residual_eps, mean_eps = (max(each, _EPS) for each in eps)
         sums = Compared.total(report.parameters[name] for name in names)
         gradients, left = math.sqrt(sums.gradients), math.sqrt(sums.left)
         # Of the residual and what is added to it, and of the mean.
@@ -104,9 +97,8 @@ def _imbalance(report: Report, members: Members) -> Iterator[Alarm]:
 def _lost(report: Report, members: Members) -> Iterator[Alarm]:
     """Judge how much a method without a residual drops, or applies more than once."""
     # An unbiased method can be further off than all of the gradient, and right on average.
-    laws = {name: law for name, law in report.laws.items() if law is not None}
-    without = [name for name, law in laws.items() if not law.after and law.error < 1]
-    sums = Compared.total(report.parameters[name] for name in without)
+    laws = [each for each in report.laws if not each.law.after and each.law.error < 1]
+    sums = Compared.total(report.parameters[name] for each in laws for name in each.names)
     applied = sums.dot / sums.dense if sums.dense > _FLOOR**2 else 1.0
     if applied > 1 + _LOST:
         # A law as loose as that of a few bits allows it.
@@ -168,7 +160,10 @@ def _silent(report: Report, members: Members) -> Iterator[Alarm]:
     # A message is measured by what it has taken out of the residual, which is rounded.
     measured = {
         "gradient": (report.gradient_norms, _SILENT),
-        "message": (report.message_norms, max(_SILENT, 4 * report.eps[0])),
+        "message": (
+            report.message_norms,
+            max([_SILENT, *(4 * law.residual_eps for law in report.laws)]),
+        ),
     }
     for what, (norms, limit) in measured.items():
         usual = median(norms) or max(norms)

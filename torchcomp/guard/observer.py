@@ -4,7 +4,7 @@
    ranks, because the concluding message follows.
 2. `finished`: send the sums of a comparison. The message travels until the next step begins.
 3. `settle`: receive and judge them.
-4. `begin`: if replicas differ, find out which. That takes a message more.
+4. `begin`, after the step of a comparison: compare the replicas.
 """
 
 import logging
@@ -114,8 +114,6 @@ class GuardObserver:
         self._rows: list[tuple[BucketWatch, Tensor, Tensor, Tensor]] = []
         self._numbers: list[Tensor] = []
         self._sent: _Sent | None = None
-        # Alarms of a comparison after which it is not known yet which replicas differ.
-        self._unlocated: Sequence[Alarm] | None = None
         method = averager.aggregator.at(0)  # all stages have the same slots
         for shape in map(averager.shape_of, averager.buckets):
             if shape.numel:
@@ -126,22 +124,19 @@ class GuardObserver:
         if self._exchange is not self._averager.exchange:
             self.changed()
             self._exchange = self._averager.exchange
-            if self._unlocated is not None:
-                # Ranks that join do not know that replicas differed, and cannot help to find them.
-                self._publish(self._unlocated)
-        self._find_diverged_replicas()
         self._step = self._averager.step + 1
+        if self._averager.step % self._guard.every == 0 and self._replicas is not None:
+            self._find_diverged_replicas(self._replicas)
         number, left = divmod(self._step, self._guard.every)
         self._number = None if left else number
         if self._number is not None:
             self._width = self._affordable_width()
 
-    def _find_diverged_replicas(self) -> None:
+    def _find_diverged_replicas(self, replicas: Replicas) -> None:
         """Find out which parameters of the replicas differ, if any do. All ranks call this."""
-        if self._unlocated is not None and self._replicas is not None and self.report is not None:
-            differing = self._replicas.differing(self._exchange)
-            found = [replica_alarm(self.report.step, differing)] if differing else []
-            self._publish([*self._unlocated, *found])
+        differing = replicas.differing(self._exchange)
+        found = [replica_alarm(self._averager.step, differing)] if differing else []
+        self._publish([alarm for alarm in self.alarms if alarm.kind != "replicas"] + found)
 
     def _affordable_width(self) -> int:
         """Return the largest width of the sketches that fits into their share of the bytes."""
@@ -156,7 +151,7 @@ class GuardObserver:
         """Return what watches a bucket, on the device of `like`."""
         known = self._watches.get(shape)
         if known is None or known.method is not method:
-            known = BucketWatch(self._averager, method, shape, like.device, self._guard.age, known)
+            known = BucketWatch(self._averager, method, shape, like.device, self._guard.age)
             self._watches[shape] = known
         return known
 
@@ -184,8 +179,6 @@ class GuardObserver:
         by_rank = torch.zeros(4, exchange.world_size, device=device)
         by_rank[:, exchange.rank].copy_(torch.stack([sum(gradients), sum(messages), *counts]))
         self._numbers = [*(each.flatten() for each in rows), by_rank.flatten()]
-        if self._replicas is not None:
-            self._numbers.append(self._replicas.digest(device))
 
     def finished(self, counts: bool, unchanged: Collection[str]) -> None:
         if not counts:
@@ -217,13 +210,11 @@ class GuardObserver:
             self._judge(step, watches, list(torch.split(received, numels)))
 
     def _judge(self, step: int, watches: Sequence[BucketWatch], parts: list[Tensor]) -> None:
-        same = self._replicas is None or self._replicas.are_equal(parts.pop())
         by_rank = parts.pop().view(4, -1).double()
         each = zip(watches, parts, strict=True)
         parameters = dict(
             chain.from_iterable(watch.read(rows, self._width) for watch, rows in each)
         )
-        residual_eps, mean_eps = zip(*(watch.eps for watch in watches), strict=True)
         gradients, messages, changed, starved = map(tuple, by_rank.tolist())
         self.report = Report(
             step,
@@ -235,16 +226,14 @@ class GuardObserver:
             starved,
             1 / math.sqrt(2 * self._width),
             self._guard.age,
-            {name: watch.law for watch in watches for name in watch.names},
-            (max(residual_eps), max(mean_eps)),
+            [law for watch in watches for law in watch.laws],
         )
-        self._unlocated = alarms(self.report, self._exchange.members)
-        if same:
-            self._publish(self._unlocated)
+        replicas = [alarm for alarm in self.alarms if alarm.kind == "replicas"]
+        self._publish(alarms(self.report, self._exchange.members) + replicas)
 
     def _publish(self, found: Sequence[Alarm]) -> None:
         """Report those that say more than the alarms of the last comparison."""
-        known, self.alarms, self._unlocated = self.alarms, tuple(found), None
+        known, self.alarms = self.alarms, tuple(found)
         new = [alarm for alarm in found if not any(map(alarm.is_part_of, known))]
         with ExitStack() as all_of_them:  # also after one that raises
             for alarm in reversed(new):

@@ -1,7 +1,7 @@
 """Report: what a comparison of the applied mean with the dense mean has measured."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -78,6 +78,15 @@ def _ratio(numerator: float, denominator: float) -> float:
     return numerator / denominator if denominator else math.nan
 
 
+class HeldLaw(NamedTuple):
+    """A law of a method, and of what it should hold."""
+
+    law: Law
+    names: Sequence[str]  # of the parameters, taken together
+    residual_eps: float  # relative rounding error of the residual
+    mean_eps: float  # that of the mean
+
+
 @dataclass(frozen=True)
 class Report:
     """The result of one comparison. All ranks get the same.
@@ -94,8 +103,7 @@ class Report:
             larger where a few columns of a sketch have most of the norm, and for parameters of
             which only a window was compared.
         age: number of steps after which a value that waits in the residual is old.
-        laws: the law of each parameter's method, by parameter name.
-        eps: relative rounding errors of the dtypes of the residual and of the mean.
+        laws: what should hold.
     """
 
     step: int
@@ -107,5 +115,4 @@ class Report:
     starved: tuple[float, ...]
     precision: float
     age: int
-    laws: Mapping[str, Law | None] = field(repr=False)
-    eps: tuple[float, float]
+    laws: Sequence[HeldLaw] = field(repr=False)

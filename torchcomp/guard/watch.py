@@ -19,7 +19,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import BucketShape
 from torchcomp.errors import SpecError
 from torchcomp.guard import samples
-from torchcomp.guard.report import Compared
+from torchcomp.guard.report import Compared, HeldLaw
 from torchcomp.guard.samples import Both, Samples, filled
 from torchcomp.keys import tensor_id
 from torchcomp.state import Kind
@@ -42,17 +42,14 @@ class BucketWatch:
 
     Args:
         averager: averages it.
-        method: the method.
+        method: with this method.
         shape: of the bucket.
         device: of the bucket.
         age: number of steps after which a value that waits in the residual is old.
-        known: what has watched the bucket with another method: the same residual goes on.
 
     Attributes:
-        method, law: the method and its law.
-        names: of the parameters with any elements.
+        laws: the law of the method for each parameter, or for all of them; none without a law.
         samples: followed in every step; None without slots in the law.
-        eps: relative rounding errors of the residual and of the mean.
 
     Raises:
         SpecError: if a slot of the law has no value for each element of the bucket.
@@ -65,17 +62,20 @@ class BucketWatch:
         shape: BucketShape,
         device: torch.device,
         age: int,
-        known: "BucketWatch | None" = None,
     ) -> None:
         self._averager, self._exchange, self.method = averager, averager.exchange, method
-        self.law, self._age, self._wide = method.law(shape), age, shape.wide().dtype
+        self._law, self._age, self._wide = method.law(shape), age, shape.wide().dtype
         self._shard = shape.shard(self._exchange.world_size, self._exchange.rank).span
         self._read_law(shape)
-        self.names, self._whole = filled(shape)
+        self._names, self._whole = filled(shape)
         self._sizes = [min(size, MOST) for size in self._whole]
-        self._signs = signs_of(self.names, tuple(self._sizes), self._exchange.shard, device)
-        kept = self._slots["error"].dtype if "error" in self._slots else shape.dtype
-        self.eps = torch.finfo(kept).eps, torch.finfo(shape.dtype).eps
+        self._signs = signs_of(self._names, tuple(self._sizes), self._exchange.shard, device)
+        self.laws: list[HeldLaw] = []
+        if self._law is not None:
+            kept = self._slots["error"].dtype if "error" in self._slots else shape.dtype
+            eps = torch.finfo(kept).eps, torch.finfo(shape.dtype).eps
+            held = [(name,) for name in self._names] if self._law.per_parameter else [self._names]
+            self.laws = [HeldLaw(self._law, names, *eps) for names in held]
         # Share of each parameter's elements that a message has; of a selection among several
         # parameters, the share of all.
         chosen_from = self._whole if method.per_tensor else [shape.numel] * len(self._whole)
@@ -84,16 +84,14 @@ class BucketWatch:
         self._numel, windows, self._due = host.copy_to(numbers, device)
         self._factors = self._numel / windows  # how many times its window each parameter is
         self.samples: Samples | None = None
-        if known is not None and (known._terms, known._slots) == (self._terms, self._slots):
-            self.samples = known.samples
-        elif self.law is not None and self._slots:
-            self.samples = Samples(shape, self.law, self._slots, self._shard, device)
+        if self._law is not None and self._slots:
+            self.samples = Samples(shape, self._law, self._slots, self._shard, device)
         self._spans: list[tuple[int, int]] = []  # the windows, if this step is compared
         self._gradient = self._norm = self._signs  # of this rank: in the windows; whole, squared
 
     def _read_law(self, shape: BucketShape) -> None:
         """Find the slots of the law."""
-        law, ranks, rank = self.law, self._exchange.world_size, self._exchange.rank
+        law, ranks, rank = self._law, self._exchange.world_size, self._exchange.rank
         self._terms = [] if law is None else list(law.terms())
         names = dict.fromkeys(name for name, _, _ in self._terms)
         declared = self.method.slots(shape, ranks, rank)
@@ -122,7 +120,7 @@ class BucketWatch:
     def _windows(self, number: int) -> Iterator[tuple[int, int]]:
         """Iterate over the spans of the elements that a comparison looks at, by parameter."""
         starts = accumulate(self._whole, initial=0)
-        for name, size, start in zip(self.names, self._whole, starts, strict=False):
+        for name, size, start in zip(self._names, self._whole, starts, strict=False):
             # By name, so that the windows of equal layers are at different places.
             place = (number + tensor_id(name)) % -(-size // MOST)
             # The last window ends with the parameter.
@@ -169,8 +167,8 @@ class BucketWatch:
         residuals = largest = torch.zeros_like(self._numel)  # squared norms; magnitudes
         # What this rank has sent, and the mean with the parts of the slots that ranks own.
         message, server = means, means
-        if self.law is not None:
-            message, server = gradient * self.law.gradient, means.clone()
+        if self._law is not None:
+            message, server = gradient * self._law.gradient, means.clone()
         for name, when, factor in self._terms:
             sharded = self._slots[name].sharded
             values = self._cut(slots[name][when], self._shard.start if sharded else 0)
@@ -185,19 +183,19 @@ class BucketWatch:
                 largest = torch.stack(torch._foreach_max(magnitudes))
         parts = [torch.split(values, self._sizes) for values in (gradient, means)]
         norms = [
-            torch.stack([torch.dot(*both) for both in zip(*parts, strict=True)]),
+            torch.stack([torch.dot(*pair) for pair in zip(*parts, strict=True)]),
             self._norms(means),
             self._norms(gradient),
             residuals,
             torch.stack([each.count_nonzero() for each in parts[1]]).to(self._wide),
         ]
-        counts = torch.zeros(3, len(self.names), device=means.device)
+        counts = torch.zeros(3, len(self._names), device=means.device)
         if self.samples is not None:
             counts = self.samples.take(self._age)
         waiting, active, changed = counts
         starved = self._starved(waiting, active, largest).float()
-        values = (gradient, server - message)
-        sketches = [sketch(each, self._sizes, width, self._signs) for each in values]
+        both = gradient, server - message
+        sketches = [sketch(each, self._sizes, width, self._signs) for each in both]
         rows = [
             # Estimates of whole parameters.
             torch.cat(sketches, 1) * self._factors.sqrt()[:, None],
@@ -234,11 +232,11 @@ class BucketWatch:
 
     def read(self, rows: Tensor, width: int) -> Iterator[tuple[str, Compared]]:
         """Iterate over the sums over the ranks of what :meth:`after` has returned, by name."""
-        rows = rows.view(len(self.names), -1).double()
+        rows = rows.view(len(self._names), -1).double()
         squares = [part.square().sum(1) for part in torch.split(rows[:, : 2 * width], width, 1)]
         numbers = torch.cat([torch.stack(squares, 1), rows[:, 2 * width :]], 1)
-        for name, found in zip(self.names, map(Compared._make, numbers.tolist()), strict=True):
-            if self.law is not None and not self.law.after:
+        for name, found in zip(self._names, map(Compared._make, numbers.tolist()), strict=True):
+            if self._law is not None and not self._law.after:
                 # The law leaves the difference between the applied and the dense mean. Its sketch
                 # gives the norm of the dense mean more precisely than that of the mean.
                 found = found._replace(dense=max(0.0, found.left - found.applied + 2 * found.dot))
