@@ -91,8 +91,8 @@ class FiniteWatch:
         own = [
             name
             for names, norms in self._local
-            for name, finite in zip(names, torch.stack(list(norms)).isfinite().tolist(), strict=True)
-            if not finite
+            for name, norm in zip(names, norms, strict=True)
+            if not norm.isfinite()
         ]
         # A residual shows the same as the norms, for methods that need no norms.
         own += [name for name, part in traces if not part.isfinite().all()]

@@ -39,9 +39,9 @@ class Replicas:
         sums = torch.stack([_checksum(each).to(device) for each in self._tensors.values()])
         # Without the lower bits, which depend on few bits of the factors.
         digest = _mixed(sums) >> 2
-        combine = exchange.anywhere if self._shard is None else exchange.any_of
+        combine = exchange.all_reduce_max if self._shard is None else exchange.level_max
         highest, lowest = combine(torch.stack([digest, -digest])).unbind()
-        if not exchange.anywhere((highest != -lowest).to(torch.uint8).view(1)).any():
+        if not exchange.all_reduce_max((highest != -lowest).to(torch.uint8).view(1)).any():
             return {}
         own = self._shard, exchange.global_ranks[exchange.rank], sums.tolist()
         found: dict[str, tuple[int, ...]] = {}
