@@ -45,7 +45,7 @@ from torchcomp.kernels.table_triton import (
     column,
     segment_of,
 )
-from torchcomp.kernels.triton_jit import clamped, kernel, number, rounded
+from torchcomp.kernels.triton_jit import INFINITY, clamped, kernel, magnitude, number, rounded
 
 
 @kernel()
@@ -57,23 +57,62 @@ def bits_in(byte: tl.tensor) -> tl.tensor:
     return (byte + (byte >> 4)) & 15
 
 
-@kernel("rows", "entries", "programs", "messages", "stride")
+@kernel("words")
+def check_headers(
+    raw: tl.tensor,
+    differences: tl.tensor,
+    message: tl.tensor,
+    headers: tl.tensor,
+    words: tl.tensor,
+    HEADERS: tl.constexpr,
+) -> None:
+    """Write in which bits the headers of a message differ from what they should be.
+
+    Args:
+        raw: the message, which begins at a multiple of 4 bytes.
+        differences: words of 32 bits, (messages, words).
+        message: its number.
+        headers: for each word its byte in the message, and then for each word its value; int64.
+        words: number of words.
+        HEADERS: at least `words`.
+    """
+    i = tl.arange(0, HEADERS)
+    inside = i < words
+    at = tl.load(headers + i, mask=inside, other=0) >> 2
+    wanted = tl.load(headers + words + i, mask=inside, other=0).to(tl.int32)
+    found = tl.load(raw.to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+    out = differences.to(tl.pointer_type(tl.int32)) + message * words + i
+    tl.store(out, found ^ wanted, mask=inside)
+
+
+@kernel("rows", "entries", "programs", "messages", "stride", "words")
 def count_bits(
     received: tl.tensor,
     work: tl.tensor,
+    differences: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
     entries: tl.tensor,
     programs: tl.tensor,
     messages: tl.tensor,
     stride: tl.tensor,
+    headers: tl.tensor,
+    words: tl.tensor,
     BYTES: tl.constexpr,
+    HEADERS: tl.constexpr,
 ) -> None:
-    """Count the set bits of a block of BYTES bytes of a message's high part."""
+    """Count the set bits of a block of BYTES bytes of a message's high part.
+
+    Also check the message's headers, if HEADERS.
+    """
     block, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
     counts = work + messages.to(tl.int64) * entries
     if (block == 0) & (message == 0):
         tl.store(counts + messages.to(tl.int64) * programs, 0)
+    if HEADERS > 0:  # noqa: SIM102, as the compiler decides it
+        if block == 0:
+            raw = received + message * stride
+            check_headers(raw, differences, message, headers, words, HEADERS)
     row = segment_of(block, table, rows, BIT_PROGRAM)
     begin, size = tl.load(row + HIGH), (tl.load(row + END) - tl.load(row + HIGH)).to(tl.int32)
     at = (block - column(row, BIT_PROGRAM)) * BYTES + tl.arange(0, BYTES)
@@ -251,6 +290,7 @@ def add_up(
     out: tl.tensor,
     residual: tl.tensor,
     sums: tl.tensor,
+    finite: tl.tensor,
     factor: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
@@ -260,6 +300,7 @@ def add_up(
     stride: tl.tensor,
     MEAN: tl.constexpr,
     WIDE: tl.constexpr,
+    FINITE: tl.constexpr,
     VALUE: tl.constexpr,
     LEVELS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -277,6 +318,7 @@ def add_up(
         out: the vector. It is `sums` rounded to its dtype.
         residual: if WIDE, the error of this rounding is added to it.
         sums: the vector in which messages are added. Values and products are rounded to its dtype.
+        finite: becomes NaN if an element of a mean is not finite, if FINITE.
         factor: divisor of the sum if MEAN, otherwise factor on the values.
         table: the segments, which cover the vector.
         rows: number of segments.
@@ -286,6 +328,7 @@ def add_up(
         stride: bytes from one message to the next.
         MEAN: whether `sums` is set to zero first, and divided at the end.
         WIDE: whether `sums` is another tensor than `out`.
+        FINITE: whether to tell if the mean is finite.
         VALUE: dtype of the values of the messages, if LEVELS is 0.
         LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
         ALIGNED: whether fields begin at multiples of the size of their numbers.
@@ -356,7 +399,7 @@ def add_up(
             add(sums, target, added, factor, inside, MEAN)
         tl.debug_barrier()
     if MEAN:
-        finish(out, residual, sums, factor, begin, end, damaged, WIDE, PART)
+        finish(out, residual, sums, finite, factor, begin, end, damaged, WIDE, FINITE, PART)
     elif (begin == 0) & damaged:
         tl.store(out, float("nan"))
 
@@ -384,14 +427,17 @@ def finish(
     out: tl.tensor,
     residual: tl.tensor,
     sums: tl.tensor,
+    finite: tl.tensor,
     divisor: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
     damaged: tl.tensor,
     WIDE: tl.constexpr,
+    FINITE: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
     """Divide a tile of sums. Round it to the dtype of `out` if WIDE, and keep the error."""
+    largest = tl.zeros((PART,), tl.int32)
     for part in range(begin, end, PART):
         at = part + tl.arange(0, PART)
         inside = at < end
@@ -399,6 +445,16 @@ def finish(
         mean = tl.div_rn(total, tl.zeros_like(total) + divisor)
         mean = tl.where(damaged & (at == 0), float("nan"), mean)
         store_mean(out, residual, at, mean, inside, sums.dtype.element_ty, WIDE)
+        largest = tl.maximum(largest, tl.where(inside, magnitude(mean), 0))
+    if FINITE:
+        tell(finite, largest)
+
+
+@kernel()
+def tell(finite: tl.tensor, largest: tl.tensor) -> None:
+    """Make `finite` NaN if one of several magnitudes is that of an infinity or NaN."""
+    if tl.max(largest, 0) >= INFINITY:
+        tl.store(finite, float("nan"))
 
 
 @kernel()
