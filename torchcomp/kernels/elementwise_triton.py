@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.decoding_triton import check_headers, store_mean, tell
+from torchcomp.kernels.adding_triton import store_mean, tell
+from torchcomp.kernels.decoding_triton import check_headers
 from torchcomp.kernels.fields_triton import TYPES, Format, Headers, aligned, values_of, written
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale

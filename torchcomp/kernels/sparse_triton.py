@@ -3,8 +3,8 @@
 The number of launches does not grow with the number of segments or messages: 8 select, encode and
 subtract, and 3 decode and average the messages of all ranks. Shapes are static, the host never
 waits, and nothing is copied to the device after the preparation. Results equal those of plain torch
-bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton` and
-:mod:`.decoding_triton`.
+bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton`,
+:mod:`.decoding_triton` and :mod:`.adding_triton`.
 """
 
 from collections.abc import Sequence
@@ -17,6 +17,7 @@ import triton
 from torch import Tensor
 
 from torchcomp import host
+from torchcomp.kernels import adding_triton as adding
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels import selection_triton as selection
@@ -285,7 +286,7 @@ class SparseTriton:
 
     def _subtraction(self) -> Launch:
         made = self._launches["subtract"] = Launch(
-            decoding.subtract, (self._programs["fill"],), self._table, self._rows,
+            adding.subtract, (self._programs["fill"],), self._table, self._rows,
             BLOCK=128 * _ROWS, **self._values,
         )  # fmt: skip
         return made
@@ -381,7 +382,7 @@ class SparseTriton:
             ),
             Launch(decoding.decode, (bits, count), *place, BYTES=_BYTES, CHUNK=_DECODED),
             Launch(
-                decoding.add_up, (tiles,), *place, MEAN=mean, WIDE=wide, FINITE=finite,
+                adding.add_up, (tiles,), *place, MEAN=mean, WIDE=wide, FINITE=finite,
                 STEP=self._step, LANES=triton.next_power_of_2(max(count, 2)), TILE=_TILE,
                 CHUNK=chunk, PART=_PART,
                 warps=2 if chunk < 512 else 4, **self._values,
