@@ -158,7 +158,7 @@ LAUNCHES = {
 }
 
 
-PARTS = {"segments", "table", "fields", "selection", "coding", "decoding"}
+PARTS = {"segments", "table", "fields", "selection", "coding", "decoding", "adding"}
 """What others launch."""
 
 

@@ -3,8 +3,8 @@
 The number of launches does not grow with the number of segments or messages: 8 select, encode and
 subtract, and 3 decode and average the messages of all ranks. Shapes are static, the host never
 waits, and nothing is copied to the device after the preparation. Results equal those of plain torch
-bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton` and
-:mod:`.decoding_triton`.
+bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton`,
+:mod:`.decoding_triton` and :mod:`.adding_triton`.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,12 @@ import triton
 from torch import Tensor
 
 from torchcomp import host
+from torchcomp.kernels import adding_triton as adding
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels import selection_triton as selection
 from torchcomp.kernels.elias_fano import nbytes
-from torchcomp.kernels.fields_triton import TYPES, Format, aligned
+from torchcomp.kernels.fields_triton import TYPES, Format, Headers, aligned
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
@@ -84,6 +85,8 @@ class SparseTriton:
         device: device of the vector.
         offsets: for each segment, the byte of a message at which its fields begin. By default they
             follow each other from 0 on.
+        headers: words of 64 bits of the frames of a received message: for each its byte in the
+            message, a multiple of 4, and its value. A mean can check them.
         wait: whether the host waits until the table is on the device. If not, only the stream that
             is current now may use it.
     """
@@ -96,6 +99,7 @@ class SparseTriton:
         dtype: torch.dtype,
         device: torch.device,
         offsets: Sequence[int] | None = None,
+        headers: Sequence[tuple[int, int]] = (),
         wait: bool = True,
     ) -> None:
         self._format, self._numel, self._device = Format(fmt, dtype), numel, device
@@ -128,6 +132,7 @@ class SparseTriton:
         ]  # fmt: skip
         memory = torch.empty(sum(lengths), dtype=torch.int32, device=device)
         self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
+        self._headers = Headers(headers, device, wait)
         self._launches: dict[object, Any] = {}
 
     # --- Encoding ---------------------------------------------------------------------------------
@@ -281,7 +286,7 @@ class SparseTriton:
 
     def _subtraction(self) -> Launch:
         made = self._launches["subtract"] = Launch(
-            decoding.subtract, (self._programs["fill"],), self._table, self._rows,
+            adding.subtract, (self._programs["fill"],), self._table, self._rows,
             BLOCK=128 * _ROWS, **self._values,
         )  # fmt: skip
         return made
@@ -304,10 +309,16 @@ class SparseTriton:
             out: 1-D, contiguous, of one of DTYPES. Values and products are rounded to its dtype.
             weight: factor on the values.
         """
-        self._add_up(messages, out, out, out, weight, False)
+        self._add_up(messages, out, out, out, weight, False, None, None)
 
     def mean(
-        self, messages: Tensor, out: Tensor, divisor: float, residual: Tensor | None = None
+        self,
+        messages: Tensor,
+        out: Tensor,
+        divisor: float,
+        residual: Tensor | None = None,
+        finite: Tensor | None = None,
+        differences: Tensor | None = None,
     ) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`.
 
@@ -320,17 +331,20 @@ class SparseTriton:
             residual: 1-D, contiguous, of one of DTYPES. If the dtype that holds values of both is
                 wider than that of `out`, the mean is computed in it, and the error of rounding it
                 is added to `residual`.
+            finite: scalar float32 that becomes NaN if an element of the mean is not finite.
+            differences: int64, (messages, headers); receives the bits in which each word of the
+                headers is another one than expected.
         """
         wide = out.dtype if residual is None else torch.promote_types(out.dtype, residual.dtype)
         if residual is None or wide == out.dtype:
-            self._add_up(messages, out, out, out, divisor, True)
+            self._add_up(messages, out, out, out, divisor, True, finite, differences)
         else:
             sums = torch.empty(out.shape, dtype=wide, device=out.device)
-            self._add_up(messages, out, residual, sums, divisor, True)
+            self._add_up(messages, out, residual, sums, divisor, True, finite, differences)
 
     def _add_up(
         self, messages: Tensor, out: Tensor, residual: Tensor, sums: Tensor, factor: float,
-        mean: bool,
+        mean: bool, finite: Tensor | None, differences: Tensor | None,
     ) -> None:  # fmt: skip
         if not self._programs["tile"]:
             return
@@ -339,30 +353,38 @@ class SparseTriton:
         if (messages.data_ptr() | stride) & 3:
             messages = aligned(messages)
             stride = messages.stride(0)
-        kind = "add", count, stride, mean, sums is not out
+        checked = differences is not None and self._headers.words > 0
+        kind = "add", count, stride, mean, sums is not out, finite is not None, checked
         launches = self._launches.get(kind) or self._decoding(kind)
         bits, tiles = self._programs["bit"], self._programs["tile"]
         numel = count * (self._k + bits + 2 * tiles) + 1
         empty = torch.empty if bits else torch.zeros
         work = empty(numel, dtype=torch.int32, device=self._device)
         if bits:
-            launches[0](messages, work)
+            launches[0](messages, work, differences if checked else work)
             launches[1](messages, work)
-        launches[2](messages, work, out, residual, sums, float(factor))
+        launches[2](
+            messages, work, out, residual, sums, sums if finite is None else finite, float(factor)
+        )
 
     def _decoding(self, kind: tuple[Any, ...]) -> list[Launch]:
-        _, count, stride, mean, wide = kind
+        _, count, stride, mean, wide, finite, checked = kind
+        headers = self._headers
         bits, tiles = self._programs["bit"], self._programs["tile"]
         place = self._table, self._rows, self._k, bits, count, stride
         # Enough for the entries of most tiles.
         most = triton.next_power_of_2(ceil(2 * self._densest * _TILE))
         chunk = min(max(most, 32), 512)
         made = self._launches[kind] = [
-            Launch(decoding.count_bits, (bits, count), *place, BYTES=_BYTES),
+            Launch(
+                decoding.count_bits, (bits, count), *place, headers.table, headers.words,
+                BYTES=_BYTES, HEADERS=headers.lanes if checked else 0,
+            ),
             Launch(decoding.decode, (bits, count), *place, BYTES=_BYTES, CHUNK=_DECODED),
             Launch(
-                decoding.add_up, (tiles,), *place, MEAN=mean, WIDE=wide, STEP=self._step,
-                LANES=triton.next_power_of_2(max(count, 2)), TILE=_TILE, CHUNK=chunk, PART=_PART,
+                adding.add_up, (tiles,), *place, MEAN=mean, WIDE=wide, FINITE=finite,
+                STEP=self._step, LANES=triton.next_power_of_2(max(count, 2)), TILE=_TILE,
+                CHUNK=chunk, PART=_PART,
                 warps=2 if chunk < 512 else 4, **self._values,
             ),
         ]  # fmt: skip

@@ -7,6 +7,7 @@ from tests.kernels.interpreted.test_sparse import (
     CPU,
     FORMATS,
     check_frame,
+    check_what_a_mean_tells,
     combinations,
     framed,
     raw,
@@ -123,6 +124,21 @@ def test_means_and_sums(case, combination, gap):
     same(residual, memory if to == torch.float32 else memory + (wide - small))
 
 
+def test_headers_and_finite_values():
+    segments, numel = segments_of("several")
+    fields, _ = message(normal(numel), segments, "int4", torch.float32)
+    offsets, content = framed(fields, 4)
+    rows, out = content.repeat(3, 1), torch.empty(numel, dtype=torch.float16)
+    make = lambda headers: ElementwiseTriton(  # noqa: E731
+        segments, "int4", torch.float32, CPU, offsets, headers
+    )
+    check_what_a_mean_tells(make, rows, out)
+    rows[1, offsets[-1] : offsets[-1] + 4] = torch.tensor([torch.inf]).view(torch.uint8)
+    finite = torch.zeros(())
+    make(()).mean(rows, out, 3, None, finite)
+    assert finite.isnan()
+
+
 def test_rows_that_are_not_aligned():
     segments, numel = segments_of("one")
     fields, parts = message(normal(numel), segments, "int8", torch.float32)
@@ -161,7 +177,9 @@ def test_a_sum_of_casts(combination, ranks):
     same(rest, sums.clone().add_(wanted, alpha=-ranks))
 
     out = torch.empty(n, dtype=dtype)
-    kernels.decode(message, out)
+    finite = torch.zeros(())
+    kernels.decode(message, out, None, finite)
+    assert bool(finite.isnan()) != bool(wanted.isfinite().all())
     same(out, torch.empty_like(out).copy_(wanted))
     mean = wanted.to(torch.promote_types(dtype, torch.float32))
     residual, before = torch.ones(n), torch.ones(n)

@@ -297,6 +297,40 @@ def test_means_and_sums(case, combination, gap):
         same(out, expected)
 
 
+HEADERS = [(0, 0x1234567890ABCDEF), (8, -2)]
+
+
+def check_what_a_mean_tells(make, rows, out):
+    """Test the headers and the finite values that kernels find; rows have two words at 0 and 8."""
+    kernels = make(HEADERS)
+    rows[:, :16] = torch.tensor([value for _, value in HEADERS]).view(torch.uint8)
+    differences, finite = torch.full((len(rows), 2), 9), torch.zeros(())
+    kernels.mean(rows, out, len(rows), None, finite, differences)
+    assert not differences.any()
+    assert finite == 0
+    rows[1, 9] ^= 4
+    rows[2, 7] ^= 0x80
+    kernels.mean(rows, out, len(rows), torch.zeros(out.shape), finite, differences)
+    assert differences.tolist() == [[0, 0], [0, 4 << 8], [-(2**63), 0]]
+    assert finite == 0
+
+
+@pytest.mark.parametrize("case", ["one", "uneven"])
+def test_headers_and_finite_values(case):
+    segments = segments_of(case)
+    numel = segments[-1].span.stop + 9
+    _, rows, *_ = received(segments, "int8", torch.float32, 3, 4)
+    offsets, _ = offsets_of(segments, "int8", torch.float32, 4)
+    out, place = torch.empty(numel, dtype=torch.bfloat16), (segments, numel, "int8", torch.float32)
+    make = lambda headers: SparseTriton(*place, CPU, offsets, headers)  # noqa: E731
+    check_what_a_mean_tells(make, rows, out)
+    for value in (torch.nan, torch.inf):
+        rows[1, offsets[-1] : offsets[-1] + 4] = torch.tensor([value]).view(torch.uint8)
+        finite = torch.zeros(())
+        make(()).mean(rows, out, 3, None, finite)
+        assert finite.isnan()
+
+
 def test_one_row_of_frames():
     segments = segments_of("shards")
     kernels, rows, index, values = received(segments, "int8", torch.bfloat16, 1, 4)
