@@ -54,10 +54,9 @@ EXCEPTIONS = {
     "exchange/conclusion.py Conclusion._error": "the step has failed",
     "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
-    "guard/watch.py Watch.finish.read": "numbers that the host has",
-    "guard/watch.py _sums": "numbers that the host has",
-    "guard/replicas.py Replicas.are_equal": "numbers that the host has",
-    "guard/replicas.py Replicas.differing": "once, when replicas differ",
+    "guard/observer.py GuardObserver._judge": "numbers that the host has",
+    "guard/watch.py BucketWatch.read": "numbers that the host has",
+    "guard/replicas.py Replicas.differing": "when the step after a comparison begins",
     "guard/alarms.py replica_alarm": "a number of the host",
     # Auto: twice in a trial, and once in 50 steps after it.
     "ddp/choosing.py Choosing._agree": "the ranks agree on times",

@@ -145,7 +145,7 @@ class GuardObserver:
         # Numbers per parameter, of 4 bytes. An all-reduce sends nearly twice its size.
         affordable = _SHARE * sent * self._guard.every / (len(averager.parameters) * 4 * 2)
         least, most = _WIDTHS
-        return max(least, min(most, int(affordable - SCALARS) // 2))
+        return max(least, min(most, math.floor((affordable - SCALARS) / 2)))
 
     def _watch_of(self, shape: BucketShape, method: Aggregator, like: Tensor) -> BucketWatch:
         """Return what watches a bucket, on the device of `like`."""

@@ -157,10 +157,10 @@ class Samples:
 
     def undo(self, names: Collection[str]) -> None:
         """The last step is undone for these parameters: their state stays as it was before it."""
-        chosen = torch.tensor([name in names for name in self._names])
-        if chosen.any():
+        chosen = [name in names for name in self._names]
+        if any(chosen):
             self._evaluate()
-            undone = host.copy_to(chosen, self._device)
+            undone = host.copy_to(torch.tensor(chosen), self._device)
             self._ages = torch.where(undone[self._owner], self._ages_before, self._ages)
             for name, found in self._found.items():
                 is_undone = undone[self._slots[name][1]]
