@@ -57,7 +57,7 @@ LAYERS = [
 ]
 # What hangs on the core. A few functions import it when it is asked for, and nothing else does.
 ANNEX = {"guard"}
-DOORS = {"ddp/register.py", "fsdp/register.py", "ddp/arguments.py", "register.py"}
+DOORS = {"ddp/arguments.py", "ddp/register.py", "fsdp/register.py", "register.py"}
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
 # Functions that send data or wait for other ranks. Process groups can be created in any file.

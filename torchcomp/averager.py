@@ -133,7 +133,7 @@ class Averager:
         self.abandoned = False
         self._lock = threading.RLock()  # held while the state changes
         self.state = State(self._lock)
-        self._settlement = Settlement(self._undo, self._lock)
+        self._settlement = Settlement(self._lock)
         self.step = 0
         self.unused: tuple[str, ...] = ()
         self.void: Tensor | None = None
@@ -484,13 +484,17 @@ class Averager:
         The step counter and the state then are those before the step. If it counts, and it was the
         last one of a flush, the method that the user chose runs from here on.
         """
-        if self._settlement.status is Status.OPEN:
-            self._settlement.ask()
-        if self.observer is not None:
-            self.observer.settle()  # without the lock, which never waits for other ranks
-        if self._flushed:
+        self._decide()
+        # A step that was kept can still be taken back with those that follow it.
+        if self._flushed and not self.steps_kept:
             with self._lock:
                 self._end_flush()
+
+    def _decide(self) -> None:
+        if self._settlement.status is Status.OPEN:
+            self._settlement.ask(self._undo)
+        if self.observer is not None:
+            self.observer.settle()  # without the lock, which never waits for other ranks
 
     def take_back(self) -> None:
         """Undo the last step, because its gradients were cleared before an optimizer stepped.
@@ -498,7 +502,7 @@ class Averager:
         Steps before it that :meth:`keep_before` has joined to it are undone as well. All ranks must
         make the same call; if they do not, the next :meth:`finish` raises on all of them.
         """
-        self.settle()
+        self._decide()  # and no more: it may be the last step of a flush
         with self._lock:
             self._taken_back = True
             if self._settlement.status is Status.COUNTED:
@@ -511,7 +515,7 @@ class Averager:
 
         For gradients that no optimizer has used, and that the next step adds to.
         """
-        self.settle()
+        self._decide()
         with self._lock:
             if self._settlement.status is Status.COUNTED:
                 self.state.keep_before()

@@ -181,7 +181,7 @@ def _is_dense(value: Any) -> bool:
     return value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
-def listed(names: list[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Return the first three names, and the number of the others, as text."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(f"'{name}'" for name in names[:3]) + more

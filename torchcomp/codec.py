@@ -48,6 +48,7 @@ class Codec:
         self.vectors = Vectors(vectors, device, dtype)
         counts = [len(vectors)] if counts is None else counts
         self.frames = Frames([v.layout for v in vectors], device, checksum, counts)
+        self.vectors.frames = self.frames
         self._placed = False
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
@@ -102,6 +103,21 @@ class Codec:
             vectors.compressor.mean(messages, out, vectors, key, divisor)
         else:
             out.zero_()
+
+    def mean_of(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
+        """Do as :meth:`mean`, for messages in the frames in which they were received.
+
+        Args:
+            received: (count, nbytes) uint8, the frames of each message.
+            out: 1-D.
+            key: key of the encodings.
+            divisor: at least 1.
+        """
+        vectors = self.vectors
+        if vectors and getattr(vectors.kernels, "reads_frames", False):
+            vectors.kernels.mean_of(received, out, divisor)
+        else:
+            self.mean(self.frames.unpack(received), out, key, divisor)
 
     def pack(self, message: Encoded) -> Encoded:
         """Write a message to the frames."""

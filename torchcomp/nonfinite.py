@@ -1,7 +1,7 @@
 """NaN and infinities: detected in a step, and raised on every rank together."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -44,16 +44,15 @@ class FiniteWatch:
         self._exchange = exchange
         self._where = where
         # The norms of this rank's values, by bucket. Only `error` reads them.
-        self._local: list[tuple[tuple[str, ...], Tensor]] = []
-        # A scalar for each mean, finite if the mean is. All stay on the device until the end of the
-        # step, so that the host waits once.
+        self._local: list[tuple[tuple[str, ...], Sequence[Tensor]]] = []
+        # For each mean, a scalar that is finite if it is; or on an accelerator, the mean.
         self._means: list[Tensor] = []
 
     def before(self, bucket: Bucket) -> None:
         """Record the norms of this rank's values, so that an error can name the parameters."""
         # One fused call for all parameters. A norm is non-finite if any element is.
         norms = torch._foreach_norm(list(bucket.parts().values()))
-        self._local.append((bucket.names, torch.stack(norms)))
+        self._local.append((bucket.names, norms))
 
     def after(self, mean: Tensor) -> None:
         """Look at the mean of a bucket, 1-D: whether it is finite."""
@@ -62,15 +61,21 @@ class FiniteWatch:
         if self._exchange.must_conclude:
             rank, ranks, numel = self._exchange.rank, self._exchange.world_size, mean.numel()
             mean = mean[rank * numel // ranks : (rank + 1) * numel // ranks]
-        # Now: several buckets can share the memory of `mean`.
-        self._means.append(finite_if_all(mean))
+        # On a CPU now, while the mean is in the cache, and as groups can share its memory. On an
+        # accelerator, all means at the end of the step: one launch for all of them.
+        self._means.append(finite_if_all(mean) if mean.is_cpu else mean)
 
     def finite(self) -> Tensor | None:
         """Return whether the means that this rank watched are finite, or None if it watched none.
 
         A scalar bool on their device.
         """
-        return torch.stack(self._means).isfinite().all() if self._means else None
+        means = self._means
+        if not means:
+            return None
+        if means[0].is_cpu:
+            return torch.stack(means).isfinite().all()
+        return all_finite(means, means[0].device)
 
     def error(
         self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()
@@ -86,8 +91,8 @@ class FiniteWatch:
         own = [
             name
             for names, norms in self._local
-            for name, finite in zip(names, norms.isfinite().tolist(), strict=True)
-            if not finite
+            for name, norm in zip(names, norms, strict=True)
+            if not norm.isfinite()
         ]
         # A residual shows the same as the norms, for methods that need no norms.
         own += [name for name, part in traces if not part.isfinite().all()]

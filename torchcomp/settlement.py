@@ -24,15 +24,14 @@ class Settlement:
     such as a check whose result is on its way, or the vote of a manager. :meth:`ask` decides.
 
     Args:
-        take_back: undoes the last step. Called with `lock` held.
         lock: held while the state changes.
 
     Attributes:
         status: what is known of the last step.
     """
 
-    def __init__(self, take_back: Callable[[], None], lock: "threading.RLock") -> None:
-        self._take_back, self._lock = take_back, lock
+    def __init__(self, lock: "threading.RLock") -> None:
+        self._lock = lock
         # Held while reasons are asked, which can wait for ranks. A thread whose backward pass was
         # abandoned can still be in there.
         self._asking = threading.RLock()
@@ -51,8 +50,11 @@ class Settlement:
         """The step in flight ends without a result, or the last step was undone."""
         self.status, self._reasons = Status.TAKEN_BACK, ()
 
-    def ask(self) -> None:
+    def ask(self, take_back: Callable[[], None]) -> None:
         """Decide. If the step does not count, it is taken back.
+
+        Args:
+            take_back: undoes the last step. Called with the lock held.
 
         Raises:
             Exception: what a reason raises. The step is then taken back as well.
@@ -70,4 +72,4 @@ class Settlement:
                         self._reasons = ()
                         self.status = Status.COUNTED
                         if not counts:
-                            self._take_back()
+                            take_back()

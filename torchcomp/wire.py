@@ -162,6 +162,14 @@ class Frames:
         # Equally long frames are the rows of a matrix.
         self._even = self._spans[0][1] if len(set(self.sizes) - {0}) == 1 else 0
 
+    @cached_property
+    def offsets(self) -> list[int]:
+        """For each vector, the byte at which its fields begin; 0 if it has none."""
+        return [
+            min((begin for begin, end, *_ in places if end > begin), default=0)
+            for places in self._places
+        ]
+
     # --- Sending ---
 
     def outgoing(self) -> Tensor:
@@ -201,6 +209,14 @@ class Frames:
         if self.checksum:
             self.seal(self._outgoing)
         return self._outgoing
+
+    @property
+    def placed(self) -> Sequence[Parts]:
+        """What a compressor returns that has written the fields in :meth:`outgoing` itself.
+
+        :meth:`pack` recognises these very tensors. They are bytes where a field is not aligned.
+        """
+        return self._fields
 
     def seal(self, memory: Tensor) -> None:
         """Write the checksums of frames, 1-D uint8, into their headers."""

@@ -372,6 +372,60 @@ def test_a_state_that_is_saved_after_it_is_that_before_it() -> None:
         assert same(one, other)
 
 
+def flushed(quiet: bool, passes: int) -> Any:
+    """Throw away the passes that would have sent what a swap has left."""
+    model = wrap(mlp())
+    handle, optimizer = torchcomp.register(model, TOPK), sgd(model)
+    for step in range(3):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    handle.swap("mean")
+    optimizer.zero_grad()
+    for number in range(passes):
+        with model.no_sync() if quiet else contextlib.nullcontext():
+            backward(model, 10 + number)
+    optimizer.zero_grad()
+    backward(model, 20)
+    optimizer.step()
+    backward(model, 21)
+    state = handle.state_dict()
+    return weights(model), state["slots"], state["step"], state["flushing"]
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_residual_that_a_swap_has_left_is_sent_in_a_step_that_counts(passes: int) -> None:
+    ours, quiet = (on_threads(2, flushed, quiet, passes) for quiet in (False, True))
+    for one, other in zip(ours, quiet, strict=True):
+        assert same(one, other)
+
+
+def at_other_learning_rates(quiet: bool) -> Any:
+    """Accumulate at learning rates that the residual follows, and throw it all away."""
+    model = wrap(mlp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5**6)
+    handle = torchcomp.register(model, TOPK, lr_inside=optimizer)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, 10 * step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for number in range(3):
+            # Powers of 2, so that their ratios are exact.
+            optimizer.param_groups[0]["lr"] = 0.5 ** (6 + number + step % 2)
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                backward(model, 10 * step + 1 + number)
+    optimizer.zero_grad()
+    backward(model, 100)
+    return weights(model), handle.state_dict()["slots"]
+
+
+def test_what_is_kept_follows_the_learning_rates() -> None:
+    ours, quiet = (on_threads(2, at_other_learning_rates, quiet) for quiet in (False, True))
+    for one, other in zip(ours, quiet, strict=True):
+        assert same(one, other)
+
+
 class Weight(nn.Module):
     def __init__(self) -> None:
         super().__init__()

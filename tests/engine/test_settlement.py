@@ -12,7 +12,7 @@ class Step:
 
     def __init__(self):
         self.taken_back = 0
-        self.settlement = Settlement(self.undo, threading.RLock())
+        self.settlement = Settlement(threading.RLock())
 
     def undo(self):
         self.taken_back += 1
@@ -27,7 +27,7 @@ def step():
 
 
 def test_a_step_in_flight_is_not_decided(step):
-    step.settlement.ask()
+    step.settlement.ask(step.undo)
     assert step.settlement.status is Status.IN_FLIGHT
     assert step.taken_back == 0
 
@@ -45,11 +45,11 @@ def test_it_counts_if_all_reasons_agree(step, answers):
     )
     assert step.settlement.status is Status.OPEN
     assert asked == []
-    step.settlement.ask()
+    step.settlement.ask(step.undo)
     counts = all(answers)
     assert step.settlement.status is (Status.COUNTED if counts else Status.TAKEN_BACK)
     assert step.taken_back == (not counts)
-    step.settlement.ask()  # decided once
+    step.settlement.ask(step.undo)  # decided once
     assert step.taken_back == (not counts)
 
 
@@ -59,7 +59,7 @@ def test_what_a_reason_raises_takes_the_step_back(step):
 
     step.settlement.end(reason)
     with pytest.raises(ValueError, match="wrong"):
-        step.settlement.ask()
+        step.settlement.ask(step.undo)
     assert step.settlement.status is Status.TAKEN_BACK
     assert step.taken_back == 1
 
@@ -70,7 +70,7 @@ def test_a_step_that_was_discarded_while_a_reason_was_asked_is_left_alone(step):
         return False
 
     step.settlement.end(reason)
-    step.settlement.ask()
+    step.settlement.ask(step.undo)
     assert step.taken_back == 0
 
 
@@ -83,7 +83,7 @@ def test_two_threads_decide_once(step):
         return False
 
     step.settlement.end(reason)
-    threads = [threading.Thread(target=step.settlement.ask) for _ in range(2)]
+    threads = [threading.Thread(target=step.settlement.ask, args=(step.undo,)) for _ in range(2)]
     threads[0].start()
     assert asking.wait(60)
     threads[1].start()

@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.engine import small
+from tests.support.ranks import on_threads
 from tests.support.vectors import normal
+from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.guard.replicas import Replicas
 
 CHANGES = {
@@ -23,12 +26,6 @@ CHANGES = {
 }
 
 
-def are_equal(replicas, exchange, dimension):
-    """Whether the replicas of all ranks have the same digest."""
-    numbers = replicas.digest(exchange.device, dimension)
-    return replicas.are_equal(exchange.sum_control(numbers)())
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
@@ -37,14 +34,12 @@ def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
 
     def body(exchange):
         own = {name: each.clone() for name, each in values.items()}
-        same = are_equal(Replicas(own), exchange, 1)
+        same = Replicas(own).differing(exchange)
         if exchange.rank == 1:
             own["weight"] = CHANGES[change](own["weight"])
-        replicas = Replicas(own)
-        found = [are_equal(replicas, exchange, dimension) for dimension in (0, 1)]
-        return same, all(found), replicas.differing(exchange)
+        return same, Replicas(own).differing(exchange)
 
-    assert small.on_ranks(3, body) == [(True, False, {"weight": (1,)})] * 3
+    assert small.on_ranks(3, body) == [({}, {"weight": (1,)})] * 3
 
 
 @pytest.mark.parametrize("numel", [1, 2, 4, 10, 64, 508])
@@ -53,9 +48,9 @@ def test_a_changed_small_parameter_is_found(change, numel):
     def body(exchange):
         values = normal(numel)
         changed = CHANGES[change](values) if exchange.rank == 1 else values
-        return are_equal(Replicas({"bias": changed}), exchange, 1)
+        return list(Replicas({"bias": changed}).differing(exchange))
 
-    assert small.on_ranks(2, body) == [False, False]
+    assert small.on_ranks(2, body) == [["bias"]] * 2
 
 
 def test_strides_do_not_count():
@@ -64,26 +59,28 @@ def test_strides_do_not_count():
     def body(exchange):
         layout = torch.channels_last if exchange.rank else torch.contiguous_format
         own = values.clone(memory_format=layout)
-        return are_equal(Replicas({"weight": own}), exchange, 1)
+        return Replicas({"weight": own}).differing(exchange)
 
-    assert small.on_ranks(2, body) == [True, True]
+    assert small.on_ranks(2, body) == [{}] * 2
+
+
+def sharded():
+    """Two replicas of two shards, on four ranks."""
+    rank, device = dist.get_rank(), torch.device("cpu")
+    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
+    inside = ProcessGroupExchange(groups[rank // 2], device)
+    between = ProcessGroupExchange(groups[2 + rank % 2], device)
+    Exchange.split(inside, between)
+    values = normal(64) + rank % 2
+    same = Replicas({"weight": values}, rank % 2).differing(between)
+    different = Replicas({"weight": values}).differing(between)
+    values = values + (rank == 3)
+    return same, list(different), Replicas({"weight": values}, rank % 2).differing(between)
 
 
 def test_ranks_are_compared_with_those_of_the_same_shard():
-    def body(exchange):
-        shard = exchange.rank // 2
-        values = normal(64) + shard
-        same = are_equal(Replicas({"weight": values}, shard, 2), exchange, 0)
-        values = values + (exchange.rank == 3)
-        return same, are_equal(Replicas({"weight": values}, shard, 2), exchange, 0)
-
-    assert small.on_ranks(4, body) == [(True, False)] * 4
-
-
-def test_many_equal_ranks_raise_no_false_alarm():
-    replicas = Replicas({"weight": normal(1000)})
-    numbers = replicas.digest(torch.device("cpu"), 0)
-    total = 4_200 * numbers
-    assert replicas.are_equal(total)
-    other = Replicas({"weight": normal(1000) + 1}).digest(torch.device("cpu"), 0)
-    assert not replicas.are_equal(total - numbers + other)
+    # Of two ranks, none is right.
+    for same, different, found in on_threads(4, sharded):
+        assert not same
+        assert different == ["weight"]
+        assert found["weight"] in ((1,), (3,))

@@ -105,17 +105,66 @@ def launch_quantize(form, dtype, n):
             form.decode(scale, codes, [(0, n, n)])
 
 
+def launch_checksum(form, dtype, n):
+    frames = empty(8 * 1016, dtype=torch.uint8)
+    form.seal(frames, [1000] * 8)
+    form.inspect(frames, [1000] * 8)
+
+
+def launch_sparse(form, dtype, n):
+    shards = [Segment(n // 8 * rank, n // 8, K // 8) for rank in range(8)]
+    g, e, rest, noise = empty(n, dtype=dtype), empty(n), empty(n), empty(n)
+    frame, rows = empty(8 * n, dtype=torch.uint8), empty(64, 8 * n, dtype=torch.uint8)
+    # Plain values, and quantized ones at addresses that are not aligned.
+    cases = [(None, [Segment(0, n, K)], [16], None), ("int4", shards, range(17, 25), noise)]
+    for fmt, segments, offsets, drawn in cases:
+        kernels = form.SparseTriton(segments, n, fmt, dtype, empty(0).device, offsets)
+        index = kernels.encode_sum(g, e, rest, frame, drawn)
+        kernels.encode(g, index, frame)
+        kernels.select(g)
+        kernels.subtract(frame, index, e)
+        kernels.accumulate(rows[:8], g)
+        kernels.mean(rows, g, 64)
+        kernels.mean(rows[:1], g, 1, rest)
+
+
+def launch_elementwise(form, dtype, n):
+    g, e, rest, noise = empty(n, dtype=dtype), empty(n), empty(n), empty(n)
+    frame, rows = empty(8 * n, dtype=torch.uint8), empty(8, 8 * n, dtype=torch.uint8)
+    for fmt, offset in ((None, 16), ("bf16", 17), ("int8", 16), ("int4", 17)):
+        segments = [Segment(0, n, n)]
+        kernels = form.ElementwiseTriton(segments, fmt, dtype, empty(0).device, [offset])
+        kernels.encode_sum(g, e, rest, frame, noise if fmt == "int8" else None)
+        kernels.accumulate(rows, g)
+        kernels.mean(rows, g, 8, rest)
+    for sent in (torch.bfloat16, torch.float16):
+        cast, message = form.CastSum(dtype, sent, 8), empty(n, dtype=sent)
+        cast.add(g, e, rest, message)
+        cast.decode(message, g, rest)
+
+
+SPARSE = {
+    *("sample", "collect", "count_digits", "tally", "write", "clear", "code", "fill"),
+    *("count_bits", "decode", "add_up", "subtract"),
+}
 LAUNCHES = {
-    "select": (launch_select, {"_sample", "_collect", "_count", "_tally", "_place", "_write"}),
+    "sparse": (launch_sparse, SPARSE),
+    "elementwise": (launch_elementwise, {"_encode", "_add_up", "_cast_sum", "_decode_cast"}),
+    "select": (launch_select, {"sample", "collect", "count_digits", "tally", "write"}),
     "elias_fano": (launch_elias_fano, {"_encode", "_count", "_decode"}),
     "entries": (launch_entries, {"_subtract", "_find", "_add_up"}),
     "quantize": (launch_quantize, {"_encode", "_decode"}),
+    "checksum": (launch_checksum, {"_add_up"}),
 }
+
+
+PARTS = {"segments", "table", "fields", "selection", "coding", "decoding", "adding"}
+"""What others launch."""
 
 
 def test_every_form_is_compiled_below():
     stems = {path.name.removesuffix("_triton.py") for path in FORMS}
-    assert stems == {*LAUNCHES, "segments"}
+    assert stems == {*LAUNCHES, *PARTS}
 
 
 @pytest.fixture
@@ -170,6 +219,8 @@ CASES = [
 ]
 
 
+BARRIERS = {("entries", "_add_up"), ("sparse", "add_up"), ("sparse", "decode")}
+
 # The oldest GPU, with vectors that are not aligned.
 USUAL = (80, torch.float32, N - 1)
 
@@ -189,14 +240,17 @@ def test_kernels_compile_without_spills(case, compiled, tmp_path):
         assert "fma.rn" not in kernel.asm["ptx"]
         assert not kernel.metadata.enable_fp_fusion
         # The interpreter runs one thread. On a GPU, a message is added before the next one begins.
-        if (stem, kernel.metadata.name) == ("entries", "_add_up"):
+        if (stem, kernel.metadata.name) in BARRIERS:
             assert "bar.sync" in kernel.asm["ptx"]
 
 
 # --- Masks ----------------------------------------------------------------------------------------
 
 # Blocks that are never partial: the bins of a histogram.
-WHOLE = {("select_triton.py", "tl.load(counts + ((DONE - 1) * rows + segment) * BINS + digits)")}
+WHOLE = {
+    ("selection_triton.py", "tl.load(counts + ((DONE - 1) * rows + segment) * BINS + digits)"),
+    ("selection_triton.py", "tl.store(counts + (done * rows + segment) * BINS + bins, zeros)"),
+}
 
 
 def unmasked(name, tree):

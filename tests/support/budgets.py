@@ -36,3 +36,16 @@ BUDGETS = {
     'dgc(topk({ratio}), exchange="allgather")': Budget(0, 1, 80, 3),
 }
 """By method; `ratio` is the share of the entries that are kept."""
+
+LAUNCHES = {
+    "mean": 1,
+    'ef(cast("bf16"))': 5,
+    'ef(topk(0.01), exchange="allgather")': 12,
+    'ef(topk(0.01, values="int8"), exchange="allgather")': 12,
+    'ef(topk(0.01, values="int4"), exchange="allgather")': 12,
+    "bidirectional(topk(0.01), topk(0.01))": 24,
+    'bidirectional(quantize("int8"), quantize("int8"))': 24,
+    'bidirectional(quantize("int4"), quantize("int4"))': 24,
+    "powersgd(rank=1)": 20,
+}
+"""Launches of one bucket with Triton's kernels, among 8 and 64 ranks, without a wait."""

@@ -320,10 +320,12 @@ def on_device(values: Tensor) -> Tensor:
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Count]:
+def counted(triton: bool = False) -> Iterator[Count]:
     """Simulate a CUDA device in this thread, and count what happens on it.
 
-    The kernels are those of plain torch: Triton's would need a GPU.
+    Args:
+        triton: whether Triton's kernels run, in Triton's interpreter: see
+            tests/kernels/interpreted. Otherwise the kernels are those of plain torch.
     """
     count = Count()
     with contextlib.ExitStack() as stack:
@@ -335,9 +337,29 @@ def counted() -> Iterator[Count]:
         enter(mock.patch.object(torch.cuda, "synchronize", waitable.synchronize))
         for name in ("current_stream", "Stream", "Event"):
             enter(mock.patch.object(torch.cuda, name, return_value=waitable))
-        enter(backend.plain_torch("cuda"))
+        enter(_interpreted(count) if triton else backend.plain_torch("cuda"))
         enter(_Device(count))
         yield count
+
+
+@contextlib.contextmanager
+def _interpreted(count: Count) -> Iterator[None]:
+    """Count and interpret launches of Triton's kernels on DeviceTensors."""
+    from triton.runtime import interpreter
+
+    run = interpreter.GridExecutor.__call__
+
+    def launch(self: Any, *args: Any, **options: Any) -> None:
+        count.launch(self.fn.__name__)
+        with _disable_current_modes():
+            run(self, *map(_host, args), **options)
+
+    backend.fast_form.cache_clear()
+    with (
+        mock.patch.object(interpreter.GridExecutor, "__call__", launch),
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
+    ):
+        yield
 
 
 @contextlib.contextmanager

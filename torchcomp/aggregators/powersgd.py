@@ -91,8 +91,8 @@ class PowerSGD(Residual):
         sent = list(x)
         for i, matrix, rows in zip(work.compressed, m, work.bases(work.near_1(q)), strict=True):
             sent[i] = rows @ matrix.T
-        first = torch.cat([part.flatten() for part in sent]).div_(exchange.world_size)
-        exchange.all_reduce(first)
+        first = torch.cat([part.flatten() for part in sent])
+        exchange.all_reduce(first, divide=True)
         means = list(torch.split(first, work.sizes_sent))
         for i, matrix, r in zip(work.compressed, m, after, strict=True):
             p = means[i] = _orthonormal(means[i].view(len(r), -1))
@@ -100,20 +100,28 @@ class PowerSGD(Residual):
             torch.mm(p.T, matrix, out=r)
             matrix.addmm_(p, r, alpha=-1)
         if m:
-            exchange.all_reduce(q_next.div_(exchange.world_size))  # step 4: R are views of it
+            exchange.all_reduce(q_next, divide=True)  # step 4: R are views of it
+        grads, exact = work.split(g), g.dtype == q.dtype
         for i, r in zip(work.compressed, after, strict=True):
-            means[i] = means[i] @ r
+            if exact and i not in work.strided:  # nothing is rounded
+                torch.mm(means[i], r, out=grads[i].flatten(1))
+            else:
+                _write(means[i] @ r, grads[i], x[i])
+        for i in work.dense:
+            _write(means[i], grads[i], x[i].zero_())
+        if total is not e_next or work.strided:
+            # What is not there already.
+            for part, kept in zip(x, work.split(e_next), strict=True):
+                kept.copy_(part)
         work.keep_zero_rows(q, q_next)
-        for i, (out, kept) in enumerate(zip(work.split(g), work.split(e_next), strict=True)):
-            mean = means[i].view(out.shape)
-            narrow(mean, out.dtype, out)
-            if i in work.dense:
-                kept.zero_()
-            elif total is not e_next or i in work.strided:
-                kept.copy_(x[i] if out.dtype == mean.dtype else x[i] + (mean - out))
-                continue
-            if out.dtype != mean.dtype:
-                kept.add_(mean.sub_(out))
+
+
+def _write(mean: Tensor, out: Tensor, rest: Tensor) -> None:
+    """Write a mean to `out`, and add the error of rounding it to `rest`."""
+    mean = mean.view(out.shape)
+    narrow(mean, out.dtype, out)
+    if out.dtype != mean.dtype:
+        rest.add_(mean.sub_(out))
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
@@ -125,8 +133,9 @@ def _orthonormal(rows: Tensor) -> Tensor:
     if len(rows) > 1:
         columns: Tensor = torch.linalg.qr(rows.T).Q
         return columns
-    # Much faster than a QR decomposition. The scale of each matrix is that of its gradient.
-    return normalize(normalize(rows, torch.inf, 1, 1e-37), 2, 1, 1e-37).T
+    # Much faster than a QR decomposition. Below this length, squares underflow in float32. P is
+    # then shorter than 1, so less is sent, and nothing is lost.
+    return normalize(rows, 2, 1, 1e-18).T
 
 
 class _Matrices:
@@ -161,6 +170,8 @@ class _Matrices:
             rows += [width] * (size // width)
             self.sizes_sent[i] = size // width * shape.shapes[i][0]
         self._rows = rows
+        # The lengths of the columns of a Q, with that Q and its version.
+        self._lengths: tuple[Tensor | None, int, Tensor] = None, 0, torch.empty(0)
         # The row of each element.
         row_of = torch.repeat_interleave(torch.tensor(rows, dtype=torch.int64))
         self._row_of = host.copy_to(row_of, device)
@@ -181,16 +192,26 @@ class _Matrices:
         """Return all Q, each column divided by its largest magnitude."""
         if not self._rows:
             return q
-        return q / self._norms(q).clamp_(min=1e-37).index_select(0, self._row_of)
+        # Usually, `keep_zero_rows` has looked at this very Q at the end of the last step.
+        of, version, lengths = self._lengths
+        if of is not q or version != q._version:
+            lengths = self._lengths_of(q)
+            self._lengths = q, q._version, lengths
+        return q / lengths.clamp(min=1e-37)
 
     def keep_zero_rows(self, before: Tensor, after: Tensor) -> None:
         """Replace columns of the new Q that are zero: they would stay zero in all later steps."""
         if self._rows:
-            zero = (self._norms(after) == 0).index_select(0, self._row_of)
+            lengths = self._lengths_of(after)
+            zero = lengths == 0
             torch.where(zero, before, after, out=after)
+            lengths = torch.where(zero, self._lengths[2], lengths)
+            self._lengths = after, after._version, lengths
 
-    def _norms(self, q: Tensor) -> Tensor:
-        return torch.stack(torch._foreach_norm(torch.split(q, self._rows), torch.inf))
+    def _lengths_of(self, q: Tensor) -> Tensor:
+        """Return for each element of all Q the largest magnitude of its column."""
+        norms = torch.stack(torch._foreach_norm(torch.split(q, self._rows), torch.inf))
+        return norms.index_select(0, self._row_of)
 
 
 @lru_cache(maxsize=1024)

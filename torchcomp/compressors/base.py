@@ -14,7 +14,7 @@ from torchcomp.draws import Drawing
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import Segment, joined
 from torchcomp.keys import Key, uniform
-from torchcomp.wire import Layout, Parts
+from torchcomp.wire import Frames, Layout, Parts
 
 Message = Sequence[Parts]
 """The fields of each vector, in the order of :meth:`Compressor.layout`."""
@@ -62,6 +62,7 @@ class Vectors(tuple[Vector, ...]):
         compressor: that of the first vector, which handles them all.
         segments: where each vector is, and how many of its entries are sent.
         drawing: draws random numbers for the device.
+        frames: the frames of the message, if it has any.
         fields: where the fields of each vector lie in the frames to send, if that is known. A
             compressor can write there and return these very tensors.
     """
@@ -79,6 +80,7 @@ class Vectors(tuple[Vector, ...]):
             Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes
         )
         self.drawing = Drawing(device)
+        self.frames: Frames | None = None
         self.fields: Sequence[Parts] | None = None
 
     @classmethod

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded, Messages, Vectors
 from torchcomp.kernels import quantize
-from torchcomp.kernels.segments import TOGETHER, batches, joined, part
+from torchcomp.kernels.quantizer import Quantizer, quantizer_for
 from torchcomp.keys import Key
 from torchcomp.wire import Layout
 
@@ -37,27 +37,28 @@ class Quantize(Compressor):
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return quantize.layout(self.format, numel, dtype)
 
-    def prepare(self, vectors: Vectors) -> quantize.Form:
-        return quantize.form_for(vectors.device)
+    def prepare(self, vectors: Vectors) -> Quantizer:
+        return quantizer_for(vectors, self.format)
 
     def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        # Independent on each rank: the rounding errors average out in the mean.
-        noise = vectors.noise(key) if self.rounding == "stochastic" else None
-        values = joined([part(x, segment) for segment in vectors.segments])
-        counts = [segment.n for segment in vectors.segments]
-        return Encoded(vectors.kernels.encode(values, counts, self.format, noise))
+        return Encoded(vectors.kernels.encode(x, self._noise(vectors, key)))
+
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        return Encoded(vectors.kernels.encode_sum(g, e, rest, self._noise(vectors, key)))
+
+    def subtract(
+        self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
+    ) -> None:
+        vectors.kernels.subtract(encoded.parts, x, weight)
 
     def accumulate(
         self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
-        segments = [segment for _ in messages for segment in vectors.segments]
-        parts = [own for message in messages for own in message]
-        counts = [segment.n for segment in segments]
-        # As many at once as memory allows: each launch on an accelerator delays the backward pass.
-        for run in batches(counts, TOGETHER):
-            decoded = vectors.kernels.decode(parts[run], counts[run], out.dtype)
-            for segment, values in zip(segments[run], decoded, strict=True):
-                part(out, segment).add_(values, alpha=weight)
+        vectors.kernels.accumulate(messages, out, weight)
+
+    def _noise(self, vectors: Vectors, key: Key) -> Tensor | None:
+        # Independent on each rank: the rounding errors average out in the mean.
+        return vectors.noise(key) if self.rounding == "stochastic" else None
 
     def alpha(self, numel: int) -> float:
         # One bound serves both kinds of rounding; see error_bound() for the proof.

@@ -175,10 +175,10 @@ class Collectives(ABC):
         """
         with span("all_reduce_max") if profiler._is_profiler_enabled else OFF:
             for level in self._levels:
-                numbers = level._max(numbers)
+                numbers = level.level_max(numbers)
         return numbers
 
-    def _max(self, numbers: Tensor) -> Tensor:
+    def level_max(self, numbers: Tensor) -> Tensor:
         """Do as :meth:`all_reduce_max`, for the ranks of this level."""
         self._load.control += numbers.nbytes * (self.world_size - 1)
         return self._all_gather(numbers).view(self.world_size, -1).amax(0)
@@ -187,7 +187,7 @@ class Collectives(ABC):
         """Whether all ranks of this level have the same 63-bit number."""
         # One message finds the minimum as well as the maximum, as the maximum of the negatives.
         bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
-        highest, lowest = self._max(bounds).tolist()
+        highest, lowest = self.level_max(bounds).tolist()
         return bool(highest == -lowest)
 
     def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:

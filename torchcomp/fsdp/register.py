@@ -67,7 +67,7 @@ def register_fsdp(
     if options.guard:
         from torchcomp.guard import Replicas, watch
 
-        watch(averager, options.guard, Replicas(local, shards.rank, shards.world_size))
+        watch(averager, options.guard, Replicas(local, shards.rank))
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
     whole = {

@@ -5,11 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from torchcomp.aggregators import Law
 from torchcomp.checkpoint import listed
-from torchcomp.guard.report import Sums
+from torchcomp.guard.report import Compared, Report
 from torchcomp.guard.samples import MOST
-from torchcomp.guard.watch import Found
 
 LEAST = 1e-3
 """Imbalance, relative to the gradients, that rounding in float32 never reaches."""
@@ -58,97 +56,73 @@ class Alarm:
         return f"guard, step {self.step}: {self.message}"
 
 
-def alarms(step: int, found: Found, members: Members) -> list[Alarm]:
+def alarms(report: Report, members: Members) -> list[Alarm]:
     """Return what is wrong in a comparison.
 
     Args:
-        step: number of steps that have finished.
-        found: what was measured.
+        report: what was measured.
         members: what ranks in the job each rank of the exchange stands for.
     """
     judged = (_imbalance, _lost, _starved, _changed, _silent)
-    return [alarm for judge in judged for alarm in judge(step, found, members)]
+    return [alarm for judge in judged for alarm in judge(report, members)]
 
 
-def _imbalance(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+def _imbalance(report: Report, members: Members) -> Iterator[Alarm]:
     """Judge whether each step applies, or keeps in the residual, all of the gradient."""
     wrong: dict[str, tuple[float, float]] = {}
-    # The parameters of a law: one, or all of a bucket.
-    groups: dict[tuple[int, str], tuple[Law, list[str]]] = {}
-    for name, law in found.laws.items():
-        if law is not None:
-            key = id(law), name if law.per_parameter else ""
-            groups.setdefault(key, (law, []))[1].append(name)
-    for law, names in groups.values():
-        sums = Sums.total(found.sums[name] for name in names)
-        gradients = math.sqrt(sums.gradients)
+    for law, names, *eps in report.laws:
+        residual_eps, mean_eps = (max(each, _EPS) for each in eps)
+        sums = Compared.total(report.parameters[name] for name in names)
+        gradients, left = math.sqrt(sums.gradients), math.sqrt(sums.left)
         # Of the residual and what is added to it, and of the mean.
         kept = sums.residuals + sums.gradients + sums.applied
-        rounded = max(found.residual_eps, _EPS) ** 2 * kept
-        rounding = 4 * math.sqrt(rounded + max(found.mean_eps, _EPS) ** 2 * sums.applied)
+        rounding = 4 * math.sqrt(residual_eps**2 * kept + mean_eps**2 * sums.applied)
         # And of elements below what a dtype can represent, or the squares of which float32 cannot.
         rounding += _FLOOR + 4 * law.smallest * math.sqrt(sums.numel)
         # Twice, because sketches of a few columns are not exact.
         limit = LEAST + 2 * law.error
-        if math.sqrt(sums.left) > limit * gradients + rounding:
-            value = math.sqrt(sums.left) / gradients if gradients else math.inf
-            wrong |= dict.fromkeys(names, (value, limit))
+        if left > limit * gradients + rounding:
+            wrong |= dict.fromkeys(names, (left / gradients if gradients else math.inf, limit))
     if wrong:
         value, limit = max(wrong.values())
-        yield Alarm(
-            step,
-            "imbalance",
-            tuple(wrong),
-            (),
-            value,
-            limit,
+        message = (
             f"the applied mean and the new residual differ from the gradient and the old residual "
-            f"by {value:.2g} of the gradient's norm in {listed(list(wrong))}. A part of the "
+            f"by {value:.2g} of the gradient's norm in {listed([*wrong])}. A part of the "
             "gradient is lost, or applied more than once: a message is not applied, a scale is "
-            "wrong, or the residual is not kept",
+            "wrong, or the residual is not kept"
         )
+        yield Alarm(report.step, "imbalance", tuple(wrong), (), value, limit, message)
 
 
-def _lost(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+def _lost(report: Report, members: Members) -> Iterator[Alarm]:
     """Judge how much a method without a residual drops, or applies more than once."""
     # An unbiased method can be further off than all of the gradient, and right on average.
-    laws = {name: law for name, law in found.laws.items() if law is not None}
-    without = [name for name, law in laws.items() if not law.after and law.error < 1]
-    sums = Sums.total(found.sums[name] for name in without)
-    lost = 1 - sums.dot / sums.dense if sums.dense > _FLOOR**2 else 0.0
-    if lost < -_LOST:
+    laws = [each for each in report.laws if not each.law.after and each.law.error < 1]
+    sums = Compared.total(report.parameters[name] for each in laws for name in each.names)
+    applied = sums.dot / sums.dense if sums.dense > _FLOOR**2 else 1.0
+    if applied > 1 + _LOST:
         # A law as loose as that of a few bits allows it.
-        yield Alarm(
-            step,
-            "imbalance",
-            (),
-            (),
-            1 - lost,
-            1 + _LOST,
-            f"the applied mean is {1 - lost:.1f} times as large as the dense mean. A scale is "
-            "wrong, or messages are applied more than once",
+        message = (
+            f"the applied mean is {applied:.1f} times as large as the dense mean. A scale is "
+            "wrong, or messages are applied more than once"
         )
-    if lost > _LOST:
-        yield Alarm(
-            step,
-            "lost",
-            (),
-            (),
-            lost,
-            _LOST,
-            f"the method drops {lost:.0%} of the gradient, and keeps no residual. Use it with "
-            "error feedback, as in ef(...)",
+        yield Alarm(report.step, "imbalance", (), (), applied, 1 + _LOST, message)
+    if applied < 1 - _LOST:
+        message = (
+            f"the method drops {1 - applied:.0%} of the gradient, and keeps no residual. Use it "
+            "with error feedback, as in ef(...)"
         )
+        yield Alarm(report.step, "lost", (), (), 1 - applied, _LOST, message)
 
 
-def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+def _starved(report: Report, members: Members) -> Iterator[Alarm]:
     """Judge whether a parameter is hardly sent, although it should be."""
-    others = Sums.total(sums for sums in found.sums.values() if not sums.starved)
+    others = Compared.total(sums for sums in report.parameters.values() if not sums.starved)
     if not others.samples:
         return
-    usual = 1 - others.old / others.samples
+    usual = 1 - others.old
 
-    def counts(sums: Sums) -> bool:
+    def counts(sums: Compared) -> bool:
         # Where a sum over a batch is zero, such as for a bias before a normalisation, its rounding
         # errors can be too small for the method's dtype.
         faint = sums.gradients * others.numel <= _FAINT**2 * others.gradients * sums.numel
@@ -156,80 +130,62 @@ def _starved(step: int, found: Found, members: Members) -> Iterator[Alarm]:
         enough = usual * sums.samples >= _EXPECTED or sums.numel <= MOST
         return sums.starved > 0 and enough and not faint
 
-    wrong = [name for name, sums in found.sums.items() if counts(sums)]
+    wrong = tuple(name for name, sums in report.parameters.items() if counts(sums))
     if wrong:
-        at = _chosen(members, (count > 0 for count in found.starved))
-        yield Alarm(
-            step,
-            "starved",
-            tuple(wrong),
-            at,
-            max(found.sums[name].old / found.sums[name].samples for name in wrong),
-            1 - usual,
-            f"{_of(at)} sent nearly nothing of {listed(wrong)} in the last {found.age} steps, but "
+        at = _chosen(members, (starved > 0 for starved in report.starved))
+        value = max(report.parameters[name].old for name in wrong)
+        message = (
+            f"{_of(at)} sent nearly nothing of {listed(wrong)} in the last {report.age} steps, but "
             f"{usual:.0%} of the other elements. Its part of the messages is too small, or it is "
-            "left out",
+            "left out"
         )
+        yield Alarm(report.step, "starved", wrong, at, value, 1 - usual, message)
 
 
-def _changed(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+def _changed(report: Report, members: Members) -> Iterator[Alarm]:
     """Judge whether each step starts from the residual and the other slots that the last left."""
-    wrong = [name for name, sums in found.sums.items() if sums.changed > 0]
+    wrong = tuple(name for name, sums in report.parameters.items() if sums.changed > 0)
     if wrong:
-        at = _chosen(members, (count > 0 for count in found.changed))
-        count = sum(found.changed)
-        yield Alarm(
-            step,
-            "residual changed",
-            tuple(wrong),
-            at,
-            count,
-            0.0,
+        at = _chosen(members, (changed > 0 for changed in report.changed))
+        message = (
             f"the residual of {listed(wrong)} on {_of(at)}, or what else the method keeps of it, "
             "changed between two steps. It is not what the last step left: something writes it, or "
-            "restores an old one",
+            "restores an old one"
         )
+        yield Alarm(report.step, "residual changed", wrong, at, sum(report.changed), 0.0, message)
 
 
-def _silent(step: int, found: Found, members: Members) -> Iterator[Alarm]:
+def _silent(report: Report, members: Members) -> Iterator[Alarm]:
     """Judge whether a rank has no gradient."""
     # A message is measured by what it has taken out of the residual, which is rounded.
     measured = {
-        "gradient": (found.gradients, _SILENT),
-        "message": (found.messages, max(_SILENT, 4 * found.residual_eps)),
+        "gradient": (report.gradient_norms, _SILENT),
+        "message": (
+            report.message_norms,
+            max([_SILENT, *(4 * law.residual_eps for law in report.laws)]),
+        ),
     }
-    for what, (squares, limit) in measured.items():
-        norms = [math.sqrt(square) for square in squares]
+    for what, (norms, limit) in measured.items():
         usual = median(norms) or max(norms)
         wrong = _chosen(members, (norm < limit * usual for norm in norms))
         if wrong:
             value = min(norms) / usual
-            yield Alarm(
-                step,
-                "silent rank",
-                (),
-                wrong,
-                value,
-                limit,
+            message = (
                 f"the norm of the {what} of {_of(wrong)} is {value:.1g} times that of the other "
-                "ranks. Its data may be empty, or its loss may be multiplied by zero",
+                "ranks. Its data may be empty, or its loss may be multiplied by zero"
             )
+            yield Alarm(report.step, "silent rank", (), wrong, value, limit, message)
             return
 
 
 def replica_alarm(step: int, found: Mapping[str, tuple[int, ...]]) -> Alarm:
     """Return the alarm for parameters that differ, from the ranks that have others, by name."""
     ranks = tuple(sorted(set().union(*found.values())))
-    return Alarm(
-        step,
-        "replicas",
-        tuple(found),
-        ranks,
-        float(len(found)),
-        0.0,
+    message = (
         f"{listed(list(found))} on {_of(ranks)} differ from those of the other ranks. The "
-        "replicas train different models from here on: stop, and load a checkpoint",
+        "replicas train different models from here on: stop, and load a checkpoint"
     )
+    return Alarm(step, "replicas", tuple(found), ranks, float(len(found)), 0.0, message)
 
 
 def _chosen(members: Members, chosen: Iterable[bool]) -> tuple[int, ...]:
@@ -238,6 +194,5 @@ def _chosen(members: Members, chosen: Iterable[bool]) -> tuple[int, ...]:
     )
 
 
-def _of(ranks: Iterable[int]) -> str:
-    listed_ranks = list(ranks)
-    return f"rank{'s' if len(listed_ranks) > 1 else ''} {', '.join(map(str, listed_ranks))}"
+def _of(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -4,61 +4,85 @@
    ranks, because the concluding message follows.
 2. `finished`: send the sums of a comparison. The message travels until the next step begins.
 3. `settle`: receive and judge them.
-4. `begin`: if replicas differ, find out which. That takes a message more.
+4. `begin`, after the step of a comparison: compare the replicas.
 """
 
 import logging
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket
+from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.checks import check_count
+from torchcomp.errors import SpecError
 from torchcomp.guard.alarms import Alarm, alarms, replica_alarm
-from torchcomp.guard.options import Guard
 from torchcomp.guard.replicas import Replicas
-from torchcomp.guard.report import Report
-from torchcomp.guard.watch import Found, Watch
-from torchcomp.kernels import follow
+from torchcomp.guard.report import Compared, Report
+from torchcomp.guard.watch import SCALARS, BucketWatch
+from torchcomp.profiling import label
 
 _log = logging.getLogger(__name__)
 
+_WIDTHS = 11, 251
+"""Smallest and largest number of columns of a sketch."""
 
-@dataclass
-class _Compared:
-    """A comparison that is not yet judged.
+_SHARE = 0.008
+"""Share of the method's bytes that a comparison may take, with more columns than the smallest."""
+
+
+_Sent = tuple[int, Callable[[], Tensor], Sequence[BucketWatch], list[int]]
+"""Step of a comparison, what waits for its sums, what has measured it, and sizes of its parts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """When :func:`torchcomp.register` checks what it applies, and whom it tells.
+
+    Every `every` steps, the ranks compare the mean that the method applies with the dense mean of
+    the same gradients, and the parameters of the replicas with each other. docs/guard.md explains
+    what is measured and when there is an alarm.
 
     Attributes:
-        step: number of steps that had finished, with its own.
-        numbers: what the ranks add up.
-        own: how many of them are from the steps. The others are from the replicas.
-        read: reads those.
-        wait: waits for the sums over the ranks; None before they are sent.
+        every: number of steps from one comparison to the next.
+        age: number of steps after which a value that waits in the residual counts as old.
+        callback: called on every rank with each new :class:`Alarm`. By default, rank 0 logs it as a
+            warning.
     """
 
-    step: int
-    numbers: Tensor
-    own: int
-    read: Callable[[Tensor], Found]
-    wait: Callable[[], Tensor] | None = None
+    every: int = 50
+    age: int = 50
+    # Each rank has its own, so ranks are compared without it.
+    callback: Callable[[Alarm], object] | None = field(default=None, repr=False)
 
+    def __post_init__(self) -> None:
+        check_count("every", self.every, owner="Guard")
+        check_count("age", self.age, owner="Guard")
+        if self.callback is not None and not callable(self.callback):
+            raise SpecError(
+                f"Guard: callback must be a function of one alarm, not {self.callback!r}",
+                "callback",
+            )
 
-@dataclass(frozen=True)
-class _Judged:
-    """A comparison that was judged, after `step` steps."""
+    @classmethod
+    def of(cls, value: Any) -> "Guard":
+        """Return the guard that an argument stands for: True or a Guard.
 
-    step: int
-    found: Found
-
-    @cached_property
-    def report(self) -> Report:
-        """The ratios, made when they are asked for: they are more work than judging the sums."""
-        return self.found.report(self.step)
+        Raises:
+            SpecError: if it is something else.
+        """
+        if value is True:
+            return cls()
+        if isinstance(value, cls):
+            return value
+        raise SpecError(f"guard must be True, False or a torchcomp.Guard, not {value!r}", "guard")
 
 
 class GuardObserver:
@@ -70,7 +94,8 @@ class GuardObserver:
         replicas: compares the parameters, if they are known.
 
     Attributes:
-        alarms: what the last comparison found wrong.
+        report: the last comparison, or None before the first one.
+        alarms: what it found wrong.
 
     Raises:
         SpecError: if the method's law is not about its slots.
@@ -78,106 +103,133 @@ class GuardObserver:
 
     def __init__(self, averager: Averager, guard: Guard, replicas: Replicas | None = None) -> None:
         self._averager, self._guard, self._replicas = averager, guard, replicas
+        self.report: Report | None = None
         self.alarms: tuple[Alarm, ...] = ()
-        self._watch = Watch(averager, guard.every, guard.age)
         self._exchange = averager.exchange  # of the last step
-        self._compared: _Compared | None = None
-        # What replicas are compared by, and whether they differed in it: it is then kept.
-        self._dimension, self._differ = 0, False
-        self._judged: _Judged | None = None  # the last comparison
-        # Alarms of a comparison after which it is not known yet which replicas differ.
-        self._unlocated: Sequence[Alarm] | None = None
-        for group in averager.buckets:
-            # All stages have the same slots.
-            self._watch.check(averager.aggregator.at(0), averager.shape_of(group))
-        for device in {parameter.device for parameter in averager.parameters.values()}:
-            follow.rehearse(device)
-
-    @property
-    def report(self) -> Report | None:
-        """The last comparison, or None before the first one."""
-        judged = self._judged  # another thread can end a comparison meanwhile
-        return None if judged is None else judged.report
+        self._watches: dict[BucketShape, BucketWatch] = {}
+        self._ratios: Mapping[str, float] = {}
+        self._step, self._width = 0, _WIDTHS[0]  # of this step: its number, the sketches' columns
+        self._number: int | None = None  # of the comparison that this step makes
+        # What was measured of this step's buckets; what the ranks add up; what is on its way.
+        self._rows: list[tuple[BucketWatch, Tensor, Tensor, Tensor]] = []
+        self._numbers: list[Tensor] = []
+        self._sent: _Sent | None = None
+        method = averager.aggregator.at(0)  # all stages have the same slots
+        for shape in map(averager.shape_of, averager.buckets):
+            if shape.numel:
+                self._watch_of(shape, method, averager.parameters[shape.names[0]])
 
     def begin(self, ratios: Mapping[str, float]) -> None:
-        self._compared = None  # of a step that did not end
+        self._ratios, self._rows, self._numbers = ratios, [], []
         if self._exchange is not self._averager.exchange:
-            self._change_ranks()
-        self._find_diverged_replicas()
-        self._watch.begin(ratios)
+            self.changed()
+            self._exchange = self._averager.exchange
+        self._step = self._averager.step + 1
+        if self._averager.step % self._guard.every == 0 and self._replicas is not None:
+            self._find_diverged_replicas(self._replicas)
+        number, left = divmod(self._step, self._guard.every)
+        self._number = None if left else number
+        if self._number is not None:
+            self._width = self._affordable_width()
 
-    def _change_ranks(self) -> None:
-        self.changed()
-        self._exchange, self._differ = self._averager.exchange, False
-        if self._unlocated is not None:
-            # Ranks that join do not know that replicas differed, and cannot help to find them.
-            judged, self._unlocated = self._unlocated, None
-            self._publish(judged)
-
-    def _find_diverged_replicas(self) -> None:
+    def _find_diverged_replicas(self, replicas: Replicas) -> None:
         """Find out which parameters of the replicas differ, if any do. All ranks call this."""
-        if self._unlocated is None or self._judged is None or self._replicas is None:
-            return
-        judged, self._unlocated = self._unlocated, None
-        found = self._replicas.differing(self._exchange)
-        self._publish([*judged, *([replica_alarm(self._judged.step, found)] if found else [])])
+        differing = replicas.differing(self._exchange)
+        found = [replica_alarm(self._averager.step, differing)] if differing else []
+        self._publish([alarm for alarm in self.alarms if alarm.kind != "replicas"] + found)
+
+    def _affordable_width(self) -> int:
+        """Return the largest width of the sketches that fits into their share of the bytes."""
+        averager, shapes = self._averager, [*map(self._averager.shape_of, self._averager.buckets)]
+        sent = planned_traffic(averager.aggregator, shapes, self._exchange.world_size).sent
+        # Numbers per parameter, of 4 bytes. An all-reduce sends nearly twice its size.
+        affordable = _SHARE * sent * self._guard.every / (len(averager.parameters) * 4 * 2)
+        least, most = _WIDTHS
+        return max(least, min(most, int(affordable - SCALARS) // 2))
+
+    def _watch_of(self, shape: BucketShape, method: Aggregator, like: Tensor) -> BucketWatch:
+        """Return what watches a bucket, on the device of `like`."""
+        known = self._watches.get(shape)
+        if known is None or known.method is not method:
+            known = BucketWatch(self._averager, method, shape, like.device, self._guard.age)
+            self._watches[shape] = known
+        return known
 
     def before(self, bucket: Bucket, method: Aggregator) -> None:
-        self._watch.before(bucket, method)
+        if bucket.shape.numel:
+            watch = self._watch_of(bucket.shape, method, bucket.flat)
+            watch.before(bucket.flat, self._number)
 
+    @label("guard")
     def after(self, bucket: Bucket, method: Aggregator) -> None:
-        self._watch.after(bucket, method)
+        if bucket.shape.numel:
+            watch = self._watch_of(bucket.shape, method, bucket.flat)
+            measured = watch.after(bucket.flat, self._ratios, self._width)
+            if measured is not None:
+                self._rows.append((watch, *measured))
 
     def finishing(self) -> None:
-        measured = self._watch.finish()
-        if measured is None:
+        if not self._rows:
             return
-        numbers, read = measured
-        step, own = self._averager.step + 1, numbers.numel()
-        if self._replicas is not None:
-            if not self._differ:
-                self._dimension = step // self._guard.every % 2
-            digest = self._replicas.digest(self._exchange.device, self._dimension)
-            numbers = torch.cat([numbers, digest])
-        self._compared = _Compared(step, numbers, own, read)
+        exchange, device = self._exchange, self._exchange.device
+        columns = list(zip(*self._rows, strict=True))[1:]
+        rows, gradients, messages = ([each.to(device) for each in column] for column in columns)
+        # The last columns of a bucket's rows are counts of this rank.
+        counts = sum(each[:, -2:].sum(0) for each in rows)
+        by_rank = torch.zeros(4, exchange.world_size, device=device)
+        by_rank[:, exchange.rank].copy_(torch.stack([sum(gradients), sum(messages), *counts]))
+        self._numbers = [*(each.flatten() for each in rows), by_rank.flatten()]
 
     def finished(self, counts: bool, unchanged: Collection[str]) -> None:
         if not counts:
-            self._compared = None
-            self._watch.forget()
+            self.changed()
             return
-        if unchanged:
-            self._watch.undo(unchanged)
-        if self._compared is not None:
-            self._compared.wait = self._exchange.sum_control(self._compared.numbers)
+        for watch in self._watches.values():
+            if unchanged and watch.samples is not None:
+                watch.samples.undo(unchanged)
+        if self._numbers:
+            wait = self._exchange.sum_control(torch.cat(self._numbers))
+            numels = [each.numel() for each in self._numbers]
+            watches = [watch for watch, *_ in self._rows]
+            self._sent = self._step, wait, watches, numels
 
     def changed(self) -> None:
-        # One that is not sent yet is of the step that is about to end.
-        if self._compared is not None and self._compared.wait is not None:
-            self._compared = None
-        self._watch.forget()
+        self._watches, self._sent = {}, None  # another thread can read the old ones
 
     def settle(self) -> None:
-        compared = self._compared
-        if compared is None or compared.wait is None:
+        sent = self._sent
+        if sent is None:
             return
+        step, wait, watches, numels = sent
         try:
-            sums = compared.wait()
+            received = wait()
         finally:
-            discarded, self._compared = self._compared is not compared, None
+            discarded, self._sent = self._sent is not sent, None
         # Another thread can have taken the step back meanwhile.
-        if not discarded and self._averager.step == compared.step:
-            self._judge(compared, sums)
+        if not discarded and self._averager.step == step:
+            self._judge(step, watches, list(torch.split(received, numels)))
 
-    def _judge(self, compared: _Compared, sums: Tensor) -> None:
-        self._judged = _Judged(compared.step, compared.read(sums[: compared.own]))
-        judged = alarms(compared.step, self._judged.found, self._exchange.members)
-        replicas = self._replicas
-        self._differ = replicas is not None and not replicas.are_equal(sums[compared.own :])
-        if self._differ:
-            self._unlocated = judged
-        else:
-            self._publish(judged)
+    def _judge(self, step: int, watches: Sequence[BucketWatch], parts: list[Tensor]) -> None:
+        by_rank = parts.pop().view(4, -1).double()
+        each = zip(watches, parts, strict=True)
+        parameters = dict(
+            chain.from_iterable(watch.read(rows, self._width) for watch, rows in each)
+        )
+        gradients, messages, changed, starved = map(tuple, by_rank.tolist())
+        self.report = Report(
+            step,
+            Compared.total(parameters.values()),
+            parameters,
+            tuple(map(math.sqrt, gradients)),
+            tuple(map(math.sqrt, messages)),
+            changed,
+            starved,
+            1 / math.sqrt(2 * self._width),
+            self._guard.age,
+            [law for watch in watches for law in watch.laws],
+        )
+        replicas = [alarm for alarm in self.alarms if alarm.kind == "replicas"]
+        self._publish(alarms(self.report, self._exchange.members) + replicas)
 
     def _publish(self, found: Sequence[Alarm]) -> None:
         """Report those that say more than the alarms of the last comparison."""
@@ -212,8 +264,6 @@ def watch(
     Raises:
         SpecError: if the method's law is not about its slots.
     """
-    options = Guard.of(guard) or Guard()
-    if isinstance(replicas, Mapping):
-        replicas = Replicas(replicas)
-    averager.observer = observer = GuardObserver(averager, options, replicas)
+    compared = Replicas(replicas) if isinstance(replicas, Mapping) else replicas
+    averager.observer = observer = GuardObserver(averager, Guard.of(guard), compared)
     return observer

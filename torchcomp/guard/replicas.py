@@ -1,6 +1,6 @@
 """Replicas: find parameters that differ between ranks that should have the same."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import groupby
 from operator import itemgetter
@@ -15,11 +15,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16}
 """What the bits of a value are read as, by its bytes. Longer values are several int32."""
 
 _ROW = 509
-"""Length of the rows whose values are added up in int32. Comparisons add up rows and columns in
-turns: two other signs cancel in a row, and remain in the columns."""
-
-_DIGITS = 5
-"""Number of digits of a digest that are sent, of 6 bits each."""
+"""Length of the rows and columns that are added up. Two other signs cancel in one of them only."""
 
 
 class Replicas:
@@ -27,47 +23,27 @@ class Replicas:
 
     Args:
         tensors: by name, equal on all ranks that have the same shard.
-        shard: which shard of the parameters this rank has.
-        shards: number of shards that the parameters are cut into.
+        shard: which shard of the parameters this rank has; None if all ranks have whole ones. The
+            ranks of an exchange have the same shard, and those of its other level have others.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], shard: int = 0, shards: int = 1) -> None:
-        self._tensors, self._shard, self._shards = dict(tensors), shard, shards
-
-    def digest(self, device: torch.device, dimension: int) -> Tensor:
-        """Return numbers (1-D, float32): added up over the ranks, they show whether digests differ.
-
-        Args:
-            device: of the result.
-            dimension: 0 to add up columns, 1 to add up rows.
-        """
-        # The upper bits: the lower bits of a product depend on few bits of its factors.
-        mixed = _mixed(self._sums(device, (dimension,)))
-        shifts = torch.arange(64 - 6 * _DIGITS, 64, 6, device=device)
-        parts = (mixed >> shifts) % 64
-        numbers = torch.zeros(self._shards, 1 + 2 * _DIGITS, device=device)
-        numbers[self._shard].copy_(torch.cat([torch.ones_like(parts[:1]), parts, parts.square()]))
-        return numbers.view(-1)
-
-    def are_equal(self, sums: Tensor) -> bool:
-        """Return whether all ranks have the same digest of their shard.
-
-        Args:
-            sums: those of all ranks' :meth:`digest`, on the CPU.
-        """
-        count, total, squares = torch.split(
-            sums.view(self._shards, -1).long(), [1, _DIGITS, _DIGITS], 1
-        )
-        # The variance is zero. float32 is exact with these numbers, up to 4,200 ranks.
-        return torch.equal(count * squares, total.square())
+    def __init__(self, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
+        self._tensors, self._shard = dict(tensors), shard
 
     def differing(self, exchange: Exchange) -> dict[str, tuple[int, ...]]:
         """Return the ranks that differ from most others, as numbered in the job, by parameter name.
 
-        All ranks call this. It pickles, and waits: call it only if they differ.
+        All ranks call this, and wait for each other.
         """
-        sums = self._sums(exchange.device, (0, 1)).tolist()
-        own = self._shard, exchange.global_ranks[exchange.rank], sums
+        device = exchange.device
+        sums = torch.stack([_checksum(each).to(device) for each in self._tensors.values()])
+        # Without the lower bits, which depend on few bits of the factors.
+        digest = _mixed(sums) >> 2
+        combine = exchange.all_reduce_max if self._shard is None else exchange.level_max
+        highest, lowest = combine(torch.stack([digest, -digest])).unbind()
+        if not exchange.all_reduce_max((highest != -lowest).to(torch.uint8).view(1)).any():
+            return {}
+        own = self._shard, exchange.global_ranks[exchange.rank], sums.tolist()
         found: dict[str, tuple[int, ...]] = {}
         for _, same_shard in groupby(sorted(exchange.gather_all(own)), itemgetter(0)):
             _, order, by_rank = zip(*same_shard, strict=True)
@@ -78,25 +54,15 @@ class Replicas:
                     found[name] = (*found.get(name, ()), *wrong)
         return found
 
-    def _sums(self, device: torch.device, dimensions: Sequence[int]) -> Tensor:
-        """Return a checksum of each parameter, as integers."""
-        tensors = self._tensors.values()
-        return torch.stack([_checksum(each, dimensions).to(device) for each in tensors])
 
-
-def _checksum(values: Tensor, dimensions: Sequence[int]) -> Tensor:
-    """Return a sum of the bits of a tensor, which a change of its values changes.
-
-    Args:
-        values: of any shape and strides.
-        dimensions: 0 to add up columns, 1 to add up rows.
-    """
+def _checksum(values: Tensor) -> Tensor:
+    """Return a sum of the bits of a tensor (int64), which a change of its values changes."""
     # In logical order, because replicas can have other strides.
     bits = values.detach().flatten().view(_INTEGERS.get(values.element_size(), torch.int32))
     whole = bits.numel() // _ROW * _ROW
     table, rest = bits[:whole].view(-1, _ROW), bits[whole:]
     # These wrap around, but adding up int32 in int64 would take ten times as long.
-    sums = [table.sum(dimension, dtype=torch.int32) for dimension in dimensions]
+    sums = [table.sum(dimension, dtype=torch.int32) for dimension in (0, 1)]
     return _mixed(torch.cat([*sums, rest]).long())
 
 

@@ -1,91 +1,90 @@
 """Report: what a comparison of the applied mean with the dense mean has measured."""
 
 import math
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from operator import attrgetter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torchcomp.aggregators import Law
 
 
-@dataclass
-class Sums:
-    """What the ranks have added up for one parameter, or for several.
-
-    Attributes:
-        dense: squared norm of the dense mean, estimated from its sketch.
-        left: squared norm of what the method's law leaves over, estimated from its sketch.
-        dot: product of the dense and the applied mean.
-        applied: squared norm of the applied mean.
-        gradients: squared norms of the ranks' gradients, averaged over the ranks.
-        residuals: squared norms of the ranks' residuals, averaged over the ranks, plus that of the
-            server residual.
-        starved: number of ranks that send nearly nothing of it, although they should.
-        changed: number of sampled elements of its slots that have changed between two steps.
-        sent: number of elements of the applied mean that are not zero.
-        numel: number of elements.
-        old: number of sampled elements whose residual has waited long, averaged over the ranks.
-        samples: number of sampled elements that wait or were sent, averaged over the ranks.
-    """
-
-    dense: float = 0.0
-    left: float = 0.0
-    dot: float = 0.0
-    applied: float = 0.0
-    gradients: float = 0.0
-    residuals: float = 0.0
-    starved: float = 0.0
-    changed: float = 0.0
-    sent: float = 0.0
-    numel: float = 0.0
-    old: float = 0.0
-    samples: float = 0.0
-
-    @classmethod
-    def total(cls, parts: Iterable["Sums"]) -> "Sums":
-        """Return the sum of several parameters."""
-        return cls(*map(sum, zip(*map(_numbers, parts), strict=True)))
-
-
-_numbers = attrgetter(*(each.name for each in fields(Sums)))
-
-
-@dataclass(frozen=True)
-class Compared:
+class Compared(NamedTuple):
     """How the applied mean of one parameter, or of the whole model, compares with the dense mean.
 
-    The norm of the dense mean is estimated from a sketch; see :class:`Report`.
-
-    Attributes:
-        cosine: of the angle between the applied mean and the dense mean.
-        norm_ratio: norm of the applied mean over that of the dense mean.
-        imbalance: norm of what the method's law leaves over, over the norm of the gradients.
-        residual_ratio: norm of the residual, with that of the server, over that of the gradients.
-        sent: share of the elements that this step has sent.
-        old: share of the elements, from a sample, whose residual has waited for at least ``age``
-            steps to be sent. NaN without a residual.
-
-    The norms of gradients and residuals are root mean squares over the ranks.
+    The fields are what the ranks have added up. A ratio is NaN if its denominator is zero. Norms of
+    gradients and residuals are root mean squares over the ranks.
     """
 
-    cosine: float
-    norm_ratio: float
-    imbalance: float
-    residual_ratio: float
-    sent: float
-    old: float
+    # Squared norms, estimated from sketches: of the dense mean, and of what the law leaves over.
+    dense: float = 0.0
+    left: float = 0.0
+    # Product of the dense and the applied mean, and squared norm of the latter.
+    dot: float = 0.0
+    applied: float = 0.0
+    # Squared norms, averaged over the ranks: of gradients, and of residuals with the server's.
+    gradients: float = 0.0
+    residuals: float = 0.0
+    # Numbers of elements: those of the applied mean that are not zero, and all.
+    nonzero: float = 0.0
+    numel: float = 0.0
+    # Sampled elements, averaged over the ranks: residual has waited long; wait or were sent.
+    waiting: float = 0.0
+    samples: float = 0.0
+    # Number of sampled elements of its slots that have changed between two steps.
+    changed: float = 0.0
+    # Number of ranks that send nearly nothing of it, although they should.
+    starved: float = 0.0
 
     @classmethod
-    def of(cls, sums: Sums) -> "Compared":
-        """Compute the ratios. One whose denominator is zero is NaN."""
-        dense, applied = math.sqrt(sums.dense), math.sqrt(sums.applied)
-        gradients = math.sqrt(sums.gradients)
-        return cls(
-            cosine=_ratio(sums.dot, dense * applied),
-            norm_ratio=_ratio(applied, dense),
-            imbalance=_ratio(math.sqrt(sums.left), gradients),
-            residual_ratio=_ratio(math.sqrt(sums.residuals), gradients),
-            sent=_ratio(sums.sent, sums.numel),
-            old=_ratio(sums.old, sums.samples),
-        )
+    def total(cls, parts: Iterable["Compared"]) -> "Compared":
+        """Return the sum of several parameters."""
+        return cls(*map(sum, zip(*parts, strict=True)))
+
+    @property
+    def cosine(self) -> float:
+        """Of the angle between the applied mean and the dense mean."""
+        return _ratio(self.dot, math.sqrt(self.dense) * math.sqrt(self.applied))
+
+    @property
+    def norm_ratio(self) -> float:
+        """Norm of the applied mean over that of the dense mean, which is estimated."""
+        return math.sqrt(_ratio(self.applied, self.dense))
+
+    @property
+    def imbalance(self) -> float:
+        """Norm of what the method's law leaves over, over the norm of the gradients."""
+        return math.sqrt(_ratio(self.left, self.gradients))
+
+    @property
+    def residual_ratio(self) -> float:
+        """Norm of the residual, with that of the server, over that of the gradients."""
+        return math.sqrt(_ratio(self.residuals, self.gradients))
+
+    @property
+    def sent(self) -> float:
+        """Share of the elements that this step has sent."""
+        return _ratio(self.nonzero, self.numel)
+
+    @property
+    def old(self) -> float:
+        """Share of the elements whose residual has waited for at least ``age`` steps to be sent.
+
+        From a sample. NaN without a residual.
+        """
+        return _ratio(self.waiting, self.samples)
+
+
+def _ratio(numerator: float, denominator: float) -> float:
+    return numerator / denominator if denominator else math.nan
+
+
+class HeldLaw(NamedTuple):
+    """A law of a method, and of what it should hold."""
+
+    law: Law
+    names: Sequence[str]  # of the parameters, taken together
+    residual_eps: float  # relative rounding error of the residual
+    mean_eps: float  # that of the mean
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,25 @@ class Report:
     Attributes:
         step: number of steps that have finished, with that of the comparison.
         model: of all parameters together.
-        parameters: of each parameter, by name.
+        parameters: of each parameter with any elements, by name.
         gradient_norms: norm of each rank's gradient, in rank order.
+        message_norms: norm of what each rank has sent, decoded.
+        changed: number of sampled elements of slots that have changed between steps, by rank.
+        starved: number of parameters that each rank hardly sends, although it should.
         precision: relative standard deviation of the estimated norms of single parameters. It is
             larger where a few columns of a sketch have most of the norm, and for parameters of
             which only a window was compared.
+        age: number of steps after which a value that waits in the residual is old.
+        laws: what should hold.
     """
 
     step: int
     model: Compared
     parameters: Mapping[str, Compared] = field(repr=False)
     gradient_norms: tuple[float, ...]
+    message_norms: tuple[float, ...]
+    changed: tuple[float, ...]
+    starved: tuple[float, ...]
     precision: float
-
-
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else math.nan
+    age: int
+    laws: Sequence[HeldLaw] = field(repr=False)

@@ -13,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from torchcomp.kernels.fields_triton import code_of, extended, scale_of
 from torchcomp.kernels.quantize import BLOCK, LEVELS, largest_scale
 from torchcomp.kernels.segments_triton import Rows, Segment, row_of, table
-from torchcomp.kernels.triton_jit import EXACT, INFINITY, kernel, number, on_device_of
+from torchcomp.kernels.triton_jit import EXACT, kernel, number, on_device_of
 
 _ROWS = 4
 """Blocks of 128 values per program."""
@@ -105,28 +106,6 @@ def _placed(segments: Sequence[Segment], sizes: tuple[int, int]) -> tuple[Rows, 
 # --- Kernels --------------------------------------------------------------------------------------
 
 
-@kernel()
-def _code(
-    value: tl.tensor,
-    drawn: tl.tensor,
-    scale: tl.tensor,
-    RANDOM: tl.constexpr,
-    LEVELS: tl.constexpr,
-) -> tl.tensor:
-    """Return the codes of values; `scale` has one row for each row of values."""
-    # Division by a zero or NaN scale would give infinities and NaN, which have no integer.
-    divisor = tl.where(scale > 0, scale, 1.0) + tl.zeros_like(value)
-    quotient = tl.div_rn(tl.where(scale > 0, value, 0.0), divisor)
-    quotient = tl.minimum(tl.maximum(quotient, -LEVELS * 1.0), LEVELS * 1.0)
-    if RANDOM:
-        code = tl.floor(quotient)
-        code += tl.where(drawn < quotient - code, 1.0, 0.0)
-    else:
-        # Above 2^23, float32 has no fractions: adding it rounds, half to even.
-        code = (quotient + 12582912.0) - 12582912.0
-    return code.to(tl.int32)
-
-
 @kernel("rows")
 def _encode(
     values: tl.tensor,
@@ -151,23 +130,15 @@ def _encode(
     low = number(tl.load(values + first + even, mask=even < k, other=0.0))
     high = number(tl.load(values + first + odd, mask=odd < k, other=0.0))
 
-    # The largest magnitude by its bits: those of NaN and infinity are the largest.
-    bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    bits = tl.max(tl.maximum(bits, high.to(tl.int32, bitcast=True) & 0x7FFFFFFF), 1)
-    largest = bits.to(tl.float32, bitcast=True)
-    scale = tl.div_rn(largest, tl.full(largest.shape, LEVELS, tl.float32))
-    scale = tl.where(scale >= 2.0**-126, tl.minimum(scale, largest_scale), 0.0)
-    # With the bits of torch.nan.
-    scale = tl.where(bits < INFINITY, scale.to(tl.int32, bitcast=True), 0x7FC00000)
-    scale = scale.to(tl.float32, bitcast=True)
+    scale = scale_of(low, high, largest_scale, LEVELS)
     tl.store(scales + tl.load(row + 2) + block, scale, mask=block * BLOCK < k)
 
     drawn_low, drawn_high = low, high
     if RANDOM:
         drawn_low = tl.load(uniform + first + even, mask=even < k, other=0.0)
         drawn_high = tl.load(uniform + first + odd, mask=odd < k, other=0.0)
-    low = _code(low, drawn_low, scale[:, None], RANDOM, LEVELS)
-    high = _code(high, drawn_high, scale[:, None], RANDOM, LEVELS)
+    low = code_of(low, drawn_low, scale[:, None], RANDOM, LEVELS)
+    high = code_of(high, drawn_high, scale[:, None], RANDOM, LEVELS)
     start = codes + tl.load(row + 3)
     if PAIRS:
         tl.store(start + even // 2, ((low & 15) | ((high & 15) << 4)).to(tl.uint8), mask=even < k)
@@ -193,8 +164,7 @@ def _decode(
     start = codes + tl.load(row + 3)
     if PAIRS:
         pair = tl.load(start + i // 2, mask=i < k, other=0).to(tl.int32)
-        # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
-        code = (((pair >> (4 * (i & 1)).to(tl.int32)) & 15) ^ 8) - 8
+        code = extended((pair >> (4 * (i & 1)).to(tl.int32)) & 15)
     else:
         code = tl.load(start + i, mask=i < k, other=0).to(tl.int32)
     scale = tl.load(scales + tl.load(row + 2) + i // BLOCK, mask=i < k, other=0.0)

@@ -6,7 +6,6 @@ at a time. All forms give the same results bit for bit.
 """
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,18 +13,9 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.kernels import backend, elias_fano, entries, quantize, select
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment, split
+from torchcomp.kernels.segments import split
+from torchcomp.kernels.vectors import Prepared
 from torchcomp.wire import Parts
-
-
-class Prepared(Protocol):
-    """What the kernels know of the vectors of a tensor."""
-
-    segments: tuple[Segment, ...]  # where each vector is, and how many of its entries are sent
-    device: torch.device
-    dtype: torch.dtype  # that values are rounded to before they are encoded
-    # Where the fields of each vector lie in the frames to send, if they are known.
-    fields: Sequence[Parts] | None
 
 
 def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
@@ -38,12 +28,11 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     like = torch.empty(0, device=vectors.device)
     if numba := backend.host_form("sparse", like):
         return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
-    # Here, SparseTriton is to replace this stand-in.
-    if backend.device_form("select", like):
-        # Imported here, because it imports Triton.
-        from torchcomp.kernels.sparse_composed import SparseComposed
+    if backend.device_form("sparse", like):
+        from torchcomp.kernels import frames_triton  # it imports Triton
 
-        return SparseComposed(vectors, fmt)
+        if frames_triton.applies(vectors):
+            return frames_triton.SparseFrames(vectors, fmt)
     return Sparse(vectors, fmt)
 
 
@@ -51,9 +40,14 @@ class Sparse:
     """The kernels in plain torch and NumPy. On an accelerator, all shapes are static.
 
     Args:
-        vectors: as for :func:`kernels_for`. Of these, only `fields` changes later.
+        vectors: as for :func:`kernels_for`. Of these, only `fields` and `frames` change later.
         fmt: as for :func:`kernels_for`.
+
+    Attributes:
+        reads_frames: whether ``mean_of`` decodes frames where they arrived.
     """
+
+    reads_frames = False
 
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
         self.vectors, self.fmt, self.segments = vectors, fmt, vectors.segments
@@ -82,7 +76,7 @@ class Sparse:
         torch.add(g, e, out=out)
         return self.select(out)
 
-    def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> list[Parts]:
+    def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         """Return the fields of each segment's message.
 
         Args:
@@ -105,7 +99,7 @@ class Sparse:
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
-    ) -> tuple[list[Parts], Tensor]:
+    ) -> tuple[Sequence[Parts], Tensor]:
         """Encode ``g + e``, and write to `rest` what the message does not contain.
 
         NaN and infinities stay in `rest`. It must not share memory with `g` or `e`.

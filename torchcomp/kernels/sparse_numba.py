@@ -19,6 +19,7 @@ from torchcomp.kernels import (
 )
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.select_numba import SUMS, Candidates
+from torchcomp.kernels.vectors import Prepared
 from torchcomp.wire import Parts
 
 _WIDE = (torch.float32, torch.float64)
@@ -28,7 +29,7 @@ _WIDE = (torch.float32, torch.float64)
 class SparseNumba(sparse.Sparse):
     """See :class:`torchcomp.kernels.sparse.Sparse`."""
 
-    def __init__(self, vectors: sparse.Prepared, fmt: str | None) -> None:
+    def __init__(self, vectors: Prepared, fmt: str | None) -> None:
         super().__init__(vectors, fmt)
         # A workspace each, because a selection begins at the last threshold of its own vector.
         self._candidates: list[Candidates | None] = [None] * len(self.segments)
@@ -67,7 +68,7 @@ class SparseNumba(sparse.Sparse):
             chosen.append(index.add_(start) if start else index)
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
-    def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> list[Parts]:
+    def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         known, dtype = self.vectors.fields, self.vectors.dtype
         plain = self.fmt is None and len(self.counts) == 1
         into = known[0][0] if known and plain and x.dtype == dtype else None

@@ -12,12 +12,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7):
-    # Older interpreters cannot run the tests, or compute other numbers.
-    raise ImportError(
-        f"the kernels need Triton 3.7 (that of torch 2.13) or newer, not {triton.__version__}"
-    )
-
 INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity in float32. The bits of NaN are larger."""
 
@@ -71,3 +65,31 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
         return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
     else:
         return x.to(dtype)
+
+
+@kernel()
+def clamped(x: tl.tensor, source: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Clamp finite float32 values of dtype `source` to the range of `dtype`, if it is narrower."""
+    if dtype == tl.float16 and source != tl.float16:
+        x = within(x, 65504.0)
+    elif dtype == tl.bfloat16 and source == tl.float32:
+        x = within(x, 3.3895313892515355e38)
+    return x
+
+
+@kernel()
+def within(x: tl.tensor, largest: tl.tensor) -> tl.tensor:
+    """Clamp finite values to magnitudes up to `largest`. NaN and infinities stay."""
+    finite = tl.abs(x) < float("inf")  # not true for NaN
+    return tl.where(finite, tl.minimum(tl.maximum(x, -largest), largest), x)
+
+
+@kernel()
+def narrowed(x: tl.tensor, source: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+    """Convert float32 values of dtype `source` as :func:`torchcomp.kernels.cast.narrow` does.
+
+    The result is in float32, with values of `dtype`.
+    """
+    if source != dtype:
+        x = number(rounded(clamped(x, source, dtype), dtype))
+    return x

@@ -39,4 +39,4 @@ class AllGatherRoute:
         with span("decode") if profiler._is_profiler_enabled else OFF:
             # Rank order on every rank: another order would round differently, and the replicas
             # would drift apart.
-            codec.mean(codec.frames.unpack(rows), out, self._key, len(self._ranks))
+            codec.mean_of(rows, out, self._key, len(self._ranks))

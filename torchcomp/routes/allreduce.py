@@ -1,11 +1,16 @@
 """AllReduceRoute: all-reduce messages that contain the same entries on all ranks."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
 from torchcomp.codec import Codec
+from torchcomp.compressors import Cast, Identity
+from torchcomp.compressors.base import Encoded
 from torchcomp.exchange import Exchange
+from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow, saturate
 from torchcomp.keys import Key
 from torchcomp.profiling import OFF, span
@@ -21,36 +26,65 @@ class AllReduceRoute:
 
     def __init__(self, codec: Codec, exchange: Exchange) -> None:
         self._codec, self._exchange, self._ranks = codec, exchange, exchange.world_size
-        fields = [vector.layout[0] for vector in codec.vectors]
+        vectors = codec.vectors
+        fields = [vector.layout[0] for vector in vectors]
         self._counts = [field.count for field in fields]
         # Of the message. A bucket without parameters has none.
-        self._dtype = fields[0].dtype if fields else torch.float32
-        self._share = _share(self._dtype, self._ranks)
+        self._dtype = fields[0].dtype if fields else vectors.dtype
+        self._shares = tuple(_share(dtype, self._ranks) for dtype in (vectors.dtype, self._dtype))
+        # What is sent as it is can be divided in the same launch as it is summed.
+        self._dense = len(vectors) == 1 and isinstance(vectors.compressor, Identity)
+        self._sent = 1.0 / self._ranks  # of what was encoded, the share that is in the message
+        self._casts: Any = None
+        self._memory = torch.empty(0)  # of a cast's message
+        if len(vectors) == 1 and isinstance(vectors.compressor, Cast):
+            form = backend.device_form("elementwise", torch.empty(0, device=vectors.device))
+            if form is not None and vectors.dtype in form.DTYPES:
+                self._casts = form.CastSum(vectors.dtype, self._dtype, self._ranks, self._shares)
+                self._dtypes = form.DTYPES
+                count = self._counts[0]
+                self._memory = torch.empty(count, dtype=self._dtype, device=vectors.device)
 
     def send(self, x: Tensor, key: Key) -> None:
         with span("encode") if profiler._is_profiler_enabled else OFF:
-            self._key = key
-            # Saturate before the division, so that the sum over the ranks stays in range as well.
-            x = saturate(x, self._dtype, self._share)
-            # Plain DDP multiplies by the reciprocal. A division would round differently.
-            self._message = self._codec.fields(x.mul_(1.0 / self._ranks), key)
+            self._key, self._sent = key, 1.0
+            if not self._dense:
+                self._encode(x, key)
+            else:
+                self._message = self._codec.fields(x, key)
+
+    def _encode(self, x: Tensor, key: Key) -> None:
+        self._key, self._sent = key, 1.0 / self._ranks
+        # Saturate before the division, so that the sum over the ranks stays in range as well.
+        x = saturate(x, self._dtype, self._shares[1])
+        # Plain DDP multiplies by the reciprocal. A division would round differently.
+        self._message = self._codec.fields(x.mul_(1.0 / self._ranks), key)
 
     def send_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
-        torch.add(g, e, out=rest)
-        # Send `g`: `send` divides its argument in place, and `rest` must stay the undivided sum.
-        self.send(narrow(rest, g.dtype, g, _share(g.dtype, self._ranks)), key)
-        # The factor undoes the division in `send`.
-        self._codec.subtract(self._message, rest, key, self._ranks)
+        with span("encode") if profiler._is_profiler_enabled else OFF:
+            if self._casts is not None and rest.dtype in self._dtypes:
+                self._key, self._sent = key, 1.0 / self._ranks
+                self._casts.add(g, e, rest, self._memory)
+                self._message = Encoded([(self._memory,)])
+                return
+            torch.add(g, e, out=rest)
+            # Encode `g`: it is divided in place, and `rest` must stay the undivided sum.
+            self._encode(narrow(rest, g.dtype, g, self._shares[0]), key)
+            # The factor undoes the division.
+            self._codec.subtract(self._message, rest, key, self._ranks)
 
     def sent(self, out: Tensor) -> None:
-        self._codec.subtract(self._message, out, self._key, -self._ranks)
+        self._codec.subtract(self._message, out, self._key, -1.0 / self._sent)
 
     def mean(self, out: Tensor) -> None:
         values = [fields[0] for fields in self._message.parts]
         # One collective for the whole bucket, even if it is encoded parameter by parameter.
         total = values[0] if len(values) == 1 else torch.cat(values)
-        self._exchange.all_reduce(total)
+        self._exchange.all_reduce(total, divide=self._sent == 1.0)
         with span("decode") if profiler._is_profiler_enabled else OFF:
+            if total is self._memory and out.dtype in self._dtypes:
+                self._casts.decode(total, out)
+                return
             summed = [total] if len(values) == 1 else torch.split(total, self._counts)
             self._codec.mean([[(value,) for value in summed]], out, self._key, 1)
 

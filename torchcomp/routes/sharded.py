@@ -256,7 +256,7 @@ class ShardedRoute:
             received = exchange.all_gather_v(memory, sizes)
         exchange.check(codec.frames, received.view(1, -1), self._ranks)
         with span("decode") if profiler._is_profiler_enabled else OFF:
-            codec.mean(codec.frames.unpack(received), out, self._key, 1)
+            codec.mean_of(received.view(1, -1), out, self._key, 1)
 
     def _send_selected(self, x: Tensor, index: Tensor) -> None:
         """Encode entries of the bucket, selected from whole vectors, as one message per shard."""
@@ -310,7 +310,7 @@ class ShardedRoute:
         exchange.check(arriving, received, self._ranks)
         with span("decode") if profiler._is_profiler_enabled else OFF:
             # In rank order on every rank, as in AllGatherRoute.
-            self._arriving.mean(arriving.unpack(received), self._total, self._key, ranks)
+            self._arriving.mean_of(received, self._total, self._key, ranks)
 
     # --- Down ---
 

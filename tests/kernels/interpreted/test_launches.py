@@ -1,65 +1,80 @@
-"""Launches of a bucket with Triton's kernels, which are counted while they are interpreted."""
+"""Launches with Triton's kernels, which are interpreted on a simulated device and counted."""
 
-import contextlib
-from unittest import mock
+from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from triton.runtime import interpreter
 
-from tests.kernels.interpreted.test_steps import triton_on_the_cpu
+from tests.support.budgets import LAUNCHES
 from tests.support.cases import only, some
-from tests.support.launches import Count, launches, one_bucket
-from torchcomp import host
+from tests.support.launches import counted, on_device, one_bucket
+from tests.support.vectors import normal
+from torchcomp.kernels.elementwise_triton import CastSum, ElementwiseTriton
+from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.sparse_triton import SparseTriton
 
-BUDGETS = {
-    'ef(topk(0.01), exchange="allgather")': lambda ranks: 24 + ranks,
-    "bidirectional(topk(0.01), topk(0.01))": lambda ranks: 50 + 2 * ranks,
-}
-
-
-class _Operations(TorchDispatchMode):
-    """Counts the operations of torch, as if they were on a device."""
-
-    def __init__(self, count):
-        super().__init__()
-        self._count = count
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name, result = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
-        if launches(func, name, result):
-            self._count.launch(name)
-        return result
+SIMULATED = partial(counted, triton=True)
 
 
-@contextlib.contextmanager
-def counted():
-    """Count operations of torch, kernels of Triton, and copies to a device."""
-    count = Count()
-    run, copy_to = interpreter.GridExecutor.__call__, host.copy_to
-
-    def kernel(self, *args, **options):
-        count.launch(self.fn.__name__)
-        with _disable_current_modes():
-            return run(self, *args, **options)
-
-    def copy(values, device):
-        count.launch("copy_to")
-        return copy_to(values, device)
-
-    with (
-        triton_on_the_cpu(),
-        mock.patch.object(interpreter.GridExecutor, "__call__", kernel),
-        mock.patch("torchcomp.host.copy_to", copy),
-        _Operations(count),
-    ):
-        yield count
+def of_second(count, *steps):
+    """Run steps twice, and return what each of the second ones launches."""
+    for step in steps:
+        step()
+    numbers = []
+    for step in steps:
+        count.reset()
+        step()
+        assert count.waits == 0, count
+        numbers.append(count.launches)
+    return numbers
 
 
+@pytest.mark.parametrize("fmt", only([None, "bf16", "int8", "int4"], now=[None, "int8"]))
+@pytest.mark.parametrize("parts", [1, 5])
+def test_a_step_with_sparse_messages(fmt, parts):
+    n, ranks = 1000, 8
+    segments = [Segment(n // parts * i, n // parts, 10) for i in range(parts)]
+    with SIMULATED() as count:
+        kernels = SparseTriton(segments, n, fmt, torch.float32, torch.device("cuda", 0))
+        g, e, rest, out = (on_device(normal(n)) for _ in range(4))
+        frame, rows = (on_device(torch.zeros(s, dtype=torch.uint8)) for s in (8000, (ranks, 8000)))
+        launched = of_second(
+            count,
+            lambda: kernels.encode_sum(g, e, rest, frame),
+            lambda: kernels.select_and_encode(g, frame),
+            lambda: kernels.add_and_select(g, e, rest),
+            lambda: kernels.mean(rows, out, ranks),
+            lambda: kernels.mean(rows, out, ranks, rest),
+            lambda: kernels.accumulate(rows, out),
+        )
+    assert launched == [8, 8, 7, 3, 3, 3]
+
+
+@pytest.mark.parametrize("fmt", only([None, "bf16", "int8", "int4"], now=["int8"]))
+def test_a_step_with_all_elements(fmt):
+    n, ranks = 1000, 8
+    with SIMULATED() as count:
+        device = torch.device("cuda", 0)
+        kernels = ElementwiseTriton([Segment(0, n, n)], fmt, torch.float32, device)
+        g, e, rest, out = (on_device(normal(n)) for _ in range(4))
+        frame, rows = (on_device(torch.zeros(s, dtype=torch.uint8)) for s in (4000, (ranks, 4000)))
+        cast = CastSum(torch.float32, torch.bfloat16, ranks)
+        message = on_device(torch.zeros(n, dtype=torch.bfloat16))
+        launched = of_second(
+            count,
+            lambda: kernels.encode_sum(g, e, rest, frame),
+            lambda: kernels.encode(g, frame),
+            lambda: kernels.mean(rows, out, ranks, rest),
+            lambda: cast.add(g, e, rest, message),
+            lambda: cast.decode(message, out, rest),
+        )
+    assert launched == [1] * 5
+
+
+@pytest.mark.xfail(reason="until compressors and routes use the prepared kernels")
 @pytest.mark.parametrize("ranks", only([8, 64], now=[8]))
-@pytest.mark.parametrize("spec", some(BUDGETS, of=2))
+@pytest.mark.parametrize("spec", some(LAUNCHES, of=2))
 def test_a_bucket_costs_at_most_its_budget(spec, ranks):
-    cpu = torch.device("cpu")
-    per_bucket, _ = one_bucket(spec, ranks, simulation=counted, device=cpu)
-    assert per_bucket.launches <= BUDGETS[spec](ranks), per_bucket
+    per_bucket, _ = one_bucket(spec, ranks, simulation=SIMULATED)
+    assert per_bucket.waits == 0, per_bucket
+    assert per_bucket.launches <= LAUNCHES[spec], per_bucket

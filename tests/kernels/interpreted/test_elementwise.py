@@ -1,0 +1,197 @@
+"""Messages of all elements in Triton against plain torch, one step of the reference by another."""
+
+import pytest
+import torch
+
+from tests.kernels.interpreted.test_sparse import (
+    CPU,
+    FORMATS,
+    check_frame,
+    check_what_a_mean_tells,
+    combinations,
+    framed,
+    raw,
+    same,
+)
+from tests.kernels.test_select import awkward
+from tests.support.cases import only, thorough
+from tests.support.vectors import normal
+from torchcomp.kernels import elementwise_triton, quantize
+from torchcomp.kernels.cast import narrow, saturate
+from torchcomp.kernels.elementwise_triton import DTYPES, CastSum, ElementwiseTriton
+from torchcomp.kernels.segments import Segment
+from torchcomp.routes.allreduce import _share
+
+# Differences of infinities.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:invalid value encountered:RuntimeWarning",
+    "ignore:overflow encountered:RuntimeWarning",
+)
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    monkeypatch.setattr(elementwise_triton, "_ROWS", 2)
+    monkeypatch.setattr(elementwise_triton, "_BLOCK", 128)
+
+
+LENGTHS = {"one": [1001], "several": [1, 0, 127, 128, 129, 300], "short": [3], "wide": [512, 256]}
+
+
+def segments_of(case):
+    segments, start = [], 0
+    for n in LENGTHS[case]:
+        segments.append(Segment(start, n, n))
+        start += n
+    return segments, start
+
+
+def message(x, segments, fmt, dtype, noise=None):
+    """Return the bytes of each segment's fields, and each segment's fields."""
+    parts = [
+        quantize.encode(narrow(x[s.span], dtype), fmt, None if noise is None else noise[s.span])
+        for s in segments
+    ]
+    return [[byte for field in fields for byte in raw(field)] for fields in parts], parts
+
+
+def decoded(parts, segments, fmt, dtype):
+    """What an all-gather route adds: quantized values in the dtype of the sum, others as sent."""
+    to = dtype if fmt in quantize.LEVELS else quantize.CASTS.get(fmt)
+    pairs = zip(parts, segments, strict=True)
+    values = [quantize.decode(own, s.n, to or own[0].dtype) for own, s in pairs]
+    return torch.cat(values)
+
+
+@pytest.mark.parametrize("combination", combinations(), ids=str)
+@pytest.mark.parametrize("case", only(LENGTHS, now=["several"]))
+@pytest.mark.parametrize("gap", [4, *thorough([5])])
+def test_a_step_of_error_feedback(case, combination, gap):
+    (fmt, dtype, memory), (segments, numel) = combination, segments_of(case)
+    for noise in (None, torch.rand(numel))[: 2 if fmt in quantize.LEVELS else 1]:
+        g, e = awkward(numel, dtype), normal(numel, dtype=memory, seed=1)
+        g[numel // 2 :] = normal(numel - numel // 2, dtype=dtype, seed=2)
+        sums = torch.add(g, e, out=torch.empty(numel, dtype=memory))
+        fields, parts = message(sums, segments, fmt, dtype, noise)
+        offsets, content = framed(fields, gap)
+        kernels = ElementwiseTriton(segments, fmt, dtype, CPU, offsets)
+        frame, rest = torch.full_like(content, 7), torch.empty(numel, dtype=memory)
+        kernels.encode_sum(g, e, rest, frame, noise)
+        check_frame(frame, content, segments, offsets, fmt, dtype)
+        expected = sums.clone().add_(decoded(parts, segments, fmt, memory), alpha=-1)
+        same(rest, expected)
+        kernels.encode(sums, frame.fill_(7), noise)
+        check_frame(frame, content, segments, offsets, fmt, dtype)
+        rest = sums.clone()
+        kernels.subtract(frame, rest)
+        same(rest, expected)
+
+
+@pytest.mark.parametrize("combination", combinations(), ids=str)
+@pytest.mark.parametrize("case", only(LENGTHS, now=["several", "wide"]))
+@pytest.mark.parametrize("gap", [0, *thorough([5])])
+def test_means_and_sums(case, combination, gap):
+    (fmt, dtype, to), (segments, numel), ranks = combination, segments_of(case), 3
+    rows, parts = [], []
+    for rank in range(ranks):
+        x = normal(numel, dtype=dtype, seed=rank)
+        x[0] = torch.nan if rank == 1 else 0.0
+        fields, own = message(x, segments, fmt, dtype)
+        offsets, content = framed(fields, gap)
+        rows.append(content)
+        parts.append(own)
+    kernels = ElementwiseTriton(segments, fmt, dtype, CPU, offsets)
+    rows = torch.stack(rows)
+
+    def added(out, weight=1.0):
+        for own in parts:
+            out.add_(decoded(own, segments, fmt, out.dtype), alpha=weight)
+        return out
+
+    out = torch.full((numel,), torch.nan, dtype=to)
+    kernels.mean(rows, out, ranks)
+    same(out, added(torch.zeros(numel, dtype=to)).div_(ranks))
+    for weight in (1.0, -1.0):
+        out = normal(numel, dtype=to, seed=9)
+        expected = added(out.clone(), weight)
+        kernels.accumulate(rows, out, weight)
+        same(out, expected)
+    wide = added(torch.zeros(numel)).div_(ranks)
+    memory, small = normal(numel, seed=8), narrow(wide, to)
+    residual = memory.clone()
+    kernels.mean(rows, out.fill_(torch.nan), ranks, residual)
+    same(out, small)
+    same(residual, memory if to == torch.float32 else memory + (wide - small))
+
+
+def test_headers_and_finite_values():
+    segments, numel = segments_of("several")
+    fields, _ = message(normal(numel), segments, "int4", torch.float32)
+    offsets, content = framed(fields, 4)
+    rows, out = content.repeat(3, 1), torch.empty(numel, dtype=torch.float16)
+    make = lambda headers: ElementwiseTriton(  # noqa: E731
+        segments, "int4", torch.float32, CPU, offsets, headers
+    )
+    check_what_a_mean_tells(make, rows, out)
+    rows[1, offsets[-1] : offsets[-1] + 4] = torch.tensor([torch.inf]).view(torch.uint8)
+    finite = torch.zeros(())
+    make(()).mean(rows, out, 3, None, finite)
+    assert finite.isnan()
+
+
+def test_rows_that_are_not_aligned():
+    segments, numel = segments_of("one")
+    fields, parts = message(normal(numel), segments, "int8", torch.float32)
+    offsets, content = framed(fields)
+    memory = torch.zeros(len(content) + 9, dtype=torch.uint8)
+    memory[3 : 3 + len(content)] = content
+    kernels, out = (
+        ElementwiseTriton(segments, "int8", torch.float32, CPU, offsets),
+        torch.ones(numel),
+    )
+    kernels.mean(memory[None, 3 : 3 + len(content)], out, 1)
+    same(out, decoded(parts, segments, "int8", torch.float32))
+
+
+CASTS = [(g, w, e) for g in DTYPES for w in quantize.CASTS.values() for e in DTYPES]
+
+
+@pytest.mark.parametrize("combination", only(CASTS, now=CASTS[::4]), ids=str)
+@pytest.mark.parametrize("ranks", [8, *thorough([1, 3, 6])])
+def test_a_sum_of_casts(combination, ranks):
+    dtype, sent, memory = combination
+    n = 500
+    g, e = awkward(n, dtype), normal(n, dtype=memory, seed=1)
+    g[200:] = normal(300, dtype=dtype, seed=2)
+    g[3], g[4], e[5] = torch.finfo(dtype).max, -torch.finfo(dtype).max, 60000.0
+    sums = torch.add(g, e, out=torch.empty(n, dtype=memory))
+    shares = _share(dtype, ranks), _share(sent, ranks)
+    # As AllReduceRoute does.
+    x = narrow(sums, dtype, torch.empty(n, dtype=dtype), shares[0])
+    x = saturate(x, sent, shares[1]).clone().mul_(1.0 / ranks)
+    wanted = narrow(x, sent)
+    message, rest = torch.empty(n, dtype=sent), torch.empty(n, dtype=memory)
+    kernels = CastSum(dtype, sent, ranks, shares)
+    kernels.add(g, e, rest, message)
+    same(message, wanted)
+    same(rest, sums.clone().add_(wanted, alpha=-ranks))
+
+    out = torch.empty(n, dtype=dtype)
+    finite = torch.zeros(())
+    kernels.decode(message, out, None, finite)
+    assert bool(finite.isnan()) != bool(wanted.isfinite().all())
+    same(out, torch.empty_like(out).copy_(wanted))
+    mean = wanted.to(torch.promote_types(dtype, torch.float32))
+    residual, before = torch.ones(n), torch.ones(n)
+    kernels.decode(message, out, residual)
+    small = narrow(mean, dtype)
+    same(out, small)
+    same(residual, before if dtype == torch.float32 else before + (mean - small))
+
+
+def test_nothing():
+    for fmt in FORMATS:
+        kernels = ElementwiseTriton([Segment(0, 0, 0)], fmt, torch.float32, CPU)
+        empty, frame = torch.empty(0), torch.empty(8, dtype=torch.uint8)
+        kernels.encode_sum(empty, empty, empty, frame)
+        kernels.mean(frame[None], empty, 1)

@@ -1,0 +1,392 @@
+"""Sparse messages in Triton against plain torch, one step of the reference after another."""
+
+import numpy as np
+import pytest
+import torch
+
+from tests.kernels.interpreted.test_elias_fano import damaged, is_code, specified
+from tests.kernels.test_elias_fano import some_of
+from tests.kernels.test_select import awkward, drift, sorted_out
+from tests.support.cases import only, some, thorough
+from tests.support.vectors import normal
+from torchcomp.kernels import elias_fano, quantize, sparse_triton
+from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.sparse_triton import DTYPES, SparseTriton
+
+CPU = torch.device("cpu")
+FORMATS = [None, *quantize.FORMATS]
+
+
+# Differences of infinities.
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch):
+    """Make short vectors use several blocks: the interpreter is slow."""
+    sizes = {"_BLOCK": 512, "_COUNTED": 256, "_CHUNK": 128, "_GROUPED": 2, "_SAMPLE": 512}
+    others = {"_ROWS": 1, "_BYTES": 32, "_DECODED": 128, "_TILE": 512, "_PART": 256}
+    for name, size in {**sizes, **others}.items():
+        monkeypatch.setattr(sparse_triton, name, size)
+
+
+# --- The reference --------------------------------------------------------------------------------
+
+
+def encoded(values, fmt, dtype, noise=None):
+    """The fields of values."""
+    return quantize.encode(narrow(values, dtype), fmt, noise)
+
+
+def decoded(fields, count, dtype):
+    return quantize.decode(fields, count, dtype)
+
+
+def chosen(x, segments):
+    parts = [sorted_out(x[s.span], s.k) + s.start for s in segments if s.k]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *parts])
+
+
+def raw(tensor):
+    return tensor.contiguous().view(torch.uint8).tolist()
+
+
+def message(x, index, segments, fmt, dtype, noise=None):
+    """Return the bytes of each segment's fields, and what the receivers decode."""
+    fields, values, first = [], [], 0
+    for segment in segments:
+        own = index[first : first + segment.k]
+        drawn = None if noise is None else noise[first : first + segment.k]
+        parts = encoded(x[own], fmt, dtype, drawn)
+        local = (own - segment.start).tolist()
+        fields.append([byte for part in parts for byte in raw(part)] + specified(local, segment.n))
+        values.append(decoded(parts, segment.k, x.dtype))
+        first += segment.k
+    return fields, torch.cat([torch.empty(0, dtype=x.dtype), *values])
+
+
+def framed(fields, gap=5, begin=16):
+    """Place fields in a frame; return their offsets and the bytes."""
+    offsets, content = [], [7] * begin
+    for own in fields:
+        offsets.append(len(content))
+        content += own + [7] * gap
+    content += [7] * (-len(content) % 8)
+    return offsets, torch.tensor(content, dtype=torch.uint8)
+
+
+def offsets_of(segments, fmt, dtype, gap=5):
+    sizes = [
+        sum(field.nbytes for field in quantize.layout(fmt, s.k, dtype))
+        + elias_fano.nbytes(s.n, s.k)
+        for s in segments
+    ]
+    return framed([[0] * size for size in sizes], gap)
+
+
+def less(x, index, values):
+    """Subtract finite values from a copy of `x`."""
+    x = x.clone()
+    x[index] = torch.where(values.isfinite(), x[index] - values, x[index])
+    return x
+
+
+SEGMENTS = {
+    "one": [(0, 1000, 10)],
+    "shards": [(0, 256, 3), (256, 256, 3), (512, 255, 2), (767, 255, 2)],
+    "uneven": [(0, 1, 1), (1, 1300, 13), (1301, 2, 1), (1303, 300, 200)],
+    "all, none and gaps": [(3, 300, 300), (303, 300, 0), (603, 0, 0), (610, 7, 7), (617, 400, 4)],
+    "bitmap": [(0, 700, 300)],
+    "none": [(0, 300, 0)],
+}
+
+
+def segments_of(case):
+    return [Segment(*numbers) for numbers in SEGMENTS[case]]
+
+
+def same(a, b):
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+# --- Encoding -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven", "all, none and gaps"]))
+@pytest.mark.parametrize("dtype", some(DTYPES, of=3))
+def test_selection(case, dtype):
+    segments = segments_of(case)
+    numel = segments[-1].span.stop + 9
+    kernels = SparseTriton(segments, numel, None, dtype, CPU)
+    for step in range(2):  # from a sample, and from the last thresholds
+        x = awkward(numel, dtype)
+        index = kernels.select(x)
+        assert index.dtype == torch.int64
+        assert index.equal(chosen(x, segments))
+        g, e = awkward(numel, dtype), normal(numel, seed=step)
+        out = torch.empty(numel)
+        assert kernels.add_and_select(g, e, out).equal(chosen(g + e, segments))
+        same(out, g + e)
+
+
+def combinations():
+    every = [(fmt, g, e) for fmt in FORMATS for g in DTYPES for e in DTYPES]
+    return only(every, now=every[::7])
+
+
+@pytest.mark.parametrize("combination", combinations(), ids=str)
+@pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven"]))
+def test_a_step_of_error_feedback(case, combination):
+    (fmt, dtype, memory), segments = combination, segments_of(case)
+    numel = segments[-1].span.stop + 9
+    offsets, _ = offsets_of(segments, fmt, dtype)
+    kernels = SparseTriton(segments, numel, fmt, dtype, CPU, offsets)
+    for step in range(2):
+        g, e = awkward(numel, dtype), normal(numel, dtype=memory, seed=step)
+        g[20], g[21], e[30] = torch.nan, -torch.inf, 3.0
+        sums = torch.add(g, e, out=torch.empty(numel, dtype=memory))
+        wanted = chosen(sums, segments)
+        noise = torch.rand(len(wanted)) if fmt in quantize.LEVELS and step else None
+        fields, values = message(sums, wanted, segments, fmt, dtype, noise)
+        _, content = framed(fields)
+        frame, rest = torch.full_like(content, 7), torch.empty(numel, dtype=memory)
+        index = kernels.encode_sum(g, e, rest, frame, noise)
+        assert index.equal(wanted)
+        check_frame(frame, content, segments, offsets, fmt, dtype)
+        same(rest, less(sums, wanted, values))
+
+        other, rest = torch.full_like(content, 7), sums.clone()
+        assert kernels.select_and_encode(rest, other, noise).equal(wanted)
+        check_frame(other, content, segments, offsets, fmt, dtype)
+        assert kernels.encode(rest, index, other.fill_(7), noise) is None
+        check_frame(other, content, segments, offsets, fmt, dtype)
+        kernels.subtract(frame, index, rest)
+        same(rest, less(sums, wanted, values))
+        rest = sums.clone()
+        kernels.subtract(frame, index, rest, -3.0)
+        same(rest, less(sums, wanted, values * -3))
+
+
+def check_frame(frame, content, segments, offsets, fmt, dtype):
+    """Compare bytes; of plain values, NaN can have other bits."""
+    if fmt not in quantize.LEVELS:
+        for segment, offset in zip(segments, offsets, strict=True):
+            (field,) = quantize.layout(fmt, segment.k, dtype)
+            end = offset + field.nbytes
+            got, wanted = (x[offset:end].clone().view(field.dtype) for x in (frame, content))
+            same(got, wanted)
+            frame, content = frame.clone(), content.clone()
+            frame[offset:end] = content[offset:end] = 0
+    assert frame.equal(content)
+
+
+def test_step_after_step():
+    n = 900
+    segments = [Segment(0, n, n // 100)]
+    kernels = SparseTriton(segments, n, None, torch.float32, CPU)
+    for g, e, out in drift(n, 3):
+        assert kernels.add_and_select(g, e, out).equal(sorted_out(g + e, n // 100))
+
+
+BOUNDS = {  # a threshold and a margin
+    "zero": (0, 0),
+    "negative": (0, 1 << 26),
+    "denormal": (1, 0),
+    "too low": (0x3C000000, 1 << 13),
+    "too high": (0x41000000, 1 << 13),
+    "infinity": (0x7F800000, 0),
+    "above infinity": (2**31 - 1, 0),
+}
+
+
+@pytest.mark.parametrize("bound", only(BOUNDS, now=["too low", "too high"]))
+def test_no_bound_changes_the_result(bound):
+    n = 1400
+    x = normal(n)
+    for k in (10, 300):  # at 10, most candidates of a low bound do not fit
+        kernels = SparseTriton([Segment(0, n, k)], n, None, torch.float32, CPU)
+        expected = sorted_out(x, k)
+        kernels.select(x)
+        kernels._bound.copy_(torch.tensor(BOUNDS[bound]))
+        for _ in range(2):
+            assert kernels.select(x).equal(expected)
+        # Whatever the bound was, the threshold of this step is the next one's.
+        assert int(kernels._bound[0]) == int(x.abs()[expected].min().view(torch.int32))
+
+
+@pytest.mark.parametrize("value", [torch.nan, *thorough([0.0, -3.0, torch.inf, -0.0, 1e-45])])
+def test_among_equals_the_lowest_indices_win(value):
+    x = torch.full((1500,), value)
+    for k in (1, 700, 1499):
+        kernels = SparseTriton([Segment(0, 1500, k)], 1500, None, torch.float32, CPU)
+        assert kernels.select(x).equal(torch.arange(k))
+
+
+def test_after_a_step_that_did_not_end():
+    x = normal(600)
+    kernels = SparseTriton([Segment(0, 600, 9)], 600, None, torch.float32, CPU)
+    kernels.select(x)
+    write = kernels._launches["select", False, False].pop()
+    with pytest.raises(TypeError, match="DONE"):
+        kernels.select(x)
+    kernels._launches["select", False, False].append(write)
+    kernels._counters.fill_(5)
+    kernels._clean = False
+    assert kernels.select(x).equal(sorted_out(x, 9))
+
+
+# --- Decoding -------------------------------------------------------------------------------------
+
+
+def received(segments, fmt, dtype, ranks, gap):
+    """Return kernels, the rows of all ranks, and by rank the indices and the values."""
+    numel = segments[-1].span.stop + 9
+    rows, index, values = [], [], []
+    for rank in range(ranks):
+        x = normal(numel, dtype=dtype, seed=rank)
+        if rank == 1 and fmt not in quantize.LEVELS:
+            x[segments[-1].start] = torch.inf
+        own = [some_of(s.n, s.k, rank + i) + s.start for i, s in enumerate(segments) if s.k]
+        index.append(torch.cat([torch.empty(0, dtype=torch.int64), *own]))
+        fields, _ = message(x, index[-1], segments, fmt, dtype)
+        first, decoded_values = 0, {}
+        for out_dtype in DTYPES:
+            decoded_values[out_dtype] = []
+        for s in segments:
+            parts = encoded(x[index[-1][first : first + s.k]], fmt, dtype)
+            for out_dtype, each in decoded_values.items():
+                each.append(decoded(parts, s.k, out_dtype))
+            first += s.k
+        values.append({d: torch.cat(each) for d, each in decoded_values.items()})
+        offsets, content = framed(fields, gap)
+        rows.append(content)
+    kernels = SparseTriton(segments, numel, fmt, dtype, CPU, offsets)
+    return kernels, torch.stack(rows), index, values
+
+
+def added(out, index, values, weight=1.0):
+    for at, each in zip(index, values, strict=True):
+        out[at] = out[at] + each[out.dtype] * weight
+    return out
+
+
+@pytest.mark.parametrize("combination", combinations(), ids=str)
+@pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven"]))
+@pytest.mark.parametrize("gap", [0, *thorough([5])])
+def test_means_and_sums(case, combination, gap):
+    (fmt, dtype, to), segments, ranks = combination, segments_of(case), 3
+    kernels, rows, index, values = received(segments, fmt, dtype, ranks, gap)
+    numel = segments[-1].span.stop + 9
+    out = torch.full((numel,), torch.nan, dtype=to)
+    kernels.mean(rows, out, ranks)
+    zeros = torch.zeros(numel, dtype=to)
+    same(out, added(zeros.clone(), index, values).div_(ranks))
+
+    wide = added(torch.zeros(numel), index, values).div_(ranks)
+    memory = normal(numel, seed=8)
+    residual, small = memory.clone(), narrow(wide, to)
+    kernels.mean(rows, out.fill_(torch.nan), ranks, residual)
+    same(out, small)
+    same(residual, memory if to == torch.float32 else memory + (wide - small))
+
+    for weight in (1.0, -0.5, 0.3):
+        out = normal(numel, dtype=to, seed=9)
+        expected = added(out.clone(), index, values, weight)
+        kernels.accumulate(rows, out, weight)
+        same(out, expected)
+
+
+HEADERS = [(0, 0x1234567890ABCDEF), (8, -2)]
+
+
+def check_what_a_mean_tells(make, rows, out):
+    """Test the headers and the finite values that kernels find; rows have two words at 0 and 8."""
+    kernels = make(HEADERS)
+    rows[:, :16] = torch.tensor([value for _, value in HEADERS]).view(torch.uint8)
+    differences, finite = torch.full((len(rows), 2), 9), torch.zeros(())
+    kernels.mean(rows, out, len(rows), None, finite, differences)
+    assert not differences.any()
+    assert finite == 0
+    rows[1, 9] ^= 4
+    rows[2, 7] ^= 0x80
+    kernels.mean(rows, out, len(rows), torch.zeros(out.shape), finite, differences)
+    assert differences.tolist() == [[0, 0], [0, 4 << 8], [-(2**63), 0]]
+    assert finite == 0
+
+
+@pytest.mark.parametrize("case", ["one", "uneven"])
+def test_headers_and_finite_values(case):
+    segments = segments_of(case)
+    numel = segments[-1].span.stop + 9
+    _, rows, *_ = received(segments, "int8", torch.float32, 3, 4)
+    offsets, _ = offsets_of(segments, "int8", torch.float32, 4)
+    out, place = torch.empty(numel, dtype=torch.bfloat16), (segments, numel, "int8", torch.float32)
+    make = lambda headers: SparseTriton(*place, CPU, offsets, headers)  # noqa: E731
+    check_what_a_mean_tells(make, rows, out)
+    for value in (torch.nan, torch.inf):
+        rows[1, offsets[-1] : offsets[-1] + 4] = torch.tensor([value]).view(torch.uint8)
+        finite = torch.zeros(())
+        make(()).mean(rows, out, 3, None, finite)
+        assert finite.isnan()
+
+
+def test_one_row_of_frames():
+    segments = segments_of("shards")
+    kernels, rows, index, values = received(segments, "int8", torch.bfloat16, 1, 4)
+    out = torch.empty(segments[-1].span.stop + 9)
+    kernels.mean(rows, out, 1)
+    same(out, added(torch.zeros_like(out), index, values))
+
+
+def test_rows_that_are_not_aligned():
+    segments = segments_of("one")
+    kernels, rows, index, values = received(segments, None, torch.float32, 2, 0)
+    memory = torch.zeros(2, rows.shape[1] + 7, dtype=torch.uint8)
+    memory[:, 3 : 3 + rows.shape[1]] = rows
+    out = torch.empty(segments[-1].span.stop + 9)
+    kernels.mean(memory[:, 3 : 3 + rows.shape[1]], out, 2)
+    same(out, added(torch.zeros_like(out), index, values).div_(2))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 5, *thorough([64])])
+def test_any_number_of_messages(ranks):
+    segments = [Segment(0, 300, 30)]
+    kernels, rows, index, values = received(segments, None, torch.float32, ranks, 0)
+    out = torch.empty(309)
+    kernels.mean(rows, out, ranks)
+    same(out, added(torch.zeros(309), index, values).div_(ranks))
+
+
+CODES = [(40, 2), (64, 9), (100, 60), (1000, 10), (2000, 100)]
+
+
+@pytest.mark.parametrize("code", only(CODES, now=[(40, 2), (1000, 10)]), ids=str)
+def test_damage_is_found(code):
+    n, k = code
+    segments = [Segment(0, 50, 5), Segment(50, n, k), Segment(50 + n, 50, 5)]
+    kernels, rows, index, values = received(segments, None, torch.float32, 2, 1)
+    begin = kernels._table[1, 16]
+    expected, verdicts = added(torch.zeros(109 + n), index, values).div_(2), []
+    for number, content in enumerate(damaged(n, k, np.random.default_rng(n))):
+        broken = rows.clone()
+        broken[1, begin : begin + len(content)] = torch.tensor(content)
+        out = torch.empty(109 + n)
+        kernels.mean(broken, out, 2)
+        intact = is_code(content, n, k)
+        if intact:
+            assert out[:50].equal(expected[:50])
+        else:
+            assert out[0].isnan()
+            assert not out[1:].any()
+        if number % 6 == 0:
+            total, residual = torch.ones(109 + n), torch.zeros(109 + n)
+            kernels.accumulate(broken, total)
+            small = torch.empty(109 + n, dtype=torch.bfloat16)
+            kernels.mean(broken, small, 2, residual)
+            for vector, value in ((total, 1), (small, 0), (residual, 0)):
+                assert bool(vector[0].isnan()) != intact
+                assert intact or (vector[1:] == value).all()
+        verdicts.append(bool(out[0].isnan()))
+    assert any(verdicts)
+    assert not all(verdicts)

@@ -1,0 +1,156 @@
+"""Kernels that write the messages of given entries. :mod:`.sparse_triton` launches them."""
+
+import triton.language as tl
+
+from torchcomp.kernels.fields_triton import written
+from torchcomp.kernels.table_triton import (
+    CODE,
+    CODED,
+    CODES,
+    END,
+    FILL_PROGRAM,
+    FILL_PROGRAMS,
+    FIRST,
+    HIGH,
+    LOW_BITS,
+    START,
+    VALUES,
+    K,
+    column,
+    segment_of,
+)
+from torchcomp.kernels.triton_jit import kernel, narrowed, number, rounded
+
+
+@kernel()
+def set_bits(
+    row: tl.tensor, frame: tl.tensor, i: tl.tensor, local: tl.tensor, mask: tl.tensor
+) -> None:
+    """Set the bits of entries in the index code of their segment.
+
+    Args:
+        row: the segment's.
+        frame: begins at a multiple of 4 bytes.
+        i: the number of each entry in its segment.
+        local: its index in the segment.
+        mask: the entries.
+    """
+    low, high_part, low_part = column(row, LOW_BITS), tl.load(row + HIGH), tl.load(row + CODE)
+    # If there is no low part, the high part is a bitmap of the indices.
+    bit = (local >> low) + tl.where(low > 0, i, 0) + 8 * (high_part & 3).to(tl.int32)
+    words = (frame + (high_part & -4)).to(tl.pointer_type(tl.int32))
+    one = tl.full(bit.shape, 1, tl.int32) << (bit & 31)
+    tl.atomic_or(words + (bit >> 5), one, mask=mask, sem="relaxed")
+    bit = i * low + 8 * (low_part & 3).to(tl.int32)
+    words = (frame + (low_part & -4)).to(tl.pointer_type(tl.int32))
+    part = (local & ((1 << low) - 1)).to(tl.int64) << (bit & 31)
+    mask = mask & (low > 0)
+    tl.atomic_or(words + (bit >> 5), part.to(tl.int32), mask=mask, sem="relaxed")
+    over = mask & ((bit & 31) + low > 32)
+    tl.atomic_or(words + (bit >> 5) + 1, (part >> 32).to(tl.int32), mask=over, sem="relaxed")
+
+
+@kernel("rows")
+def clear(
+    frame: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    CHUNK: tl.constexpr,
+) -> None:
+    """Set the bytes of the index codes to zero."""
+    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
+    own = tl.program_id(0) - column(row, FILL_PROGRAM)
+    begin, end, programs = tl.load(row + CODE), tl.load(row + END), column(row, FILL_PROGRAMS)
+    size = (end - begin).to(tl.int32)
+    for first in range(own * CHUNK, size, programs * CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        tl.store(frame + begin + at, tl.zeros((CHUNK,), tl.uint8), mask=at < size)
+
+
+@kernel("rows")
+def code(
+    frame: tl.tensor,
+    index: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Set the bits of indices in the index codes, whose bytes are zero."""
+    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
+    own, k = tl.program_id(0) - column(row, FILL_PROGRAM), column(row, K)
+    i = own * BLOCK + tl.arange(0, BLOCK)
+    inside = (i < k) & (column(row, CODED) > 0)
+    local = tl.load(index + column(row, FIRST) + i, mask=inside, other=0).to(tl.int32)
+    set_bits(row, frame, i, tl.maximum(local - column(row, START), 0), inside)
+
+
+@kernel("rows", "largest_scale")
+def fill(
+    x: tl.tensor,
+    frame: tl.tensor,
+    index: tl.tensor,
+    noise: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    largest_scale: tl.tensor,
+    SUBTRACT: tl.constexpr,
+    RANDOM: tl.constexpr,
+    SOURCE: tl.constexpr,
+    VALUE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+) -> None:
+    """Encode the values of `x` at the indices, and write their fields.
+
+    Args:
+        x: the vector. If SUBTRACT, finite values of the message are subtracted from it.
+        frame: begins at a multiple of 4 bytes.
+        index: the indices within `x`.
+        noise: random numbers, if RANDOM.
+        table: the segments.
+        rows: number of segments.
+        largest_scale: that of LEVELS.
+        SUBTRACT: whether to subtract the message.
+        RANDOM: whether to round at random.
+        SOURCE: dtype that values of `x` are rounded to first.
+        VALUE: dtype of the values of the message, if LEVELS is 0.
+        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
+        ALIGNED: whether fields begin at multiples of the size of their numbers.
+        ROWS: number of blocks of 128 values.
+    """
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
+    k, first = column(row, K), column(row, FIRST)
+    block = (tl.program_id(0) - column(row, FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
+    # Two values at a time, as int4 codes are sent in pairs.
+    even = block[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
+    odd = even + 1
+    low_at = tl.load(index + first + even, mask=even < k, other=0)
+    high_at = tl.load(index + first + odd, mask=odd < k, other=0)
+    old_low = number(tl.load(x + low_at, mask=even < k, other=0.0))
+    old_high = number(tl.load(x + high_at, mask=odd < k, other=0.0))
+    low, high = narrowed(old_low, dtype, SOURCE), narrowed(old_high, dtype, SOURCE)
+    drawn_low, drawn_high = low, high
+    if RANDOM:
+        drawn_low = tl.load(noise + first + even, mask=even < k, other=0.0)
+        drawn_high = tl.load(noise + first + odd, mask=odd < k, other=0.0)
+    low, high = written(
+        frame + tl.load(row + VALUES), frame + tl.load(row + CODES), block, even, k, low, high,
+        drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
+    )  # fmt: skip
+    if SUBTRACT:
+        tl.store(x + low_at, less(old_low, low, 1.0, dtype), mask=even < k)
+        tl.store(x + high_at, less(old_high, high, 1.0, dtype), mask=odd < k)
+
+
+@kernel()
+def less(x: tl.tensor, value: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+    """Return ``x - weight * value`` in `dtype`, with all steps rounded to it, or `x`.
+
+    That is where the value is not finite.
+    """
+    value = number(rounded(value, dtype))
+    finite = tl.abs(value) < float("inf")  # not true for NaN
+    product = number(rounded(tl.where(finite, value, 0.0) * weight, dtype))
+    return rounded(x - product, dtype)

@@ -1,0 +1,448 @@
+"""Messages of all elements of a vector in Triton, for CUDA; prepared once, one launch each.
+
+Results equal those of plain torch bit for bit.
+
+Bytes moved per float32 element: encoding a sum reads two summands, and writes the rest and the
+message: 13 for int8 and 14 for bf16. A mean reads all messages and writes 4.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate
+from math import gcd
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from torchcomp.kernels.adding_triton import store_mean, tell
+from torchcomp.kernels.decoding_triton import check_headers
+from torchcomp.kernels.fields_triton import TYPES, Format, Headers, aligned, values_of, written
+from torchcomp.kernels.launch import Launch
+from torchcomp.kernels.quantize import largest_scale
+from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.segments_triton import row_of
+from torchcomp.kernels.triton_jit import (
+    clamped,
+    kernel,
+    magnitude,
+    narrowed,
+    number,
+    rounded,
+    within,
+)
+
+_ROWS = 4
+"""Blocks of 128 values per program."""
+
+_BLOCK = 1024
+"""Elements per program where there are no blocks of values."""
+
+# Offsets are 32-bit.
+LIMIT = 2**30
+"""A vector must have fewer elements."""
+
+DTYPES = tuple(TYPES)
+"""Supported dtypes of vectors and values."""
+
+
+class ElementwiseTriton:
+    """Messages of the segments of a vector, with all of their elements.
+
+    A message is a run of bytes, 1-D uint8, that begins at a multiple of 4 bytes.
+
+    Args:
+        segments: the parts of the vector, with k = n, in ascending order. They cover it.
+        fmt: format of the values; see :mod:`.quantize`. None sends values of `dtype`.
+        dtype: values are first rounded to this one of DTYPES.
+        device: device of the vector.
+        offsets: for each segment, the byte of a message at which its fields begin. By default they
+            follow each other from 0 on.
+        headers: words of 64 bits of the frames of a received message: for each its byte in the
+            message, a multiple of 4, and its value. A mean can check them.
+    """
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        fmt: str | None,
+        dtype: torch.dtype,
+        device: torch.device,
+        offsets: Sequence[int] | None = None,
+        headers: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self._format = Format(fmt, dtype)
+        if offsets is None:
+            offsets = [0, *accumulate(self._format.nbytes(n) for _, n, _ in segments)][:-1]
+        rows, program = [], 0
+        for (start, n, _), offset in zip(segments, offsets, strict=True):
+            if n:
+                rows.append((program, start, n, offset, offset + self._format.second(n)))
+                program += triton.cdiv(n, 128 * _ROWS)
+        self._programs = program
+        self._aligned = all(row[3] % self._format.width == 0 for row in rows)
+        # What all lengths and places are multiples of: wide accesses need 16.
+        self._step = gcd(16, *(number for row in rows for number in row[1:]))
+        # A copy that the host waits for: no other stream can read it too early.
+        self._table, self._rows = torch.tensor(rows, dtype=torch.int64).to(device), len(rows)
+        self._headers = Headers(headers, device)
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+
+    def encode_sum(
+        self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
+    ) -> None:
+        """Write the message of ``g + e`` to `frame`, and the sum less the message to `rest`.
+
+        Args:
+            g: 1-D, contiguous, of one of DTYPES.
+            e: likewise.
+            rest: likewise.
+            frame: what is not part of a field stays.
+            noise: None rounds to nearest. Otherwise a float32 number in [0, 1) for each value.
+        """
+        self._encode(g, e, rest, frame, noise)
+
+    def encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
+        """Write the message of `x` to `frame`; see :meth:`encode_sum`."""
+        self._encode(x, x, x, frame, noise)
+
+    def _encode(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None) -> None:
+        kind = "encode", g is not x, noise is not None
+        launch = self._launches.get(kind)
+        if launch is None:
+            levels = self._format.levels
+            launch = self._prepared(
+                kind, _encode, largest_scale(levels) if levels else 0.0, ADD=kind[1],
+                RANDOM=kind[2], SOURCE=TYPES[self._format.dtype],
+            )  # fmt: skip
+        if self._programs:
+            launch(g, e, x, frame, g if noise is None else noise)
+
+    def accumulate(self, messages: Tensor, out: Tensor, weight: float = 1.0) -> None:
+        """Add `weight` times each message to `out`, in order.
+
+        Args:
+            messages: a row of uint8 for each message. Rows are contiguous.
+            out: 1-D, contiguous, of one of DTYPES. Every sum is rounded to its dtype.
+            weight: factor on the values.
+        """
+        self._add_up(messages, out, out, weight, False, False, None, None)
+
+    def subtract(self, frame: Tensor, x: Tensor, weight: float = 1.0) -> None:
+        """Subtract `weight` times a message from `x`."""
+        self._add_up(frame[None], x, x, -weight, False, False, None, None)
+
+    def mean(
+        self,
+        messages: Tensor,
+        out: Tensor,
+        divisor: float,
+        residual: Tensor | None = None,
+        finite: Tensor | None = None,
+        differences: Tensor | None = None,
+    ) -> None:
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`.
+
+        The arguments are those of :meth:`accumulate`. The values that `out` had do not matter.
+
+        Args:
+            messages: the messages.
+            out: receives the mean.
+            divisor: usually the number of messages.
+            residual: 1-D, contiguous, of one of DTYPES. If the dtype that holds values of both is
+                wider than that of `out`, the mean is computed in it, and the error of rounding it
+                is added to `residual`.
+            finite: scalar float32 that becomes NaN if an element of the mean is not finite.
+            differences: int64, (messages, headers); receives the bits in which each word of the
+                headers is another one than expected.
+        """
+        wide = residual is not None and _wider(out, residual)
+        error = out if residual is None else residual
+        self._add_up(messages, out, error, divisor, True, wide, finite, differences)
+
+    def _add_up(
+        self, messages: Tensor, out: Tensor, residual: Tensor, factor: float, mean: bool,
+        wide: bool, finite: Tensor | None, differences: Tensor | None,
+    ) -> None:  # fmt: skip
+        count = messages.shape[0]
+        stride = messages.stride(0) if count > 1 else 0
+        if (messages.data_ptr() | stride) & 3:
+            messages = aligned(messages)
+            stride = messages.stride(0)
+        headers, checked = self._headers, differences is not None and self._headers.words > 0
+        kind = "add", count, stride, mean, wide, finite is not None, checked
+        launch = self._launches.get(kind)
+        if launch is None:
+            launch = self._prepared(
+                kind, _add_up, count, stride, headers.table, headers.words, MEAN=mean, WIDE=wide,
+                STEP=gcd(self._step, stride), FINITE=kind[5],
+                HEADERS=headers.lanes if checked else 0,
+            )  # fmt: skip
+        if self._programs:
+            launch(
+                messages, out, residual, out if finite is None else finite,
+                differences if checked else out, float(factor),
+            )  # fmt: skip
+
+    def _prepared(
+        self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any
+    ) -> Launch:
+        values = self._format
+        launch = self._launches[kind] = Launch(
+            kernel, (max(self._programs, 1),), self._table, self._rows, *fixed,
+            VALUE=TYPES[values.value], LEVELS=values.levels, ALIGNED=self._aligned, ROWS=_ROWS,
+            **constants,
+        )  # fmt: skip
+        return launch
+
+
+class CastSum:
+    """Messages of a cast that are summed by an all-reduce.
+
+    Args:
+        gradient: dtype of the gradients; one of DTYPES.
+        dtype: dtype of the messages; bfloat16 or float16.
+        world_size: number of ranks.
+        shares: fractions of the ranges of both dtypes that finite values are clamped to, before
+            they are converted from a wider one.
+    """
+
+    def __init__(
+        self,
+        gradient: torch.dtype,
+        dtype: torch.dtype,
+        world_size: int,
+        shares: tuple[float, float] = (1.0, 1.0),
+    ) -> None:
+        self._gradient, self._dtype, self._world_size = gradient, dtype, world_size
+        self._shares = shares
+        self._launches: dict[tuple[Any, ...], Launch] = {}
+
+    def add(self, g: Tensor, e: Tensor, rest: Tensor, message: Tensor) -> None:
+        """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`.
+
+        Args:
+            g: 1-D, contiguous, of the gradients' dtype.
+            e: 1-D, contiguous, of one of DTYPES.
+            rest: like `e`. Receives the sum less the message times the number of ranks.
+            message: 1-D, contiguous, of the messages' dtype.
+        """
+        kind = "add", g.numel(), rest.dtype
+        launch = self._launches.get(kind)
+        if launch is None:
+            launch = self._launches[kind] = Launch(
+                _cast_sum, self._grid(g.numel()), g.numel(), 1.0 / self._world_size,
+                -float(self._world_size), _limit(rest.dtype, self._gradient, self._shares[0]),
+                _limit(self._gradient, self._dtype, self._shares[1]), BLOCK=_BLOCK,
+            )  # fmt: skip
+        if g.numel():
+            launch(g, e, rest, message)
+
+    def decode(
+        self,
+        message: Tensor,
+        out: Tensor,
+        residual: Tensor | None = None,
+        finite: Tensor | None = None,
+    ) -> None:
+        """Write the sum of the messages to `out`; see :meth:`ElementwiseTriton.mean`."""
+        wide = residual is not None and _wider(out, residual)
+        kind = "decode", out.numel(), wide, out.dtype, finite is not None
+        launch = self._launches.get(kind)
+        if launch is None:
+            held = torch.promote_types(out.dtype, residual.dtype) if wide else out.dtype  # type: ignore[union-attr]
+            launch = self._launches[kind] = Launch(
+                _decode_cast, self._grid(out.numel()), out.numel(),
+                DTYPE=TYPES[held], WIDE=wide, FINITE=kind[4], BLOCK=_BLOCK,
+            )  # fmt: skip
+        if out.numel():
+            error = out if residual is None else residual
+            launch(message, out, error, out if finite is None else finite)
+
+    def _grid(self, numel: int) -> tuple[int, ...]:
+        return (max(triton.cdiv(numel, _BLOCK), 1),)
+
+
+def _wider(out: Tensor, residual: Tensor) -> bool:
+    """Whether values of both need a wider dtype than that of `out`."""
+    return torch.promote_types(out.dtype, residual.dtype) != out.dtype
+
+
+def _limit(source: torch.dtype, dtype: torch.dtype, share: float) -> float:
+    """Return the largest magnitude of values of `source` before they are converted to `dtype`."""
+    largest = torch.finfo(dtype).max
+    return largest * share if largest < torch.finfo(source).max else float("inf")
+
+
+# --- Kernels --------------------------------------------------------------------------------------
+
+
+@kernel("rows", "largest_scale")
+def _encode(
+    g: tl.tensor,
+    e: tl.tensor,
+    x: tl.tensor,
+    frame: tl.tensor,
+    noise: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    largest_scale: tl.tensor,
+    VALUE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADD: tl.constexpr,
+    RANDOM: tl.constexpr,
+    SOURCE: tl.constexpr,
+) -> None:
+    """Encode, and write what the message lacks to `x` if ADD."""
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = row_of(tl.program_id(0), table, rows, 5)
+    start, k = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
+    block = (tl.program_id(0) - tl.load(row).to(tl.int32)) * ROWS + tl.arange(0, ROWS)
+    # Two values at a time, as int4 codes are sent in pairs.
+    even = block[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
+    odd = even + 1
+    low_at, high_at = start + even, start + odd
+    low = number(tl.load(g + low_at, mask=even < k, other=0.0))
+    high = number(tl.load(g + high_at, mask=odd < k, other=0.0))
+    if ADD:
+        low += number(tl.load(e + low_at, mask=even < k, other=0.0))
+        high += number(tl.load(e + high_at, mask=odd < k, other=0.0))
+        low, high = number(rounded(low, dtype)), number(rounded(high, dtype))
+    drawn_low, drawn_high = low, high
+    if RANDOM:
+        drawn_low = tl.load(noise + low_at, mask=even < k, other=0.0)
+        drawn_high = tl.load(noise + high_at, mask=odd < k, other=0.0)
+    sent_low, sent_high = written(
+        frame + tl.load(row + 3), frame + tl.load(row + 4), block, even, k,
+        narrowed(low, dtype, SOURCE), narrowed(high, dtype, SOURCE),
+        drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
+    )  # fmt: skip
+    if ADD:
+        tl.store(x + low_at, _less(low, sent_low, dtype, LEVELS), mask=even < k)
+        tl.store(x + high_at, _less(high, sent_high, dtype, LEVELS), mask=odd < k)
+
+
+@kernel()
+def _less(x: tl.tensor, value: tl.tensor, dtype: tl.constexpr, LEVELS: tl.constexpr) -> tl.tensor:
+    """Return ``x - value`` in `dtype`. Values with scales are first rounded to it."""
+    if LEVELS > 0:
+        value = number(rounded(value, dtype))
+    return rounded(x - value, dtype)
+
+
+@kernel("rows", "count", "stride", "words")
+def _add_up(
+    messages: tl.tensor,
+    out: tl.tensor,
+    residual: tl.tensor,
+    finite: tl.tensor,
+    differences: tl.tensor,
+    factor: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    count: tl.tensor,
+    stride: tl.tensor,
+    headers: tl.tensor,
+    words: tl.tensor,
+    VALUE: tl.constexpr,
+    LEVELS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    MEAN: tl.constexpr,
+    WIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    FINITE: tl.constexpr,
+    HEADERS: tl.constexpr,
+) -> None:
+    """Add the messages in order. `factor` is a divisor if MEAN, otherwise a factor on values."""
+    if HEADERS > 0:  # noqa: SIM102, as the compiler decides it
+        if tl.program_id(0) == 0:
+            own = messages
+            for message in range(0, count):
+                check_headers(own, differences, message, headers, words, HEADERS)
+                own += stride
+    to: tl.constexpr = out.dtype.element_ty
+    # No dtype of a residual holds more than float32.
+    dtype: tl.constexpr = tl.float32 if WIDE else to
+    row = row_of(tl.program_id(0), table, rows, 5)
+    start = tl.multiple_of(tl.load(row + 1).to(tl.int32), STEP)
+    k = tl.multiple_of(tl.load(row + 2).to(tl.int32), STEP)
+    i = (tl.program_id(0) - tl.load(row).to(tl.int32)) * (ROWS * 128) + tl.arange(0, ROWS * 128)
+    inside, at = i < k, start + i
+    total = tl.zeros((ROWS * 128,), tl.float32)
+    if not MEAN:
+        total = number(tl.load(out + at, mask=inside, other=0.0))
+    raw, step = messages, tl.multiple_of(stride, STEP)
+    first = tl.multiple_of(tl.load(row + 3), STEP)
+    second = tl.multiple_of(tl.load(row + 4), STEP)
+    for _ in range(0, count):
+        value = values_of(raw + first, raw + second, i, inside, LEVELS, VALUE, ALIGNED)
+        if LEVELS > 0:
+            value = number(rounded(value, dtype))
+        if not MEAN:
+            value = value * factor
+        total = number(rounded(total + value, dtype))
+        raw += step
+    if MEAN:
+        total = tl.div_rn(total, tl.zeros_like(total) + factor)
+        store_mean(out, residual, at, total, inside, dtype, WIDE)
+        if FINITE:
+            tell(finite, tl.where(inside, magnitude(total), 0))
+    else:
+        tl.store(out + at, rounded(total, to), mask=inside)
+
+
+@kernel()
+def _cast_sum(
+    g: tl.tensor,
+    e: tl.tensor,
+    rest: tl.tensor,
+    message: tl.tensor,
+    n: tl.tensor,
+    share: tl.tensor,
+    ranks: tl.tensor,
+    gradient_limit: tl.tensor,
+    message_limit: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Send the sum times `share`, and keep what `-ranks` times the message lacks."""
+    gradient: tl.constexpr = g.dtype.element_ty
+    memory: tl.constexpr = rest.dtype.element_ty
+    sent: tl.constexpr = message.dtype.element_ty
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    total = number(tl.load(g + at, mask=inside, other=0.0))
+    total += number(tl.load(e + at, mask=inside, other=0.0))
+    total = number(rounded(total, memory))
+    # To the gradient's dtype, to the range of the message's, a share of it, and to its dtype.
+    value = number(rounded(within(total, gradient_limit), gradient))
+    value = number(rounded(within(value, message_limit), gradient))
+    value = number(rounded(value * share, gradient))
+    value = rounded(clamped(value, gradient, sent), sent)
+    tl.store(message + at, value, mask=inside)
+    lacking = total + ranks * number(value)
+    tl.store(rest + at, rounded(lacking, memory), mask=inside)
+
+
+@kernel()
+def _decode_cast(
+    message: tl.tensor,
+    out: tl.tensor,
+    residual: tl.tensor,
+    finite: tl.tensor,
+    n: tl.tensor,
+    DTYPE: tl.constexpr,
+    WIDE: tl.constexpr,
+    FINITE: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Convert the sum of the messages to DTYPE, and store it as a mean."""
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < n
+    value = number(tl.load(message + at, mask=inside, other=0.0))
+    store_mean(out, residual, at, value, inside, DTYPE, WIDE)
+    if FINITE:
+        tell(finite, tl.where(inside, magnitude(value), 0))

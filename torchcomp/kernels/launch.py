@@ -1,0 +1,105 @@
+"""Launch: one kernel of Triton, prepared once and launched in every step.
+
+Every launch of a prepared kernel goes through this file. Triton's own way, ``kernel[grid](...)``,
+sorts the arguments into classes at every launch and takes 20 to 50 us of the host. Here the first
+launch with arguments of some classes goes that way. It returns the compiled kernel, which later
+launches hand to the driver at once.
+"""
+
+import logging
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from torchcomp.kernels.triton_jit import EXACT, on_device_of
+
+_log = logging.getLogger(__name__)
+
+_VERSION = tuple(map(int, triton.__version__.split(".")[:2]))
+
+_TAKES_CONSTANTS = _VERSION >= (3, 3)
+"""Whether a compiled kernel is also given the arguments that are constants."""
+
+
+class _Quick:
+    """Whether kernels go to the driver at once. Known to be right from Triton 3.2 to 3.7."""
+
+    on = (3, 2) <= _VERSION < (3, 8)
+
+
+class Launch:
+    """A kernel with everything that stays the same from step to step.
+
+    The parameters of the kernel are, in this order: what changes from step to step, what stays, and
+    constants.
+
+    Args:
+        kernel: the kernel. Integers are in its ``do_not_specialize``.
+        grid: number of programs along each of at most two axes, at least one.
+        fixed: the arguments that stay: tensors and numbers.
+        warps: number of warps of each program.
+        constants: the constants, by name.
+    """
+
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], *fixed: Any, warps: int = 4, **constants: Any
+    ) -> None:
+        self._kernel, self._grid, self._warps = kernel, (*grid, 1, 1)[:3], warps
+        self._fixed, self._constants = fixed, constants
+        # By the classes of what changes: the compiled kernel's launcher and handles.
+        self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+
+    def __call__(self, x: Tensor, *changing: Any) -> None:
+        """Launch the kernel on the device of `x`, its first argument.
+
+        Args:
+            x: a tensor.
+            changing: the other arguments that change: tensors, and floating-point numbers.
+        """
+        address = x.data_ptr()
+        # Triton compiles one form for pointers to multiples of 16 bytes, and one for others.
+        kind, passed = [x.dtype, address % 16 == 0], [address]
+        for value in changing:
+            if isinstance(value, Tensor):
+                address = value.data_ptr()
+                kind += value.dtype, address % 16 == 0
+                passed.append(address)
+            else:
+                passed.append(value)
+        known = self._compiled.get(tuple(kind))
+        if known is not None and _Quick.on:
+            run, function, metadata, index, stream_of, rest = known
+            try:
+                if torch.cuda.current_device() == index:
+                    stream = stream_of(index)
+                    run(*self._grid, stream, function, metadata, None, None, None, *passed, *rest)
+                    return
+            except Exception as error:  # a driver can raise any type of exception
+                _Quick.on = False
+                _log.debug("kernels are launched the slow way from now on: %s", error)
+        compiled = plain(self._kernel, self._grid, (x, *changing, *self._fixed), self._options)
+        if _Quick.on and x.is_cuda and hasattr(compiled, "packed_metadata"):
+            self._compiled[tuple(kind)] = self._prepared(compiled, x.device.index)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {**self._constants, "num_warps": self._warps, **EXACT}
+
+    def _prepared(self, compiled: Any, index: int) -> tuple[Any, ...]:
+        rest = [a.data_ptr() if isinstance(a, Tensor) else a for a in self._fixed]
+        if _TAKES_CONSTANTS:
+            names = self._kernel.arg_names
+            rest += [self._constants[name] for name in names if name in self._constants]
+        stream_of = triton.runtime.driver.active.get_current_stream
+        handles = compiled.run, compiled.function, compiled.packed_metadata
+        return *handles, index, stream_of, tuple(rest)
+
+
+def plain(
+    kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
+) -> Any:
+    """Launch a kernel Triton's own way, on the device of its first argument."""
+    with on_device_of(arguments[0]):
+        return kernel[grid](*arguments, **options)

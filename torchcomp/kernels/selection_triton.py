@@ -1,0 +1,421 @@
+"""Kernels that select entries and write their message. :mod:`.sparse_triton` launches them.
+
+For each segment:
+
+1. `collect`: one pass adds the summands, stores the sum, and collects as *candidates* the entries
+   whose magnitude reaches a bound. The bound is the last step's threshold, lowered by a margin.
+   Without a last step, it comes from a sample (`sample`).
+2. `count_digits`, four times: a radix search finds the k-th largest magnitude among the
+   candidates. Each launch counts the next digit of the magnitudes' bits. The next one chooses it.
+3. `tally`: every block of the segment counts its candidates above the k-th largest magnitude and
+   those equal to it. It sets the bytes of the index code in the frame to zero.
+4. `write`: the counts of the blocks before it tell a block where its entries are in the message,
+   and how many equal ones it keeps. It writes their indices and sets their bits in the index code.
+5. `fill` of :mod:`.coding_triton` encodes the values at these indices, writes them to the frame,
+   and subtracts them.
+
+If the bound was too high, there are fewer than k candidates. If it was far too low, they do not fit
+into their memory. Steps 2 to 4 then read the whole segment instead. The device decides this from
+the number of candidates. The result does not depend on the bound.
+
+Every counter is zero before the first step: `write` zeroes what the others have counted.
+
+Bytes moved per entry of a float32 vector: step 1 reads two summands and writes their sum, 12 in
+total, and writes 8 per candidate. Steps 2 to 4 read 28 per candidate and write 8 per selected
+entry. With 1 % selected and 1.4 candidates for each, this is 12.6, or 1.05 times the sum alone.
+"""
+
+import triton.language as tl
+
+from torchcomp.kernels.coding_triton import set_bits
+from torchcomp.kernels.table_triton import (
+    BLOCK_PROGRAM,
+    CANDIDATE,
+    CAPACITY,
+    CODE,
+    CODED,
+    COUNT_PROGRAM,
+    COUNT_PROGRAMS,
+    END,
+    FIRST,
+    GROUP,
+    RANK,
+    SEGMENT,
+    SHARE,
+    START,
+    WIDTH,
+    K,
+    N,
+    column,
+    segment_of,
+)
+from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
+
+# --- Candidates -----------------------------------------------------------------------------------
+
+
+@kernel("rows", "margin")
+def sample(
+    g: tl.tensor,
+    e: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    bound: tl.tensor,
+    margin: tl.tensor,
+    ADD: tl.constexpr,
+    SAMPLE: tl.constexpr,
+) -> None:
+    """Set the bound to the magnitude of a rank in a sample: one entry of every `step`."""
+    row = table + tl.program_id(0) * WIDTH
+    n, rank = column(row, N), column(row, RANK)
+    drawn = tl.minimum(n, SAMPLE)
+    step = n // drawn
+    i = tl.arange(0, SAMPLE)
+    inside = i < drawn
+    # Scattered, because in a matrix a regular sample could see a few columns only.
+    at = column(row, START) + i * step + ((i * 40503) & 0xFFFF) % step
+    value = number(tl.load(g + at, mask=inside, other=0.0))
+    if ADD:
+        value += number(tl.load(e + at, mask=inside, other=0.0))
+    key = magnitude(value)
+    # The largest key that `rank` entries reach, bit by bit from the highest.
+    reached = 0
+    for bit in range(31):
+        trial = reached | (1 << (30 - bit))
+        count = tl.sum((inside & (key >= trial)).to(tl.int32), 0)
+        reached = tl.where(count >= rank, trial, reached)
+    bound += tl.program_id(0)
+    # collect() subtracts the margin. It is for the step after this.
+    tl.store(bound, reached + margin)
+    tl.store(bound + rows, margin)
+
+
+@kernel("rows")
+def collect(
+    g: tl.tensor,
+    e: tl.tensor,
+    x: tl.tensor,
+    work: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    bound: tl.tensor,
+    found: tl.tensor,
+    blocks: tl.tensor,
+    groups: tl.tensor,
+    ADD: tl.constexpr,
+    STEP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    GROUPED: tl.constexpr,
+) -> None:
+    """Add, store and collect.
+
+    `work` has a key and a position for each candidate, side by side. `blocks` has for each block
+    where its candidates begin, how many they are, how many of them are above the threshold, and how
+    many are equal to it. `groups` has sums of the last two over GROUPED blocks.
+    """
+    program = tl.program_id(0)
+    row = segment_of(program, table, rows, BLOCK_PROGRAM)
+    segment, capacity, k = column(row, SEGMENT), column(row, CAPACITY), column(row, K)
+    start = tl.multiple_of(column(row, START), STEP)
+    n = tl.multiple_of(column(row, N), STEP)
+    block = program - column(row, BLOCK_PROGRAM)
+    local = block * BLOCK + tl.arange(0, BLOCK)
+    inside = local < n
+    at = start + local
+    if ADD:
+        value = number(tl.load(g + at, mask=inside, other=0.0))
+        value += number(tl.load(e + at, mask=inside, other=0.0))
+        total = rounded(value, x.dtype.element_ty)
+        tl.store(x + at, total, mask=inside)
+    else:
+        total = tl.load(x + at, mask=inside, other=0.0)
+    key = magnitude(total)
+    # Above zero: of a vector that is mostly zeros, collect the others.
+    lowest = tl.maximum(tl.load(bound + segment) - tl.load(bound + rows + segment), 1)
+    candidate = (inside & (key >= lowest) & (k > 0)).to(tl.int32)
+    count = tl.sum(candidate, 0)
+    tl.store(blocks + 4 * program + 1, count)
+    if block % GROUPED == 0:
+        group = groups + 2 * (column(row, GROUP) + block // GROUPED)
+        tl.store(group, 0)
+        tl.store(group + 1, 0)
+    if count > 0:
+        # Blocks reserve their ranges in any order. Nothing depends on where a range is.
+        first = tl.atomic_add(found + segment, count, sem="relaxed")
+        tl.store(blocks + 4 * program, first)
+        slot = first + tl.cumsum(candidate, 0) - 1
+        fits = (candidate > 0) & (slot < capacity)
+        slot = 2 * (slot + column(row, CANDIDATE))
+        tl.store(work + slot, key, mask=fits)
+        tl.store(work + slot + 1, local, mask=fits)
+
+
+@kernel()
+def entries(row: tl.tensor, found: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return whether to read the whole segment, and the number of entries to look at."""
+    count = tl.load(found + column(row, SEGMENT))
+    whole = (count < column(row, K)) | (count > column(row, CAPACITY))
+    return whole, tl.where(whole, column(row, N), count)
+
+
+@kernel()
+def keys_at(
+    row: tl.tensor,
+    x: tl.tensor,
+    work: tl.tensor,
+    at: tl.tensor,
+    stop: tl.tensor,
+    whole: tl.tensor,
+) -> tl.tensor:
+    """Return the magnitudes below `stop`, in the whole segment or in its list of candidates."""
+    value = tl.load(x + (column(row, START) + at), mask=at < tl.where(whole, stop, 0), other=0.0)
+    listed = work + 2 * (column(row, CANDIDATE) + at)
+    key = tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0)
+    return tl.where(whole, magnitude(value), key)
+
+
+# --- The k-th largest magnitude -------------------------------------------------------------------
+
+
+@kernel()
+def chosen(
+    row: tl.tensor,
+    rows: tl.tensor,
+    counts: tl.tensor,
+    state: tl.tensor,
+    DONE: tl.constexpr,
+    BINS: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the digits of the k-th largest magnitude that DONE rounds have found.
+
+    Also return its rank among the magnitudes with these digits. State 2 i and 2 i + 1 are both
+    results after i rounds.
+    """
+    prefix, rank = 0, column(row, K)
+    if DONE > 0:
+        segment = column(row, SEGMENT)
+        prefix = tl.load(state + (2 * DONE - 2) * rows + segment)
+        rank = tl.load(state + (2 * DONE - 1) * rows + segment)
+        digits = tl.arange(0, BINS)
+        count = tl.load(counts + ((DONE - 1) * rows + segment) * BINS + digits)
+        above = tl.sum(count, 0) - tl.cumsum(count, 0)  # with a larger digit
+        # `above + count` falls with the digit. Counting the digits at which it reaches `rank`
+        # therefore gives the largest of them plus 1.
+        digit = tl.sum((above + count >= rank).to(tl.int32), 0) - 1
+        prefix = prefix * BINS + digit
+        rank -= tl.sum(tl.where(digits == digit, above, 0), 0)
+    return prefix, rank
+
+
+@kernel("rows")
+def count_digits(
+    x: tl.tensor,
+    work: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    found: tl.tensor,
+    counts: tl.tensor,
+    state: tl.tensor,
+    DONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BINS: tl.constexpr,
+) -> None:
+    """Count the digits after the first DONE, of entries whose first digits are the chosen ones."""
+    row = segment_of(tl.program_id(0), table, rows, COUNT_PROGRAM)
+    own = tl.program_id(0) - column(row, COUNT_PROGRAM)
+    whole, total = entries(row, found)
+    if own * BLOCK < total:
+        prefix, rank = chosen(row, rows, counts, state, DONE, BINS)
+        segment = column(row, SEGMENT)
+        if own == 0:
+            tl.store(state + 2 * DONE * rows + segment, prefix)
+            tl.store(state + (2 * DONE + 1) * rows + segment, rank)
+        digits = tl.arange(0, BINS)
+        # Enough programs for the candidates. For a whole segment, each reads several blocks.
+        for first in range(own * BLOCK, total, column(row, COUNT_PROGRAMS) * BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            matches = at < total
+            key = keys_at(row, x, work, at, total, whole)
+            if DONE > 0:
+                matches = matches & (key >> (32 - 8 * DONE) == prefix)
+            digit = (key >> (24 - 8 * DONE)) & (BINS - 1)
+            # Count the others as digit 0: no choice depends on how often the lowest digit occurs.
+            found_here = tl.histogram(tl.where(matches, digit, 0), BINS)
+            # The mask saves the atomics of empty bins.
+            bins = counts + (DONE * rows + segment) * BINS + digits
+            tl.atomic_add(bins, found_here, mask=found_here > 0, sem="relaxed")
+
+
+# --- The entries of each block --------------------------------------------------------------------
+
+
+@kernel()
+def block_range(
+    row: tl.tensor, block: tl.tensor, blocks: tl.tensor, whole: tl.tensor, BLOCK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return where the entries of a block begin and end, in the segment or among candidates."""
+    own = blocks + 4 * tl.program_id(0)
+    start = tl.where(whole, block * BLOCK, tl.load(own))
+    length = tl.where(whole, tl.minimum(BLOCK, column(row, N) - block * BLOCK), tl.load(own + 1))
+    return start, start + length
+
+
+@kernel("rows")
+def tally(
+    x: tl.tensor,
+    work: tl.tensor,
+    frame: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    bound: tl.tensor,
+    found: tl.tensor,
+    blocks: tl.tensor,
+    groups: tl.tensor,
+    counts: tl.tensor,
+    state: tl.tensor,
+    result: tl.tensor,
+    FRAME: tl.constexpr,
+    DONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    GROUPED: tl.constexpr,
+) -> None:
+    """Count a block's entries above and equal to the k-th largest magnitude.
+
+    The first block writes this magnitude, its rank among equal ones, and whether the whole segment
+    is read to `result`; and to `bound` what the next step starts from.
+    """
+    program = tl.program_id(0)
+    row = segment_of(program, table, rows, BLOCK_PROGRAM)
+    block = program - column(row, BLOCK_PROGRAM)
+    whole, _ = entries(row, found)
+    threshold, rank = chosen(row, rows, counts, state, DONE, BINS)
+    if block == 0:
+        settle(row, rows, bound, found, result, threshold, rank, whole)
+    if FRAME:
+        begin, end = tl.load(row + CODE), tl.load(row + END)
+        share = column(row, SHARE)
+        begin += block.to(tl.int64) * share
+        for first in range(0, share, CHUNK):
+            zeroed = first + tl.arange(0, CHUNK)
+            inside = (zeroed < share) & (begin + zeroed < end)
+            tl.store(frame + begin + zeroed, tl.zeros((CHUNK,), tl.uint8), mask=inside)
+    larger = tl.zeros((CHUNK,), tl.int32)
+    equal = tl.zeros((CHUNK,), tl.int32)
+    start, stop = block_range(row, block, blocks, whole, BLOCK)
+    for first in range(start, stop, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        inside = at < stop
+        key = keys_at(row, x, work, at, stop, whole)
+        larger += (inside & (key > threshold)).to(tl.int32)
+        equal += (inside & (key == threshold)).to(tl.int32)
+    above, tied = tl.sum(larger, 0), tl.sum(equal, 0)
+    tl.store(blocks + 4 * program + 2, above)
+    tl.store(blocks + 4 * program + 3, tied)
+    group = groups + 2 * (column(row, GROUP) + block // GROUPED)
+    if above > 0:
+        tl.atomic_add(group, above, sem="relaxed")
+    if tied > 0:
+        tl.atomic_add(group + 1, tied, sem="relaxed")
+
+
+@kernel("rows")
+def settle(
+    row: tl.tensor,
+    rows: tl.tensor,
+    bound: tl.tensor,
+    found: tl.tensor,
+    result: tl.tensor,
+    threshold: tl.tensor,
+    rank: tl.tensor,
+    whole: tl.tensor,
+) -> None:
+    """Write what a segment's search has found, and the bound of the next step.
+
+    The bound follows the candidates: a wider margin if there were hardly enough of them.
+    """
+    segment, k = column(row, SEGMENT), column(row, K)
+    tl.store(result + 3 * segment, threshold)
+    tl.store(result + 3 * segment + 1, rank)
+    tl.store(result + 3 * segment + 2, whole.to(tl.int32))
+    excess, margin = tl.load(found + segment) - k, tl.load(bound + rows + segment)
+    change = tl.where(excess > k // 2, -(margin >> 3), tl.where(excess < k // 4, margin >> 3, 0))
+    margin = tl.where(excess < 0, 4 * margin, margin + change)
+    tl.store(bound + segment, threshold)
+    # At least a thousandth of an octave, so that it can grow, and at most eight octaves.
+    tl.store(bound + rows + segment, tl.minimum(tl.maximum(margin, 1 << 13), 1 << 26))
+
+
+@kernel()
+def sums_before(
+    counts: tl.tensor, first: tl.tensor, stop: tl.tensor, STEP: tl.constexpr, CHUNK: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor]:
+    """Return the sums of both numbers in the rows of STEP numbers from `first` to `stop`."""
+    above = tl.zeros((CHUNK,), tl.int32)
+    tied = tl.zeros((CHUNK,), tl.int32)
+    for part in range(first, stop, CHUNK):
+        i = part + tl.arange(0, CHUNK)
+        above += tl.load(counts + STEP * i, mask=i < stop, other=0)
+        tied += tl.load(counts + STEP * i + 1, mask=i < stop, other=0)
+    return tl.sum(above, 0), tl.sum(tied, 0)
+
+
+@kernel("rows")
+def write(
+    x: tl.tensor,
+    work: tl.tensor,
+    frame: tl.tensor,
+    index: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    found: tl.tensor,
+    blocks: tl.tensor,
+    groups: tl.tensor,
+    counts: tl.tensor,
+    result: tl.tensor,
+    FRAME: tl.constexpr,
+    DONE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BINS: tl.constexpr,
+    GROUPED: tl.constexpr,
+) -> None:
+    """Write the indices of the entries that a block keeps, in ascending order, and their code.
+
+    Of equal magnitudes, those of the lowest blocks are kept until the k are complete.
+    """
+    program = tl.program_id(0)
+    row = segment_of(program, table, rows, BLOCK_PROGRAM)
+    segment, block = column(row, SEGMENT), program - column(row, BLOCK_PROGRAM)
+    if block == 0:  # the counters of the next step
+        tl.store(found + segment, 0)
+        bins = tl.arange(0, BINS)
+        for done in tl.static_range(DONE):
+            zeros = tl.zeros((BINS,), tl.int32)
+            tl.store(counts + (done * rows + segment) * BINS + bins, zeros)
+    threshold, rank = tl.load(result + 3 * segment), tl.load(result + 3 * segment + 1)
+    whole = tl.load(result + 3 * segment + 2) > 0
+    group = column(row, GROUP)
+    above, ties = sums_before(groups, group, group + block // GROUPED, 2, CHUNK)
+    more, others = sums_before(blocks + 2, program - block % GROUPED, program, 4, CHUNK)
+    above, ties = above + more, ties + others
+    # The first entry of the block within the segment, and how many equal ones are left to keep.
+    offset, quota = above + tl.minimum(ties, rank), tl.maximum(rank - ties, 0)
+    start, stop = block_range(row, block, blocks, whole, BLOCK)
+    for first in range(start, stop, CHUNK):
+        at = first + tl.arange(0, CHUNK)
+        inside = at < stop
+        key = keys_at(row, x, work, at, stop, whole)
+        equal = (inside & (key == threshold)).to(tl.int32)
+        keep = inside & ((key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= quota)))
+        listed = work + 2 * (column(row, CANDIDATE) + at) + 1
+        local = tl.where(whole, at, tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0))
+        kept = keep.to(tl.int32)
+        i = offset + tl.cumsum(kept, 0) - 1
+        place = index + column(row, FIRST) + i
+        tl.store(place, (local + column(row, START)).to(index.dtype.element_ty), mask=keep)
+        if FRAME:
+            set_bits(row, frame, i, local, keep & (column(row, CODED) > 0))
+        offset += tl.sum(kept, 0)
+        quota -= tl.sum(equal, 0)
