@@ -16,6 +16,7 @@ from torchcomp.bucket import Bucket
 from torchcomp.codec import Codec
 from torchcomp.compressors.base import Encoded
 from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
 from torchcomp.state import State
 
 CULPRIT = 1
@@ -76,7 +77,7 @@ def zeros_sent(run: Run) -> None:
             if part.dtype.is_floating_point:
                 part.zero_()
         torch.add(g, e, out=rest)
-        return encoded
+        return self.pack(encoded)
 
     Codec.encode_sum = encode  # type: ignore[method-assign]
 
@@ -123,9 +124,9 @@ def _after_each_bucket(run: Run, then: Callable[[Bucket], object]) -> None:
     kind = type(run.handle.averager.aggregator)
     aggregate = kind.aggregate
 
-    def changed(self: Any, bucket: Bucket, *arguments: Any) -> None:
-        aggregate(self, bucket, *arguments)
-        then(bucket)
+    def changed(self: Any, g: Tensor, bucket: Prepared, key: Key) -> None:
+        aggregate(self, g, bucket, key)
+        then(Bucket(bucket.shape, g))
 
     kind.aggregate = changed  # type: ignore[method-assign]
 

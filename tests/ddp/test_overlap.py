@@ -24,8 +24,8 @@ def overlaps(spec: str, collective: str) -> bool:
     in_time = []
     exchange = getattr(ProcessGroupExchange, collective)
 
-    def noted(self: ProcessGroupExchange, values: Tensor) -> Any:
-        result = exchange(self, values)
+    def noted(self: ProcessGroupExchange, values: Tensor, **options: Any) -> Any:
+        result = exchange(self, values, **options)
         exchanged.set()
         return result
 
@@ -44,13 +44,13 @@ def waits_for_a_slow_exchange() -> bool:
     model = wrap(mlp())
     handle = torchcomp.register(model, "ef(topk(0.1))")
     loss_of(model(rows(0))).backward()
-    before, delay, exchange = handle.seconds_waited, 0.3, ProcessGroupExchange.all_gather
+    before, delay, exchange = handle.seconds_waited, 0.3, ProcessGroupExchange.all_gather_rows
 
     def slow(self: ProcessGroupExchange, message: Tensor) -> Any:
         time.sleep(delay)
         return exchange(self, message)
 
-    with mock.patch.object(ProcessGroupExchange, "all_gather", slow):
+    with mock.patch.object(ProcessGroupExchange, "all_gather_rows", slow):
         loss_of(model(rows(1))).backward()
     handle.close()
     # The backward pass itself takes milliseconds, and runs beside the first bucket's exchange.
@@ -58,7 +58,7 @@ def waits_for_a_slow_exchange() -> bool:
 
 
 def all_checks() -> tuple[bool, bool, bool]:
-    gathered = overlaps("ef(topk(0.1))", "all_gather")
+    gathered = overlaps("ef(topk(0.1))", "all_gather_rows")
     return gathered, overlaps("mean", "all_reduce"), waits_for_a_slow_exchange()
 
 

@@ -118,9 +118,10 @@ def test_counted_bytes_of_topk_are_those_of_its_entries() -> None:
     [
         ("mean", False, 0),
         ("powersgd(rank=1)", False, 0),
-        ("ef(topk(0.1))", False, 2),
-        ("bidirectional(topk(0.1), topk(0.1))", False, 2),
-        ("ef(topk(0.1))", True, 2 + 8),
+        # Damage, a value that is not finite; and twice whether the last step was taken back.
+        ("ef(topk(0.1))", False, 4),
+        ("bidirectional(topk(0.1), topk(0.1))", False, 4),
+        ("ef(topk(0.1))", True, 4 + 8),
     ],
 )
 def test_control_messages_are_counted_apart(spec: str, unused: bool, expected: int) -> None:

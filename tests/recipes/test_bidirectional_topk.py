@@ -43,6 +43,8 @@ from recipes.spread import Spread
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
+from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
 from torchcomp.routes import threshold
 
 FOLDER = RECIPES / "bidirectional_topk"
@@ -273,10 +275,10 @@ def test_a_worker_that_fails_ends_the_step_for_all(monkeypatch: pytest.MonkeyPat
     method = type(simulated.averagers[0].aggregator)
     aggregate = method.aggregate
 
-    def fails(method: Any, bucket: Any, exchange: Any, *rest: Any) -> None:
-        if exchange.rank == 1:
+    def fails(method: Any, g: Tensor, bucket: Prepared, key: Key) -> None:
+        if bucket.exchange.rank == 1:
             raise ZeroDivisionError("planted")
-        aggregate(method, bucket, exchange, *rest)
+        aggregate(method, g, bucket, key)
 
     monkeypatch.setattr(method, "aggregate", fails)
     with pytest.raises(ZeroDivisionError, match="planted"):
@@ -289,9 +291,9 @@ def test_replicas_that_differ_are_found(monkeypatch: pytest.MonkeyPatch) -> None
     method = type(simulated.averagers[0].aggregator)
     mean = method.aggregate
 
-    def drifts(method: Any, bucket: Any, exchange: Any, *rest: Any) -> None:
-        mean(method, bucket, exchange, *rest)
-        bucket.flat[0] += exchange.rank == 2
+    def drifts(method: Any, g: Tensor, bucket: Prepared, key: Key) -> None:
+        mean(method, g, bucket, key)
+        g[0] += bucket.exchange.rank == 2
 
     monkeypatch.setattr(method, "aggregate", drifts)
     with pytest.raises(AssertionError, match=r"0 and 2 .*step 1"):
