@@ -170,9 +170,12 @@ class Exchange(Verifying):
         for numbers, _ in asked:
             flags += numbers
         if self.device.type == "cpu":
-            flags[0] = differences is not None and bool(differences.any())
-            flags[1] = finite is not None and not bool(finite)
-            return torch.tensor(flags, dtype=torch.uint8)
+            own = torch.tensor(flags, dtype=torch.uint8)
+            if differences is not None:
+                own[:1] = differences.any()
+            if finite is not None:
+                own[1:2] = finite.logical_not()
+            return own
         # The numbers are usually those of the last step, and on the device already.
         if flags != self._numbers[0]:
             numbers_there = host.copy_to(torch.tensor(flags, dtype=torch.uint8), self.device)
