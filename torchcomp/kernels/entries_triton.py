@@ -202,4 +202,4 @@ def _add_up(
         tl.debug_barrier()
         for part in range(tile * TILE, end, WIDE):
             at = part + tl.arange(0, WIDE)
-            tl.store(out + at, tl.full((WIDE,), float("nan"), dtype), mask=at < end)
+            tl.store(out + at, float("nan"), mask=at < end)
