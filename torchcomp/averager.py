@@ -15,6 +15,7 @@ from torchcomp.component import Component
 from torchcomp.compressors import Identity
 from torchcomp.errors import RankFailureError, SpecError
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.swap import fill_where
 from torchcomp.keys import Key, check_seed
 from torchcomp.method_in_use import ClientSlots, MethodInUse
 from torchcomp.nonfinite import FiniteWatch
@@ -433,6 +434,8 @@ class Averager(Steps):
             self.average(bucket)
         counts = self.finish(**options)
         for bucket in buckets if counts else ():
+            if self.void is not None:
+                fill_where(self.void, bucket.flat, 0.0)
             bucket.write(tensors)
         return counts
 
