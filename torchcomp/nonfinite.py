@@ -60,7 +60,9 @@ class FiniteWatch:
         # mean, so each rank then checks only its share.
         if self._exchange.must_conclude:
             rank, ranks, numel = self._exchange.rank, self._exchange.world_size, mean.numel()
-            mean = mean[rank * numel // ranks : (rank + 1) * numel // ranks]
+            # At least one value: a message with an invalid code makes all of them NaN.
+            begin = rank * numel // ranks
+            mean = mean[begin : max(begin + 1, (rank + 1) * numel // ranks)]
         # On a CPU now, while the mean is in the cache, and as groups can share its memory. On an
         # accelerator, all means at the end of the step: one launch for all of them.
         self._means.append(finite_if_all(mean) if mean.is_cpu else mean)
