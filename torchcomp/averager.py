@@ -1,39 +1,33 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp import checkpoint
-from torchcomp.aggregators import EF, Aggregator
+from torchcomp import checkpoint, resume
+from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, partition
 from torchcomp.component import Component
-from torchcomp.compressors import Identity
 from torchcomp.errors import RankFailureError, SpecError
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.swap import fill_where
 from torchcomp.keys import Key, check_seed
-from torchcomp.method_in_use import ClientSlots, MethodInUse
+from torchcomp.method_in_use import FLUSH, ClientSlots, MethodInUse
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.observer import Observer
 from torchcomp.profiling import OFF, span
 from torchcomp.residuals import hand_over, is_sent
 from torchcomp.settlement import Reason, Status
 from torchcomp.spec import parse_aggregator
-from torchcomp.state import State
 from torchcomp.steps import Steps
 from torchcomp.units import LR, by_name
 from torchcomp.verdict import LATE, Question, ask
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 
-# Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
-# step is usually enough; see `is_sent`.
-_FLUSH = EF(Identity())
 _NO_RATIOS: Mapping[str, float] = {}
 
 
@@ -82,6 +76,7 @@ class Averager(Steps):
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
         changes: number of changes of the method, its buckets or the whole state.
         observer: what watches the steps, or None.
+        running: the method and its buckets.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -108,14 +103,13 @@ class Averager(Steps):
         self.exchange = exchange
         self.parameters = dict(parameters)
         groups = groups or partition(self.parameters.items(), DEFAULT_CAPS)
-        self._running = MethodInUse(self.parameters, groups, merged, client_slots)
+        self.running = MethodInUse(self.parameters, groups, merged, client_slots)
         self.observer: Observer | None = None
         self.changes = 0
         self.unused: tuple[str, ...] = ()
         self.seed = check_seed(seed)
         self._what, self._unchanged = what, unchanged
-        self._late, self._vote = late, vote
-        self._takes_back = takes_back
+        self._late, self._vote, self._takes_back = late, vote, takes_back
         exchange.checksum = self._checksum = checksum
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
@@ -125,7 +119,7 @@ class Averager(Steps):
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
         # call, so only the next collective can show that one rank loaded it and another did not.
         self._verified = False
-        self._flushing = False  # whether _FLUSH is active instead of the method of the user
+        self._flushing = False  # whether FLUSH is active instead of the method of the user
         self.use(aggregator)
 
     @property
@@ -141,7 +135,7 @@ class Averager(Steps):
     @property
     def groups(self) -> tuple[Group, ...]:
         """Names of the parameters that are compressed together."""
-        return self._running.groups
+        return self.running.groups
 
     @property
     def buckets(self) -> tuple[Group, ...]:
@@ -149,7 +143,7 @@ class Averager(Steps):
 
         There is one bucket for each dtype and device then.
         """
-        return self._running.buckets
+        return self.running.buckets
 
     # One step.
 
@@ -189,8 +183,9 @@ class Averager(Steps):
         self._averaged, self.unused = 0, ()
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not verified:
-            self._compare_ranks()
-        units, lrs = self._units, self._step_lrs
+            resume.compare_ranks(self, self._step_lrs)
+            self._verified = True
+        units, lrs = self.units, self._step_lrs
         with self._lock:
             if self.abandoned:
                 self._require_wanted()
@@ -198,27 +193,11 @@ class Averager(Steps):
             ratios, units.before = _NO_RATIOS, None
             if scale != units.scale or lrs or units.lrs:
                 ratios = units.follow(self.state, scale, lrs, self.parameters)
-        running = self._running
+        running = self.running
         running.at(self.step)
         self._key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=running.ahead)
         if self.observer is not None:
             self.observer.begin(ratios)
-
-    def _compare_ranks(self) -> None:
-        """Raise RankMismatchError if the ranks differ in what must be the same."""
-        values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
-        values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
-        # The scale that the state has, before it follows that of this step.
-        values |= {"lr": self._step_lrs, "scale": self.scale, "checksum": self._checksum}
-        # Each rank's threshold search starts from the previous thresholds. If they differed, the
-        # ranks would run different collectives.
-        found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
-        names = {s.name for s in self._running.slots(self.exchange) if s.equal}
-        equal = {f"{slot} {name}": p for slot in names for name, p in self.state.items(slot)}
-        digest = checkpoint.digest_of(dict(sorted(equal.items())))
-        on_level = {"thresholds": sorted(found), "checksum of equal slots": digest}
-        self.exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
-        self._verified = True
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -233,7 +212,7 @@ class Averager(Steps):
     def _average(self, bucket: Bucket) -> None:
         if self.abandoned:
             self._require_wanted()
-        flat, running, observer = bucket.flat, self._running, self.observer
+        flat, running, observer = bucket.flat, self.running, self.observer
         prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
         if self.guarded and not (prepared.shows_nonfinite or self._combined):
             self._watch.before(bucket)
@@ -292,17 +271,15 @@ class Averager(Steps):
                 used_by_any = exchange.max_at_end([name in used for name in self.parameters])
             leaves = [] if leaving is None else exchange.max_at_end([leaving])
             late = self._late and used is None and not self._flushing
-            counts, flushed = True, False
-            reasons: tuple[Reason, ...] = ()
-            self._keeps_number = late and may_skip
+            reasons = () if self._vote is None else (self._vote,)
+            counts, flushed, self._keeps_number = True, False, late and may_skip
             try:
                 verdict = self._ask(where or f"step {self.step + 1}", advice, may_skip, late)
                 if late:
-                    reasons = (verdict,)
+                    reasons = (verdict, *reasons)
                 else:
                     counts = verdict()
-                if used_by_any:
-                    self._note_unused(used_by_any)
+                self._note_unused(used_by_any)
                 unchanged = self._unchanged_names()
                 if counts and (unchanged or self._flushing or leaves):
                     flushed = self._change_commit(unchanged, leaves, leaving is True)
@@ -315,7 +292,7 @@ class Averager(Steps):
                 if self.abandoned:
                     self._require_wanted()
                 self._flushed = flushed
-                self._end(counts, reasons if self._vote is None else (*reasons, self._vote))
+                self._end(counts, reasons)
                 self._record(exchange, dense_bytes)
         for callback in self._callbacks:
             callback(counts)
@@ -362,7 +339,7 @@ class Averager(Steps):
             self.state.undo(unchanged)
         if any(leaves):
             self._tell_changed()
-            owned = self._running.owned(self.exchange)
+            owned = self.running.owned(self.exchange)
             hand_over(self.state, self.exchange, self.parameters, owned, leaving)
         if not self._flushing:
             return False
@@ -375,8 +352,7 @@ class Averager(Steps):
         """End a step that raises. `complete` says whether it could count as it is."""
         with self._lock:
             self._require_wanted()
-            if used_by_any:
-                self._note_unused(used_by_any)
+            self._note_unused(used_by_any)
             if self._vote is not None and isinstance(error, RankFailureError) and complete:
                 # Another rank may have got the whole message, and count the step.
                 self._flushed = False
@@ -445,7 +421,7 @@ class Averager(Steps):
 
     def shape_of(self, group: Group) -> BucketShape:
         """Return the shape of a bucket of these parameters."""
-        return self._running.shape_of(group)
+        return self.running.shape_of(group)
 
     # Changing the method, the groups or the parameters.
 
@@ -470,51 +446,55 @@ class Averager(Steps):
         # A slot can exist without any values, so look for a value and not for a slot.
         if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
             return "There is no residual yet."
-        if self.state.debts() <= {slot.name for slot in self._running.slots(self.exchange, method)}:
+        if self.state.debts() <= {slot.name for slot in self.running.slots(self.exchange, method)}:
             return f"The residual is kept: {method} continues with it."
         self._flush(True)
         return (
-            f"{method} cannot continue with the residual: the next steps send it with {_FLUSH}, as "
+            f"{method} cannot continue with the residual: the next steps send it with {FLUSH}, as "
             "far as the dtype of the gradients can represent it."
         )
 
     def regroup(self, groups: Sequence[Group]) -> None:
         """Change which parameters are compressed together, between two steps.
 
-        All ranks must make the same call.
-
-        Args:
-            groups: names of the parameters of each group. Each parameter must be in one group.
+        All ranks must make the same call. Each parameter must be in one of the groups.
         """
         self.settle()
-        self._running.groups = tuple(groups)
-        self._install(self._running.method)
+        self.running.groups = tuple(groups)
+        self._install(self.running.method)
         self._verified = False
 
     def add(self, parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
         """Add parameters, between two steps. All ranks must make the same call."""
         self.parameters |= parameters
         self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
-        self._running.groups = (*self.groups, *groups)
-        self._running.buckets = (*self.buckets, *groups)
+        self.running.groups = (*self.groups, *groups)
+        self.running.buckets = (*self.buckets, *groups)
         self.changes += 1
 
     def _install(self, method: Aggregator) -> None:
         with self._lock:
-            self._running.install(method, self.step, self.state, self.exchange)
+            self.running.install(method, self.step, self.state, self.exchange)
             self._changed()
 
     def _changed(self) -> None:
         """Note that another method runs, or with another state."""
-        method = self._running.method
+        method = self.running.method
         self.changes += 1
         self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
         self._tell_changed()
 
+    def continue_with(self, method: Aggregator, flushing: bool) -> None:
+        """Run a method with the state that was restored for it."""
+        self._aggregator, self._flushing = method, flushing
+        self.running.run(FLUSH if flushing else method, self.step)
+        self._changed()
+        self._verified = False
+
     def _flush(self, flushing: bool) -> None:
         """Run the method that sends what is left of a residual, or the one that the user chose."""
         self._flushing = flushing
-        self._install(_FLUSH if flushing else self._aggregator)
+        self._install(FLUSH if flushing else self._aggregator)
 
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
@@ -525,7 +505,7 @@ class Averager(Steps):
     def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in () if self._combined else parts:
-            if self._running.now.residual_shows_nonfinite(self.parameters[name].dtype):
+            if self.running.now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
     # Checkpoints.
@@ -537,21 +517,7 @@ class Averager(Steps):
         """
         self.settle()
         with self._lock:
-            running = self._running
-            slots = checkpoint.save_slots(running.slots(self.exchange), self.state, self.parameters)
-            return {
-                **checkpoint.header(str(self._aggregator), self.exchange),
-                "step": self.step,
-                "seed": self.seed,
-                "scale": self.scale,
-                "lrs": dict(self.lrs),
-                "flushing": self._flushing,
-                "groups": [list(group) for group in self.groups],
-                "buckets": [list(group) for group in self.buckets],
-                "parameters": checkpoint.layout_of(self.parameters),
-                "traffic": self._meter.state_dict(),
-                "slots": slots,
-            }
+            return resume.state_of(self)
 
     def prepare(
         self,
@@ -574,42 +540,10 @@ class Averager(Steps):
             CheckpointError: if the state is damaged, or if it belongs to another model, method,
                 rank or world size.
         """
-        aggregator = aggregator or self._aggregator
-        checkpoint.check_header(state, str(aggregator), self.exchange, advice)
-        checkpoint.check_engine(state, self.parameters)
-        # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
-        method = _FLUSH if state["flushing"] else aggregator
-        buckets = checkpoint.groups_of(state["buckets"])
-        declared = self._running.slots(self.exchange, method, buckets)
-        slots = checkpoint.load_slots(declared, state, self.parameters, str(aggregator))
-        return partial(self._restore, aggregator, state, slots)
-
-    def _restore(
-        self, aggregator: Aggregator, state: Mapping[str, Any], slots: checkpoint.LoadedSlots
-    ) -> None:
-        running, units = self._running, self._units
-        running.groups = checkpoint.groups_of(state["groups"])
-        running.buckets = checkpoint.groups_of(state["buckets"])
-        self.seed = state["seed"]
-        units.scale, units.lrs = float(state["scale"]), dict(state["lrs"])
-        self._aggregator, self._flushing = aggregator, state["flushing"]
-        self._replace(State(self._lock), state["step"], state["traffic"])
-        for name, (kind, sharded, parts) in slots.items():
-            self.state.load(name, kind, sharded, parts)
-        running.run(_FLUSH if self._flushing else aggregator, self.step)
-        self._changed()
-        self._verified = False
+        return resume.prepare(self, state, aggregator or self._aggregator, advice)
 
     def load_state_dict(self, state: dict[str, Any], aggregator: Aggregator | None = None) -> None:
-        """Restore the result of :meth:`state_dict` on this rank. On error, nothing changes.
-
-        Args:
-            state: of this rank.
-            aggregator: the method of the state, if the run changes to it.
-
-        Raises:
-            CheckpointError: see :meth:`prepare`.
-        """
+        """Restore a state dict, or change nothing on error; see :meth:`prepare`."""
         restore = self.prepare(state, aggregator=aggregator)
         with self._lock:
             restore()

@@ -6,14 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torchcomp.aggregators import EF
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.bucket import BucketShape, Group, Shard, merge
+from torchcomp.compressors import Identity
 from torchcomp.draws import Ahead
 from torchcomp.exchange import Exchange
 from torchcomp.prepared import Prepared
 from torchcomp.state import Slot, State
 
 _NEVER = sys.maxsize
+
+FLUSH = EF(Identity())
+"""Sends a residual that the next method has no slot for.
+
+Every value is sent uncompressed, so one step is usually enough; see `residuals.is_sent`.
+"""
 
 ClientSlots = Callable[[BucketShape], tuple[Slot, ...]]
 

@@ -30,6 +30,8 @@ class Steps:
             before the next one.
         steps_kept: number of steps before the last one that count or not together with it; see
             :meth:`keep_before`.
+        units: the loss scale and the learning rates that the state follows.
+        meter: counts the bytes.
     """
 
     def __init__(self) -> None:
@@ -40,8 +42,8 @@ class Steps:
         self._settlement = Settlement(self._lock)
         self.step = self.steps_kept = 0
         self.void: Tensor | None = None
-        self._units = Units()
-        self._meter = Meter()
+        self.units = Units()
+        self.meter = Meter()
         self._taken_back = False  # whether the ranks have not compared the last `take_back` yet
         # Whether the last step sends all that was left, as the last one of a flush.
         self._flushed = False
@@ -51,7 +53,7 @@ class Steps:
     @property
     def scale(self) -> float:
         """Loss scale of the gradients of the last step, which the state follows."""
-        return self._units.scale
+        return self.units.scale
 
     @property
     def lrs(self) -> Mapping[str, float]:
@@ -59,7 +61,7 @@ class Steps:
 
         Empty if the residual has the unit of the gradients.
         """
-        return self._units.lrs
+        return self.units.lrs
 
     @property
     def stats(self) -> Stats:
@@ -67,7 +69,7 @@ class Steps:
 
         Any thread can read them at any time.
         """
-        return self._meter.stats
+        return self.meter.stats
 
     @property
     def undecided(self) -> bool:
@@ -138,7 +140,7 @@ class Steps:
                 return
             # Ranks can be abandoned before and after they follow a new scale. Their states match
             # only in the units from before the step.
-            self._units.go_back(self.state)
+            self.units.go_back(self.state)
             self._settlement.discard()
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
@@ -160,6 +162,13 @@ class Steps:
             # Parameters can be on several devices. The copies to the first do not wait.
             gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
             return dict(zip(parts, gathered.tolist(), strict=True))
+
+    def replace(self, step: int, traffic: Mapping[str, int]) -> None:
+        """Continue from an empty state. A step in flight must not outlive the old one."""
+        self.state, self.step, self.steps_kept = State(self._lock), step, 0
+        self._settlement.discard()
+        self._flushed = self._taken_back = False
+        self.meter.load_state_dict(traffic, step)
 
     # For the step that runs. The lock is held, except in the first two.
 
@@ -201,16 +210,8 @@ class Steps:
         self._settlement.discard()
         if not self._keeps_number:
             self.step -= 1
-            self._meter.record(Traffic(), self.step)
+            self.meter.record(Traffic(), self.step)
 
     def _record(self, exchange: Exchange, dense_bytes: int) -> None:
         """Count the bytes of a step. A step that is discarded has sent its bytes all the same."""
-        self._meter.record(exchange.take_traffic(dense_bytes), self.step)
-
-    def _replace(self, state: State, step: int, traffic: Mapping[str, int]) -> None:
-        """Continue from another state. A step in flight must not outlive the old one."""
-        self.state, self.step = state, step
-        self._settlement.discard()
-        self._flushed = self._taken_back = False
-        self.steps_kept = 0
-        self._meter.load_state_dict(traffic, step)
+        self.meter.record(exchange.take_traffic(dense_bytes), self.step)
