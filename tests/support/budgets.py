@@ -37,15 +37,23 @@ BUDGETS = {
 }
 """By method; `ratio` is the share of the entries that are kept."""
 
-LAUNCHES = {
-    "mean": 1,
-    'ef(cast("bf16"))': 5,
-    'ef(topk(0.01), exchange="allgather")': 12,
-    'ef(topk(0.01, values="int8"), exchange="allgather")': 12,
-    'ef(topk(0.01, values="int4"), exchange="allgather")': 12,
-    "bidirectional(topk(0.01), topk(0.01))": 24,
-    'bidirectional(quantize("int8"), quantize("int8"))': 24,
-    'bidirectional(quantize("int4"), quantize("int4"))': 24,
-    "powersgd(rank=1)": 20,
+
+class Weight(NamedTuple):
+    """What one bucket may cost with Triton's kernels, among 8 and 64 ranks, without a wait."""
+
+    launches: int
+    calls: int  # of torchcomp's functions, within `Averager.average`
+
+
+WEIGHTS = {
+    "mean": Weight(1, 40),
+    'ef(cast("bf16"))': Weight(5, 60),
+    'ef(topk(0.01), exchange="allgather")': Weight(12, 120),
+    'ef(topk(0.01, values="int8"), exchange="allgather")': Weight(12, 120),
+    'ef(topk(0.01, values="int4"), exchange="allgather")': Weight(12, 120),
+    "bidirectional(topk(0.01), topk(0.01))": Weight(24, 220),
+    'bidirectional(quantize("int8"), quantize("int8"))': Weight(24, 220),
+    'bidirectional(quantize("int4"), quantize("int4"))': Weight(24, 220),
+    "powersgd(rank=1)": Weight(20, 120),
 }
-"""Launches of one bucket with Triton's kernels, among 8 and 64 ranks, without a wait."""
+"""By method."""
