@@ -21,19 +21,19 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "mean": Budget(0, 0, 2, 0),
-    'ef(topk({ratio}), exchange="allgather")': Budget(0, 1, 70, 3),
-    'ef(topk({ratio}, values="int8"), exchange="allgather")': Budget(0, 1, 110, 3),
-    'ef(topk({ratio}), exchange="sharded")': Budget(1, 1, 103, 4),
-    'bidirectional(topk({ratio}), topk({ratio}), selection="shard")': Budget(0, 1, 150, 5),
-    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(3, 1, 200, 5),
-    "ef(randk({ratio}))": Budget(0, 1, 23, 0),
-    'ef(cast("bf16"))': Budget(0, 1, 17, 0),
-    'quantize("int8")': Budget(0, 1, 60, 3),
-    'ef(quantize("int8"), exchange="allgather")': Budget(0, 1, 60, 3),
-    'quantize("int8", rounding="stochastic")': Budget(0, 1, 60, 3),
-    'ef21(topk({ratio}), exchange="allgather")': Budget(0, 1, 80, 3),
-    'dgc(topk({ratio}), exchange="allgather")': Budget(0, 1, 80, 3),
+    "mean": Budget(0, 0, 1, 0),
+    'ef(topk({ratio}), exchange="allgather")': Budget(0, 1, 62, 1),
+    'ef(topk({ratio}, values="int8"), exchange="allgather")': Budget(0, 1, 94, 1),
+    'ef(topk({ratio}), exchange="sharded")': Budget(1, 1, 88, 2),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="shard")': Budget(0, 1, 134, 1),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(3, 1, 193, 1),
+    "ef(randk({ratio}))": Budget(0, 1, 17, 0),
+    'ef(cast("bf16"))': Budget(0, 1, 14, 0),
+    'quantize("int8")': Budget(0, 1, 34, 1),
+    'ef(quantize("int8"), exchange="allgather")': Budget(0, 1, 39, 1),
+    'quantize("int8", rounding="stochastic")': Budget(0, 1, 39, 1),
+    'ef21(topk({ratio}), exchange="allgather")': Budget(0, 1, 70, 1),
+    'dgc(topk({ratio}), exchange="allgather")': Budget(0, 1, 70, 1),
 }
 """By method; `ratio` is the share of the entries that are kept."""
 
