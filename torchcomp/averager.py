@@ -252,7 +252,7 @@ class Averager(Steps):
                 ranks that stay, in equal parts. None, on all ranks, if no rank ever leaves.
 
         Returns:
-            Whether the step counts.
+            Whether the step counts. True as well if that is decided late.
 
         Raises:
             NonFiniteError: on all ranks if there is a NaN or an infinity, unless `may_skip`; names

@@ -39,9 +39,9 @@ OUTSIDE = (
 
 EXCEPTIONS = {
     # Once, or seldom.
-    "averager.py Averager.begin": "the comparison of the ranks at the first step",
+    "resume.py compare_ranks": "the comparison of the ranks at the first step",
     "residuals.py hand_over": "once, when a rank leaves",
-    "averager.py Averager.residual_norms": "the caller asks for numbers",
+    "settlement.py Steps.residual_norms": "the caller asks for numbers",
     "batchnorm.py _forward_passes": "after training",
     "batchnorm.py _reached": "after training",
     "exchange/collectives.py Collectives.same": "verifies settings",
@@ -54,8 +54,10 @@ EXCEPTIONS = {
     "exchange/conclusion.py Conclusion._error": "the step has failed",
     "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
-    "guard/watch.py Watch.finish.read": "numbers that the host has",
-    "guard/watch.py _sums": "numbers that the host has",
+    "guard/observer.py GuardObserver._affordable_width": "sizes",
+    "guard/observer.py GuardObserver._judge": "numbers that the host has",
+    "guard/watch.py BucketWatch.read": "numbers that the host has",
+    "guard/samples.py Samples.undo": "names, on the CPU",
     "guard/replicas.py Replicas.are_equal": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "once, when replicas differ",
     "guard/alarms.py replica_alarm": "a number of the host",
@@ -74,11 +76,12 @@ EXCEPTIONS = {
     "routes/threshold.py find_largest": "histograms, and the last candidates",
     "routes/threshold.py _Search.narrow": "histograms, on the CPU",
     "routes/threshold.py _Search.select": "candidates, on the CPU",
-    "routes/sharded.py ShardedRoute._select": "thresholds, on the CPU",
+    "routes/sharded.py ShardedRoute._search": "thresholds, on the CPU",
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
-    "averager.py _by_name": "a learning rate",
+    "aggregators/powersgd.py _Matrices.__init__": "sizes",
+    "units.py by_name": "a learning rate",
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
     "jointspar/jointspar.py JointSpar.stats": "NumPy",
