@@ -58,7 +58,6 @@ EXCEPTIONS = {
     "guard/observer.py GuardObserver._judge": "numbers that the host has",
     "guard/watch.py BucketWatch.read": "numbers that the host has",
     "guard/samples.py Samples.undo": "names, on the CPU",
-    "guard/replicas.py Replicas.are_equal": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "once, when replicas differ",
     "guard/alarms.py replica_alarm": "a number of the host",
     # Auto: twice in a trial, and once in 50 steps after it.
