@@ -32,6 +32,7 @@ import torchcomp
 from torchcomp import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.exchange import Exchange
+from torchcomp.exchange.conclusion import Conclusion
 from torchcomp.kernels import backend
 
 DEVICE = torch.device("cuda", 0)
@@ -407,11 +408,12 @@ class EchoExchange(Exchange):
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         return [value] * self.world_size
 
-    def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
+    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
         for headers, origin in self._headers:
             _host(headers).copy_(_host(origin.frames.expected).repeat(origin.rows, 1))
         # A message that was cut decodes to a NaN.
-        return super().conclude(None if finite is None else torch.ones_like(finite), where, advice)
+        finite = None if finite is None else torch.ones_like(finite)
+        return super().conclude_later(finite, where, advice)
 
     # As NCCL among a power of two of ranks.
     _averages = (torch.float32, torch.float64, torch.bfloat16)
