@@ -141,6 +141,7 @@ class Averager:
         self._what, self._unchanged = what, unchanged
         self._late, self._vote = late, vote
         self._takes_back, self._taken_back = takes_back, False
+        self._skipped = False  # whether the step that is being decided is one that `may_skip`
         exchange.checksum = self._checksum = checksum
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
         self._units = Units()
@@ -229,7 +230,7 @@ class Averager:
                 # Here, and not where it was abandoned: its thread could still report a bucket.
                 self._tell_changed()
             verified = self._verified
-        self._averaged, self.unused = 0, ()
+        self._averaged, self.unused, self._skipped = 0, (), False
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not verified:
             self._compare_ranks()
@@ -334,11 +335,7 @@ class Averager:
             if used is not None:
                 used_by_any = exchange.max_at_end([name in used for name in self.parameters])
             leaves = [] if leaving is None else exchange.max_at_end([leaving])
-            # On a CPU, waiting costs nothing.
-            needed = (
-                used is not None or self._flushing or (may_skip and exchange.device.type == "cpu")
-            )
-            late = self._late and not needed
+            late = self._late and used is None and not self._flushing
             counts, flushed = True, False
             reasons: tuple[Reason, ...] = ()
             try:
@@ -406,6 +403,7 @@ class Averager:
                 suffix = f" {advice}" if advice else ""
                 what = f"{self._what} at {where}"
                 raise watch.error(what, unchanged + suffix, self._shown(error))
+            self._skipped = not finite
             return finite
 
         flags = decide.flags if late else None
@@ -477,6 +475,11 @@ class Averager:
     def undecided(self) -> bool:
         """Whether it is still open if the last step counts."""
         return self._settlement.status is Status.OPEN
+
+    @property
+    def counted(self) -> bool:
+        """Whether the last step counts."""
+        return self._settlement.status is Status.COUNTED
 
     def settle(self) -> None:
         """Roll back the last step if it should not have counted, and raise what is wrong with it.
@@ -559,9 +562,11 @@ class Averager:
             self.state.revert_where(self.void)
             self.void = None
         self.state.revert()
-        self.step -= 1
         self._settlement.discard()
-        self._meter.record(Traffic(), self.step)
+        if not self._skipped:  # a step that the scaler skips is counted, with its bytes
+            self.step -= 1
+            self._meter.record(Traffic(), self.step)
+        self._skipped = False
 
     def _tell_changed(self) -> None:
         """Tell what watches that the next step does not continue the last one."""

@@ -24,7 +24,7 @@ def register(
     *,
     seed: int = 0,
     scaler: "torch.amp.GradScaler | None" = None,
-    check: str = "step",
+    check: str = "auto",
     lr_inside: Optimizers | None = None,
     nodes: str | int | DeviceMesh | None = None,
     inside: str | None = None,
@@ -49,12 +49,13 @@ def register(
         scaler: the ``GradScaler`` of the training loop, if it has one. The residual then follows
             the loss scale, and does not change in steps that the scaler skips. Without a scaler, a
             NaN or infinity in a gradient raises an error.
-        check: when a step with a NaN, an infinity or a damaged message raises. "step": at the end
+        check: when a step with a NaN, an infinity or a damaged message raises. "now": at the end
             of its backward pass, and nothing has changed. "late": in the next backward pass, swap
             or ``state_dict()``, so that the host does not wait for the device at the end of a step.
-            The optimizer has then applied the step; only the handle's state is rolled back. Not
-            with a scaler, nor with ``find_unused_parameters=True``, which need the result in the
-            same step.
+            The device then replaces the gradients of such a step: by zeros, or with a scaler by
+            infinity, so that the scaler skips it. "auto": "late" for DDP on an accelerator, and
+            otherwise "now". A step with ``find_unused_parameters=True`` is always checked at its
+            end, and so is one with a manager: "late" is refused there.
         lr_inside: the optimizer of the training loop, or a list of all that train the model. The
             residual is then in the unit of the update, the learning rate times the gradient: what
             is sent late is applied at the learning rate of the step that it comes from. By default,

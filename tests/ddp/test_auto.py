@@ -272,7 +272,7 @@ def slower_later(factor: float, check: str) -> tuple[list[str], list[float], Any
     return found, norms, handle.choice
 
 
-@pytest.mark.parametrize("check", ["step", "late"])
+@pytest.mark.parametrize("check", ["now", "late"])
 def test_candidates_are_timed_again_when_the_step_time_changes_by_half(
     check: str, slow_mean: None, caplog: pytest.LogCaptureFixture
 ) -> None:

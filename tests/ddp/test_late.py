@@ -1,6 +1,7 @@
 """register(..., check="late"): a step is checked when the next one begins."""
 
 from collections.abc import Callable
+from functools import partial
 from threading import Event, Timer
 from typing import Any
 
@@ -30,7 +31,7 @@ def train(check: str) -> list[Any]:
 
 
 def test_a_run_is_the_same_bit_for_bit() -> None:
-    assert same(on_threads(2, train, "late"), on_threads(2, train, "step"))
+    assert same(on_threads(2, train, "late"), on_threads(2, train, "now"))
 
 
 def fails_late() -> None:
@@ -49,7 +50,7 @@ def fails_late() -> None:
         assert part in str(error)
     assert "on rank 1" not in str(error)
     assert same(kept(handle.state_dict()), before)
-    # As with check="step", the step did not count, but its bytes did.
+    # As with check="now", the step did not count, but its bytes did.
     assert handle.state_dict()["step"] == handle.stats.steps == 2
     assert handle.stats.total_bytes_sent > sent
     model.zero_grad()
@@ -70,15 +71,10 @@ def unused() -> nn.Module:
 @pytest.mark.parametrize(
     ("build", "options", "words"),
     [
-        (lambda: wrap(mlp()), {"check": "never"}, ["'never'", "late", "step"]),
-        (
-            lambda: wrap(mlp()),
-            {"check": "late", "scaler": torch.amp.GradScaler("cpu")},
-            ["GradScaler", "check='step'"],
-        ),
-        (unused, {"check": "late"}, ["find_unused_parameters=True", "check='step'"]),
+        (lambda: wrap(mlp()), {"check": "never"}, ["'never'", "late", "now"]),
+        (unused, {"check": "late"}, ["find_unused_parameters=True", "check='now'"]),
     ],
-    ids=["unknown", "scaler", "unused"],
+    ids=["unknown", "unused"],
 )
 def test_what_does_not_fit(
     build: Callable[[], Any], options: dict[str, Any], words: list[str]
@@ -87,20 +83,57 @@ def test_what_does_not_fit(
     assert_refused(2, call, SpecError, *words, field="check")
 
 
-def test_a_disabled_scaler_skips_nothing() -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
+def after_a_nan(build: Callable[..., torch.optim.Optimizer]) -> tuple[list[Any], list[Any]]:
+    """Apply a step with a NaN on one rank; return the parameters before and after."""
+    model = wrap(mlp())
+    torchcomp.register(model, TOPK, check="late")
+    optimizer = build(model.parameters())
+    before: list[Any] = []
+    for step in range(3):
+        optimizer.zero_grad()
+        spoiled = step == 2 and dist.get_rank() == 1
+        (loss_of(model(rows(step))) * (float("nan") if spoiled else 1.0)).backward()
+        before = [each.clone() for each in model.parameters()]
+        optimizer.step()
+    return before, [each.detach() for each in model.parameters()]
 
-    def body() -> str:
-        return str(torchcomp.register(wrap(mlp()), TOPK, scaler=scaler, check="late").method)
 
-    assert on_threads(2, body) == [TOPK] * 2
+def test_a_nan_of_one_rank_does_not_reach_the_parameters() -> None:
+    """Without momentum and weight decay, they do not change; with them, they stay finite."""
+    for before, after in on_threads(2, after_a_nan, partial(torch.optim.SGD, lr=0.1)):
+        assert same(before, after)
+    adam = on_threads(2, after_a_nan, partial(torch.optim.AdamW, lr=0.1))
+    for before, after in adam:
+        assert all(each.isfinite().all() for each in after)
+        assert not same(before, after)
+    assert same(adam[0][1], adam[1][1])
+
+
+def scaled(check: str) -> list[Any]:
+    """Train with a step that overflows on rank 1 only."""
+    model = wrap(mlp())
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=2)
+    handle = torchcomp.register(model, TOPK, scaler=scaler, check=check)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        overflows = step == 3 and dist.get_rank() == 1
+        scaler.scale(loss_of(model(rows(step))) * (float("inf") if overflows else 1.0)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert handle.state_dict()["step"] == handle.stats.steps == 6
+    return [model.state_dict(), optimizer.state_dict(), scaler.state_dict(), handle.state_dict()]
+
+
+def test_a_scaler_skips_what_the_device_has_found() -> None:
+    assert same(on_threads(2, scaled, "late"), on_threads(2, scaled, "now"))
 
 
 def test_ranks_that_check_at_different_times_are_refused() -> None:
     def body() -> None:
-        torchcomp.register(wrap(mlp()), TOPK, check="late" if dist.get_rank() else "step")
+        torchcomp.register(wrap(mlp()), TOPK, check="late" if dist.get_rank() else "now")
 
-    assert_refused(2, body, RankMismatchError, "late", "step", "check")
+    assert_refused(2, body, RankMismatchError, "late", "now", "check")
 
 
 def interrupted_while_the_ranks_look_for_the_nan() -> tuple[int, int]:

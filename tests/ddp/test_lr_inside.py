@@ -87,7 +87,7 @@ def weights(run: Run) -> Tensor:
     return flat([run.model.module.a, run.model.module.b])
 
 
-@pytest.mark.parametrize("check", ["step", "late"])
+@pytest.mark.parametrize("check", ["now", "late"])
 def test_weights_and_residual_are_what_dense_training_applies(check: str) -> None:
     def body() -> tuple[Tensor, Tensor, Tensor]:
         run = Run("ef(topk(0.2))", check=check).train(*range(12))

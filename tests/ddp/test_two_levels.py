@@ -263,7 +263,7 @@ class Run:
 
 
 @pytest.mark.parametrize("spec", ["ef(topk(0.1))", 'ef(quantize("int8"))', "powersgd(rank=1)"])
-@pytest.mark.parametrize("check", ["step", "late"])
+@pytest.mark.parametrize("check", ["now", "late"])
 def test_a_nan_on_one_rank_raises_on_all_and_names_it(spec: str, check: str) -> None:
     def body() -> tuple[Exception, bool]:
         run = Run(spec, 2, check=check)

@@ -23,7 +23,7 @@ class Options:
 
     seed: int = 0
     scaler: "torch.amp.GradScaler | None" = None
-    check: str = "step"
+    check: str = "auto"
     lr_inside: Optimizers | None = None
     nodes: str | int | DeviceMesh | None = None
     inside: str | None = None
@@ -60,9 +60,8 @@ class Options:
 
             Guard.of(self.guard)
         check_flag("checksum", self.checksum)
-        check_choice("check", self.check, ("step", "late"))
-        if self.late and self.scaler is not None and self.scaler.is_enabled():
-            raise late_does_not_fit("a GradScaler, which skips steps that overflow")
+        # "step" is the name that "now" had before.
+        check_choice("check", self.check, ("auto", "now", "late", "step"))
         if self.inside is not None:
             check_choice("inside", self.inside, ("bf16",))
             if self.nodes is None:
@@ -76,7 +75,7 @@ class Options:
             self._require_fit_for_manager()
 
     def _require_fit_for_manager(self) -> None:
-        if self.late:
+        if self.check == "late":
             raise late_does_not_fit("a manager, which decides on a step when it ends")
         for name in ("nodes", "replicate"):
             if getattr(self, name) is not None:
@@ -86,9 +85,14 @@ class Options:
                     name,
                 )
 
-    @property
-    def late(self) -> bool:
-        """Whether a step is verified in the next one."""
+    def late(self, device: torch.device) -> bool:
+        """Return whether the host checks a step when the next one begins.
+
+        Args:
+            device: of the gradients.
+        """
+        if self.check == "auto":
+            return device.type != "cpu" and self.manager is None
         return self.check == "late"
 
     @property
@@ -114,7 +118,7 @@ def check_scaler(scaler: object) -> None:
 def late_does_not_fit(needs: str) -> SpecError:
     """Return the error for an option that needs the result of a step in the same step."""
     return SpecError(
-        f"check='late' decides after a step was applied, and does not fit {needs}. Use "
-        "check='step'",
+        f"check='late' decides when the next step begins, and does not fit {needs}. Use "
+        "check='now'",
         "check",
     )

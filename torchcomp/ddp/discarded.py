@@ -124,8 +124,9 @@ class Discarded:
             return
         if averager.undecided:
             averager.settle()
-        if self._last != (averager.step, averager.changes):
-            # Another one was loaded, or the step was taken back for another reason.
+        skipped = not averager.counted and not averager.steps_kept
+        if skipped or self._last != (averager.step, averager.changes):
+            # Another one was loaded, or the step does not count for another reason.
             self.open = False
         elif self._cleared:
             self._take_back(averager)

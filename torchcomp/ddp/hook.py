@@ -2,6 +2,7 @@
 
 # DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
 
+import math
 import threading
 import time
 import weakref
@@ -24,6 +25,7 @@ from torchcomp.ddp.handle import SCALER_ADVICE, Handle
 from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.kernels.swap import fill_where
 from torchcomp.profiling import OFF, span
 
 Future = torch.futures.Future[Tensor]
@@ -62,6 +64,9 @@ class DDPHandle(Handle):
         if buckets.gathers:  # a manager decides on each step itself
             speaks = buckets.everyone.rank == 0
             self._discarded = Discarded(self.averager, buckets.parameters, speaks)
+        # What replaces the gradients of a step that does not count, where only the device knows
+        # that: a scaler then skips the step, and any other optimizer gets zeros.
+        self._void_value = 0.0 if self._loss_scale is None else math.inf
         self._end_step = partial(
             self.averager.finish,
             may_skip=self._loss_scale is not None,
@@ -109,7 +114,8 @@ class DDPHandle(Handle):
         buckets.executors[0].submit(job)
         if last:
             after_backward(self._finish_backward)
-            buckets.complete(partial(_complete, self._received, self.averager, unused))
+            done = partial(_complete, self._received, self.averager, unused, self._void_value)
+            buckets.complete(done)
         return future
 
     def _begin_pass(self) -> tuple[float, dict[str, float] | None]:
@@ -154,11 +160,18 @@ class DDPHandle(Handle):
 
 
 def _complete(
-    received: list[tuple[Tensor, Future]], averager: Averager, unused: UnusedWatch | None
+    received: list[tuple[Tensor, Future]],
+    averager: Averager,
+    unused: UnusedWatch | None,
+    void_value: float,
 ) -> None:
     """Pass the averaged buckets of a backward pass on to DDP, or those of a step that failed."""
     if unused is not None:
         unused.end(averager.unused)
+    if averager.void is not None:
+        # Only the device knows whether the step counts.
+        for flat, _ in received:
+            fill_where(averager.void, flat, void_value)
     # Only now: a group can still change any of DDP's buckets until the last one is averaged.
     for flat, future in received:
         future.set_result(flat)

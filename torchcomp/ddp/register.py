@@ -71,7 +71,7 @@ def register_ddp(
         Averager,
         aggregator,
         seed=options.seed,
-        late=options.late,
+        late=options.late(device),
         checksum=options.checksum,
         takes_back=options.manager is None,
     )
@@ -143,7 +143,7 @@ def _check(
     if options.manager is not None:
         check_one_rank(model)
     check_model(model)
-    if options.late and model.find_unused_parameters and not model.static_graph:
+    if options.check == "late" and model.find_unused_parameters and not model.static_graph:
         raise late_does_not_fit(
             "find_unused_parameters=True, which leaves unused parameters as they are"
         )

@@ -1,5 +1,6 @@
 """FSDPHandle: the all-reduce hooks of one FSDP2 model."""
 
+import math
 import threading
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
 from torchcomp.fsdp.units import Unit, units_of
+from torchcomp.kernels.swap import fill_where
 from torchcomp.nonfinite import FiniteWatch
 
 
@@ -45,6 +47,9 @@ class FSDPHandle(Handle):
         super().__init__(buckets)
         self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
         parameters = {name: each for unit in units for name, each in unit.parameters.items()}
+        # As in DDPHandle, for the gradients of a step that does not count.
+        self._parameters = list(parameters.values())
+        self._void_value = 0.0 if self._loss_scale is None else math.inf
         # All of them: the ranks have other shards, and must find the same.
         speaks = buckets.everyone.rank == 0
         self._discarded = Discarded(self.averager, parameters, speaks, most=None)
@@ -202,8 +207,19 @@ class FSDPHandle(Handle):
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch.cuda.stream(stream):
             self.averager.finish(may_skip=self._loss_scale is not None, advice=SCALER_ADVICE)
+            if self.averager.void is not None:
+                # On the stream on which FSDP2 has written the gradients after the hook.
+                self._fill_where(self.averager.void)
         if caller is not None and stream is not None:
             caller.wait_stream(stream)
+
+    def _fill_where(self, void: Tensor) -> None:
+        for parameter in self._parameters:
+            gradient: Any = parameter.grad
+            if gradient is not None:
+                local = gradient.to_local()
+                # With CPU offload, the gradients are in the memory of the host.
+                fill_where(void.to(local.device), local, self._void_value)
 
 
 def check_method(aggregator: Aggregator) -> None:

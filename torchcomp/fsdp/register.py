@@ -60,7 +60,8 @@ def register_fsdp(
         groups,
         seed=options.seed,
         merged=False,
-        late=options.late,
+        # By default, the step is decided at its end: FSDP2 itself waits for the device.
+        late=options.check == "late",
         checksum=options.checksum,
         takes_back=True,
     )

@@ -147,7 +147,7 @@ class JointSpar(Gatherable):
         key = Key(seed, rank=self._exchange.rank)
         self._sampler = Sampler(options, self.layers, self._costs_in_advance(costs), key)
         method = Sampled(inner, self._sampler)
-        self._handle = register_ddp(model, method, Options(seed=seed, scaler=scaler))
+        self._handle = register_ddp(model, method, Options(seed=seed, scaler=scaler, check="now"))
         averager = self._handle.averager
         # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))

@@ -1,4 +1,4 @@
-"""Swap the values of two tensors, if the device says so. The host does not wait."""
+"""Swap or fill the values of tensors, if the device says so. The host does not wait."""
 
 import torch
 from torch import Tensor
@@ -22,3 +22,12 @@ def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
         before = a.clone()
         torch.where(condition, b, a, out=a)
         torch.where(condition, before, b, out=b)
+
+
+def fill_where(condition: Tensor, x: Tensor, value: float) -> None:
+    """Write `value` to all of `x` if `condition` is true; see :func:`swap_where`."""
+    form = None if x.is_cpu else backend.fast_form("swap", x.device.type)
+    if form is not None:
+        form.fill_where(condition, x, value)
+    else:
+        x.masked_fill_(condition, value)

@@ -1,27 +1,40 @@
-"""The conditional swap in Triton. If the condition is false, a program reads one byte and ends."""
+"""The conditional swap and fill in Triton. If the condition is false, a program reads one byte."""
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.triton_jit import EXACT, kernel, on_device_of
+from torchcomp.kernels.launch import Launch
+from torchcomp.kernels.triton_jit import kernel
 
 _BLOCK = 8192
+
+# By number of elements. A model has few buckets, so this stays small.
+_swaps: dict[int, Launch] = {}
+_fills: dict[int, Launch] = {}
 
 
 def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
     """Swap the values of `a` and `b`, as :func:`torchcomp.kernels.swap.swap_where` does."""
-    n = a.numel()
-    if n:
-        with on_device_of(a):
-            _swap[(triton.cdiv(n, _BLOCK),)](
-                condition.view(-1), a, b, n, BLOCK=_BLOCK, num_warps=8, **EXACT
-            )
+    if n := a.numel():
+        launch = _swaps.get(n)
+        if launch is None:
+            launch = _swaps[n] = Launch(_swap, (triton.cdiv(n, _BLOCK),), n, warps=8, BLOCK=_BLOCK)
+        launch(a, b, condition.view(1))
+
+
+def fill_where(condition: Tensor, x: Tensor, value: float) -> None:
+    """Fill `x`, as :func:`torchcomp.kernels.swap.fill_where` does."""
+    if n := x.numel():
+        launch = _fills.get(n)
+        if launch is None:
+            launch = _fills[n] = Launch(_fill, (triton.cdiv(n, _BLOCK),), n, warps=8, BLOCK=_BLOCK)
+        launch(x, condition.view(1), value)
 
 
 @kernel("n")
 def _swap(
-    condition: tl.tensor, a: tl.tensor, b: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
+    a: tl.tensor, b: tl.tensor, condition: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     if tl.load(condition) != 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -29,3 +42,12 @@ def _swap(
         second = tl.load(b + i, mask=i < n)
         tl.store(a + i, second, mask=i < n)
         tl.store(b + i, first, mask=i < n)
+
+
+@kernel("n")
+def _fill(
+    x: tl.tensor, condition: tl.tensor, value: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
+) -> None:
+    if tl.load(condition) != 0:
+        i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+        tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
