@@ -36,11 +36,11 @@ def _small_blocks(monkeypatch):
 
 def encoded(values, fmt, dtype, noise=None):
     """The fields of values."""
-    return quantize.encode(narrow(values, dtype), fmt, noise)
+    return quantize.encode(narrow(values, dtype), [values.numel()], fmt, noise)[0]
 
 
 def decoded(fields, count, dtype):
-    return quantize.decode(fields, count, dtype)
+    return quantize.decode([fields], [count], dtype)[0]
 
 
 def chosen(x, segments):
