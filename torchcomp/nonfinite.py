@@ -61,7 +61,9 @@ class FiniteWatch:
         # mean, so each rank then checks only its share.
         if self._exchange.must_conclude:
             rank, ranks, numel = self._exchange.rank, self._exchange.world_size, mean.numel()
-            mean = mean[rank * numel // ranks : (rank + 1) * numel // ranks]
+            # At least one value: a message with an invalid code makes all of them NaN.
+            begin = rank * numel // ranks
+            mean = mean[begin : max(begin + 1, (rank + 1) * numel // ranks)]
         # On a CPU now, while the mean is in the cache. On an accelerator, all means that stay where
         # they are at the end of the step: one launch for all of them.
         at_end = bucket.lasts and not mean.is_cpu

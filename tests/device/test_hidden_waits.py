@@ -66,7 +66,6 @@ EXCEPTIONS = {
     "auto/options.py _points": "a number of the host",
     "auto/pace.py Pace.changed": "numbers of the host",
     # The one wait of a step.
-    "exchange/conclusion.py own_flags": "numbers that the host has",
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
     "host.py copy_from": "starts a copy to pinned memory",
     "host.py copy_from.wait": "the caller asks for numbers",

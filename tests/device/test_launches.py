@@ -168,7 +168,8 @@ def test_an_all_reduce_costs_the_same_for_any_number_of_ranks(spec: str) -> None
     assert len(costs) == 1
     per_bucket, per_step = one_bucket(spec, 2)
     assert per_bucket.waits == 0, per_bucket
-    assert per_bucket.launches >= 1, per_bucket
+    # NCCL divides in the all-reduce.
+    assert per_bucket.launches >= (1 if spec == "mean" else 2), per_bucket
     assert "all_reduce" in str(per_bucket)
     assert per_step.waits <= 1, per_step
 

@@ -200,8 +200,11 @@ def add_up(
         tl.debug_barrier()
     if MEAN:
         finish(out, residual, sums, finite, factor, begin, end, damaged, WIDE, FINITE, PART)
-    elif (begin == 0) & damaged:
-        tl.store(out, float("nan"))
+    elif damaged:
+        # All of it: each rank looks at a part for a NaN.
+        for part in range(begin, end, PART):
+            at = part + tl.arange(0, PART)
+            tl.store(out + at, float("nan"), mask=at < end)
 
 
 @kernel()
@@ -243,7 +246,7 @@ def finish(
         inside = at < end
         total = number(tl.load(sums + at, mask=inside, other=0.0))
         mean = tl.div_rn(total, tl.zeros_like(total) + divisor)
-        mean = tl.where(damaged & (at == 0), float("nan"), mean)
+        mean = tl.where(damaged, float("nan"), mean)
         store_mean(out, residual, at, mean, inside, sums.dtype.element_ty, WIDE)
         largest = tl.maximum(largest, tl.where(inside, magnitude(mean), 0))
     if FINITE:

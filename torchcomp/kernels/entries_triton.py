@@ -56,7 +56,7 @@ def accumulate(
 ) -> None:
     """Add `weight` times each message to `out`, in order.
 
-    If a message is damaged, nothing is added and ``out[0]`` becomes NaN.
+    If a message is damaged, nothing is added and all of `out` becomes NaN.
 
     Args:
         out: 1-D, contiguous, n < LIMIT elements, of one of DTYPES.
@@ -198,6 +198,8 @@ def _add_up(
             total = number(tl.load(out + at, mask=at < end, other=0.0))
             total = tl.div_rn(total, divisor.to(tl.float32))
             tl.store(out + at, rounded(total, dtype), mask=at < end)
-    if (tile == 0) & (sound == 0):
+    if sound == 0:
         tl.debug_barrier()
-        tl.store(out, float("nan"))
+        for part in range(tile * TILE, end, WIDE):
+            at = part + tl.arange(0, WIDE)
+            tl.store(out + at, float("nan"), mask=at < end)

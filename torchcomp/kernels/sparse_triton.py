@@ -302,7 +302,7 @@ class SparseTriton:
     def accumulate(self, messages: Tensor, out: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times each message to `out`, in order.
 
-        If an index code is damaged, nothing is added and ``out[0]`` becomes NaN.
+        If an index code is damaged, all of `out` becomes NaN.
 
         Args:
             messages: a row of uint8 for each message. Rows are contiguous.
