@@ -14,8 +14,8 @@ from torchcomp.state import Slot, State
 class Prepared:
     """A bucket of one shape, prepared for one method, exchange and device.
 
-    It is made again whenever one of them changes. A step only reads it. Workspaces in it are used
-    again from step to step, but they never change a result.
+    It is made again whenever one of them changes. A step only reads it, except for workspaces,
+    which never change a result.
 
     Attributes:
         shape: the bucket.
@@ -25,7 +25,7 @@ class Prepared:
         route: how its messages travel, if the method has a route.
         work: anything else that the method has prepared.
         shows_nonfinite: whether the residual shows which gradients of this rank were not finite.
-            They then need no pass of their own before the exchange.
+            Gradients are then not checked before the exchange.
     """
 
     def __init__(

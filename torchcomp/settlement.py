@@ -39,19 +39,19 @@ class Settlement:
         self.status = Status.COUNTED
 
     def begin(self) -> None:
-        """A step begins."""
+        """Note that a step begins."""
         self.status, self._reasons = Status.IN_FLIGHT, ()
 
     def end(self, *reasons: Reason) -> None:
-        """The step in flight has ended. It counts, unless one of the reasons says otherwise."""
+        """End the step in flight. It counts, unless one of the reasons says otherwise."""
         self._reasons, self.status = reasons, Status.OPEN if reasons else Status.COUNTED
 
     def discard(self) -> None:
-        """The step in flight ends without a result, or the last step was undone."""
+        """Note that the step in flight ends without a result, or that the last one is undone."""
         self.status, self._reasons = Status.TAKEN_BACK, ()
 
     def ask(self, take_back: Callable[[], None]) -> None:
-        """Decide. If the step does not count, it is taken back.
+        """Ask all reasons, if the step is open. Take it back if it does not count.
 
         Args:
             take_back: undoes the last step. Called with the lock held.
