@@ -42,9 +42,10 @@ LAYERS = [
     {"residuals", "routes"},
     {"aggregators"},
     {"auto"},
-    {"spec", "stats", "nonfinite", "checkpoint", "method_in_use", "observer"},
+    {"spec", "stats", "nonfinite", "checkpoint", "saved_slots", "method_in_use", "observer"}
+    | {"steps", "verdict"},
     {"redistribution"},
-    {"averager", "gathering"},
+    {"averager", "resume", "gathering"},
     {"per_rank"},
     {"time_model", "algorithms"},
     {"ddp", "fsdp", "batchnorm"},
