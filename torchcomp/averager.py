@@ -20,11 +20,9 @@ from torchcomp.nonfinite import FiniteWatch
 from torchcomp.observer import Observer
 from torchcomp.profiling import OFF, span
 from torchcomp.residuals import hand_over, is_sent
-from torchcomp.settlement import Reason, Status
+from torchcomp.settlement import LATE, Question, Reason, Status, Steps, ask
 from torchcomp.spec import parse_aggregator
-from torchcomp.steps import Steps
 from torchcomp.units import LR, by_name
-from torchcomp.verdict import LATE, Question, ask
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 
@@ -70,7 +68,7 @@ class Averager(Steps):
         takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
             whether they did.
 
-    Attributes, beside those of :class:`~torchcomp.steps.Steps`:
+    Attributes, beside those of :class:`~torchcomp.settlement.Steps`:
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
@@ -299,7 +297,7 @@ class Averager(Steps):
         return counts
 
     def _ask(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
-        """Send the message that ends the step; see :func:`torchcomp.verdict.ask`."""
+        """Send the message that ends the step; see :func:`torchcomp.settlement.ask`."""
         if self.observer is not None:
             # Before the message: what fails here on one rank fails on all.
             self.observer.finishing()

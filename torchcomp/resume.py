@@ -1,18 +1,44 @@
 """Save and restore an averager, and compare those of all ranks before the first step."""
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
+
+from torch import Tensor
 
 from torchcomp import checkpoint
-from torchcomp.method_in_use import FLUSH
+from torchcomp.aggregators import Aggregator
+from torchcomp.exchange import Exchange
+from torchcomp.method_in_use import FLUSH, MethodInUse
 from torchcomp.saved_slots import load_slots, save_slots
+from torchcomp.state import State
+from torchcomp.stats import Meter
+from torchcomp.units import Units
 
-if TYPE_CHECKING:
-    from torchcomp.aggregators import Aggregator
-    from torchcomp.averager import Averager
+
+class Resumable(Protocol):
+    """What is saved of an :class:`torchcomp.Averager`."""
+
+    state: State
+    step: int
+    seed: int
+    parameters: dict[str, Tensor]
+    exchange: Exchange
+    running: MethodInUse
+    units: Units
+    meter: Meter
+
+    @property
+    def aggregator(self) -> Aggregator: ...
+
+    @property
+    def flushing(self) -> bool: ...
+
+    def replace(self, step: int, traffic: Mapping[str, int]) -> None: ...
+
+    def continue_with(self, method: Aggregator, flushing: bool) -> None: ...
 
 
-def compare_ranks(averager: "Averager", lrs: Mapping[str, float]) -> None:
+def compare_ranks(averager: Resumable, lrs: Mapping[str, float]) -> None:
     """Raise RankMismatchError if the ranks differ in what must be the same.
 
     Args:
@@ -20,9 +46,9 @@ def compare_ranks(averager: "Averager", lrs: Mapping[str, float]) -> None:
         lrs: learning rates of the step that begins.
     """
     values = {"spec": averager.aggregator, "step": averager.step, "seed": averager.seed}
-    values |= {"groups": averager.groups, "buckets": averager.buckets}
+    values |= {"groups": averager.running.groups, "buckets": averager.running.buckets}
     # The scale that the state has, before it follows that of this step.
-    values |= {"flushing": averager.flushing, "lr": lrs, "scale": averager.scale}
+    values |= {"flushing": averager.flushing, "lr": lrs, "scale": averager.units.scale}
     values |= {"checksum": averager.exchange.checksum}
     # Each rank's threshold search starts from the previous thresholds. If they differed, the ranks
     # would run different collectives.
@@ -35,18 +61,18 @@ def compare_ranks(averager: "Averager", lrs: Mapping[str, float]) -> None:
     exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
 
 
-def state_of(averager: "Averager") -> dict[str, Any]:
+def state_of(averager: Resumable) -> dict[str, Any]:
     """Return the state of this rank."""
     running, parameters = averager.running, averager.parameters
     return {
         **checkpoint.header(str(averager.aggregator), averager.exchange),
         "step": averager.step,
         "seed": averager.seed,
-        "scale": averager.scale,
-        "lrs": dict(averager.lrs),
+        "scale": averager.units.scale,
+        "lrs": dict(averager.units.lrs),
         "flushing": averager.flushing,
-        "groups": [list(group) for group in averager.groups],
-        "buckets": [list(group) for group in averager.buckets],
+        "groups": [list(group) for group in averager.running.groups],
+        "buckets": [list(group) for group in averager.running.buckets],
         "parameters": checkpoint.layout_of(parameters),
         "traffic": averager.meter.state_dict(),
         "slots": save_slots(running.slots(averager.exchange), averager.state, parameters),
@@ -54,7 +80,7 @@ def state_of(averager: "Averager") -> dict[str, Any]:
 
 
 def prepare(
-    averager: "Averager", saved: Any, aggregator: "Aggregator", advice: Mapping[str, str]
+    averager: Resumable, saved: Any, aggregator: Aggregator, advice: Mapping[str, str]
 ) -> Callable[[], None]:
     """Check what :func:`state_of` has returned; see :meth:`torchcomp.Averager.prepare`.
 
