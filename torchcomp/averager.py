@@ -221,7 +221,7 @@ class Averager(Steps):
             observer.after(bucket, running.now)
         # A method that is dense for its first steps only is checked in all of them.
         if self.guarded:
-            self._watch.after(flat)
+            self._watch.after(bucket)
 
     def finish(
         self,

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import torchcomp
+from tests.kernels.forms import sparse_kernels
 from tests.support.cases import only
 from tests.support.logs import messages_of
 from tests.support.patience import PATIENCE
 from torchcomp.aggregators.rehearsal import rehearse
-from torchcomp.kernels import backend, elias_fano, select
+from torchcomp.kernels import backend, elias_fano
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.select import Scratch
 
@@ -105,10 +106,10 @@ def launch_quantize(form, dtype, n):
             form.decode(scale, codes, [(0, n, n)])
 
 
-def launch_checksum(form, dtype, n):
-    frames = empty(8 * 1016, dtype=torch.uint8)
-    form.seal(frames, [1000] * 8)
-    form.inspect(frames, [1000] * 8)
+def launch_swap(form, dtype, n):
+    condition, x = empty(dtype=torch.bool), empty(n, dtype=dtype)
+    form.swap_where(condition, x, empty(n, dtype=dtype))
+    form.fill_where(condition, x, 0.0)
 
 
 def launch_sparse(form, dtype, n):
@@ -154,12 +155,12 @@ LAUNCHES = {
     "elias_fano": (launch_elias_fano, {"_encode", "_count", "_decode"}),
     "entries": (launch_entries, {"_subtract", "_find", "_add_up"}),
     "quantize": (launch_quantize, {"_encode", "_decode"}),
-    "checksum": (launch_checksum, {"_add_up"}),
+    "swap": (launch_swap, {"_swap", "_fill"}),
 }
 
 
-PARTS = {"segments", "table", "fields", "selection", "coding", "decoding", "adding"}
-"""What others launch."""
+PARTS = {"segments", "table", "fields", "selection", "coding", "decoding", "adding", "frames"}
+"""What others launch, or what launches them."""
 
 
 def test_every_form_is_compiled_below():
@@ -347,7 +348,8 @@ def test_a_launch_that_fails_is_found_before_training(dtype, caplog):
     rehearse(method, dtype, cpu)
     assert ["Triton" in message for message in messages_of("kernels.backend", caplog)] == [True]
     assert backend.fast_form("select", "cpu") is None
-    assert select.largest(torch.arange(1000.0), 3).tolist() == [997, 998, 999]
+    found = sparse_kernels((0, 1000, 3)).select(torch.arange(1000.0))
+    assert found.tolist() == [997, 998, 999]
 
 
 @pytest.mark.usefixtures("on_triton")

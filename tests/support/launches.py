@@ -539,7 +539,7 @@ def one_bucket(
         (group,) = averager.buckets
         for _ in range(steps):
             flat = torch.randn(numel, generator=draws).to(dtype)
-            bucket = Bucket(averager.shape_of(group), place(flat))
+            bucket = Bucket(averager.shape_of(group), place(flat), lasts=True)
             count.reset()
             averager.begin()
             per_step = count.take()

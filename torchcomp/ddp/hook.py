@@ -98,7 +98,7 @@ class DDPHandle(Handle):
         if known is None or not same or not all(map(is_, known[0], parameters)):
             names = tuple([self._names[id(parameter)] for parameter in parameters])
             known = self._known[index] = parameters, buckets.shape_of(names)
-        bucket = Bucket(known[1], flat)
+        bucket = Bucket(known[1], flat, lasts=True)
 
         def job() -> None:
             if values is not None:

@@ -43,7 +43,7 @@ def test_the_bits_are_those_of_plain_torch(dtype, fmt, random, monkeypatch):
     expected, at = [], 0
     for part in parts:
         own = None if drawn is None else drawn[at : at + part.numel()]
-        expected.append(quantize.encode(part, fmt, own))
+        expected.append(quantize.encode(part, [part.numel()], fmt, own)[0])
         at += part.numel()
     for field, made in enumerate((scale, codes)):
         wanted = torch.cat([encoded[field] for encoded in expected])
@@ -52,7 +52,7 @@ def test_the_bits_are_those_of_plain_torch(dtype, fmt, random, monkeypatch):
 
     decoded = quantize_triton.decode(scale, codes, segments)
     wanted = [
-        quantize.decode(encoded, part.numel(), torch.float32)
+        quantize.decode([encoded], [part.numel()], torch.float32)[0]
         for encoded, part in zip(expected, parts, strict=True)
     ]
     torch.testing.assert_close(decoded, torch.cat(wanted), rtol=0, atol=0, equal_nan=True)

@@ -4,13 +4,14 @@ import pytest
 import torch
 from triton.runtime import interpreter
 
+from tests.kernels.forms import sparse_kernels
 from tests.kernels.interpreted.test_steps import triton_on_the_cpu
 from tests.kernels.test_select import awkward, drift, sorted_out
 from tests.support.cases import only, some, thorough
 from tests.support.vectors import normal
 from torchcomp.kernels import sparse_triton
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.select import Scratch, add_and_select_all, largest_all
+from torchcomp.kernels.select import Scratch
 from torchcomp.kernels.select_triton import DTYPES, SUMS, select, select_all
 
 
@@ -177,15 +178,15 @@ def test_segments_as_the_methods_select_them(case):
     segments = segments_of(case)
     n = segments[-1].span.stop
     g, e, out = awkward(n, torch.float32), normal(n, seed=1), torch.empty(n)
-    scratch = [Scratch() for _ in segments]
     with triton_on_the_cpu():
-        for kept in (scratch, ()):
-            chosen = add_and_select_all(g, e, out.fill_(7.0), segments, kept)
+        kernels = sparse_kernels(*segments)
+        for _ in range(2):
+            chosen = kernels.add_and_select(g, e, out.fill_(7.0))
             for segment in segments:
                 own = segment.span
                 torch.testing.assert_close(out[own], (g + e)[own], rtol=0, atol=0, equal_nan=True)
             assert torch.equal(chosen, each_sorted_out(g + e, segments))
-            assert torch.equal(largest_all(g, segments, kept), each_sorted_out(g, segments))
+            assert torch.equal(kernels.select(g), each_sorted_out(g, segments))
 
 
 def test_the_number_of_launches_does_not_depend_on_the_number_of_segments(monkeypatch):
