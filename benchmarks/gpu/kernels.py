@@ -14,7 +14,7 @@ Rows, in the order in which they are measured:
     decode 8, decode 64       check the headers of 8 or 64 ranks and average their messages
     step of 8, step of 64     encode warm, and then decode
     add + torch.topk          what selection costs without these kernels
-    quantise, dequantise      the whole vector as int8
+    quantise, dequantise      the whole vector as int8, in its frame
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.gpu.device import Device
 from torchcomp.codec import Codec, vectors_of
-from torchcomp.compressors import TopK
+from torchcomp.compressors import Quantize, TopK
 from torchcomp.compressors.base import Vectors
-from torchcomp.kernels import backend, quantize
+from torchcomp.kernels import backend
 from torchcomp.keys import Key
 
 KEY = Key(0)
@@ -122,7 +122,7 @@ def measure(
     """
     with backend.plain_torch(device.kind) if form == "torch" else nullcontext():
         run = Training(device, n, ratio, seed)
-        used = form if form == "torch" or backend.fast_form("select", device.kind) else "torch"
+        used = form if form == "torch" or backend.fast_form("sparse", device.kind) else "torch"
         common = {"part": "kernel", "n": n, "k": run.topk.kept(n), "form": used}
         copy = device.milliseconds(lambda: run.x.copy_(run.g), repeats)
         floor = 1.5 * copy  # a copy moves 8 bytes per entry and the floor 12
@@ -155,8 +155,10 @@ def _cases(run: Training) -> list[Case]:
 
         return both
 
-    n, form = [run.g.numel()], quantize.form_for(run.g.device)
-    quantised = form.encode(run.g, n, "int8", None)
+    shape = vectors_of(Quantize("int8"), ("w",), (run.g.numel(),), torch.float32)
+    quantised = Codec(shape, run.g.device, torch.float32)
+    quantised.encode(run.g, KEY)
+    received = quantised.frames.outgoing().view(1, -1)
     return [
         ("copy", lambda: lambda: run.x.copy_(run.g), nothing),
         ("encode warm", lambda: run.encode, run.draw),
@@ -171,6 +173,6 @@ def _cases(run: Training) -> list[Case]:
         ("pack", lambda: run.pack, nothing),
         ("subtract", lambda: run.subtract, nothing),
         ("add + torch.topk", lambda: run.torch_topk, nothing),
-        ("quantise", lambda: lambda: form.encode(run.g, n, "int8", None), nothing),
-        ("dequantise", lambda: lambda: form.decode(quantised, n, torch.float32), nothing),
+        ("quantise", lambda: lambda: quantised.encode(run.g, KEY), nothing),
+        ("dequantise", lambda: lambda: quantised.mean_of(received, run.x, KEY, 1), nothing),
     ]
