@@ -14,7 +14,7 @@ Rows, in the order in which they are measured:
     decode 8, decode 64       check the headers of 8 or 64 ranks and average their messages
     step of 8, step of 64     encode warm, and then decode
     add + torch.topk          what selection costs without these kernels
-    quantise, dequantise      the whole vector as int8
+    quantise, dequantise      the whole vector as int8, in its frame
 """
 
 from collections.abc import Callable, Iterator
@@ -126,7 +126,7 @@ def measure(
     """
     with backend.plain_torch(device.kind) if form == "torch" else nullcontext():
         run = Training(device, n, ratio, seed)
-        used = form if form == "torch" or backend.fast_form("select", device.kind) else "torch"
+        used = form if form == "torch" or backend.fast_form("sparse", device.kind) else "torch"
         common = {"part": "kernel", "n": n, "k": run.topk.kept(n), "form": used}
         copy = device.milliseconds(lambda: run.x.copy_(run.g), repeats)
         floor = 1.5 * copy  # a copy moves 8 bytes per entry and the floor 12
@@ -159,9 +159,9 @@ def _cases(run: Training) -> list[Case]:
 
         return both
 
-    int8, out = codec_of(Quantize("int8"), run.g), torch.empty_like(run.g)
-    int8.encode(run.g, KEY)
-    received = int8.frames.outgoing().clone()[None]
+    quantised = codec_of(Quantize("int8"), run.g)
+    quantised.encode(run.g, KEY)
+    received = quantised.frames.outgoing().view(1, -1)
     return [
         ("copy", lambda: lambda: run.x.copy_(run.g), nothing),
         ("encode warm", lambda: run.encode, run.draw),
@@ -176,6 +176,6 @@ def _cases(run: Training) -> list[Case]:
         ("pack", lambda: run.pack, nothing),
         ("subtract", lambda: run.subtract, nothing),
         ("add + torch.topk", lambda: run.torch_topk, nothing),
-        ("quantise", lambda: lambda: int8.encode(run.g, KEY), nothing),
-        ("dequantise", lambda: lambda: int8.mean_of(received, out, KEY, 1), nothing),
+        ("quantise", lambda: lambda: quantised.encode(run.g, KEY), nothing),
+        ("dequantise", lambda: lambda: quantised.mean_of(received, run.x, KEY, 1), nothing),
     ]

@@ -7,8 +7,8 @@ A message with k of n entries consists of these fields:
 
 The fields have the lengths of their layout: :func:`torchcomp.wire.unpack` checks received bytes.
 
-This is plain torch. On a CPU with Numba, :mod:`.entries_numba` runs, and on CUDA with Triton
-:mod:`.entries_triton`, with the same results.
+This is plain torch. On a CPU with Numba, :mod:`.entries_numba` runs, and on CUDA with Triton the
+kernels of :mod:`.sparse_triton`, with the same results.
 """
 
 from collections.abc import Sequence

@@ -167,12 +167,6 @@ class SparseTriton:
             code(frame, index)
         self._fill(x, index, frame, noise, False)
 
-    def select_and_encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Select from `x`, and write the message to `frame`. Return the indices."""
-        index = self._select(x, x, x, frame)
-        self._fill(x, index, frame, noise, False)
-        return index
-
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
     ) -> Tensor:

@@ -9,6 +9,7 @@ from tests.kernels.interpreted.test_sparse import (
     check_frame,
     check_what_a_mean_tells,
     combinations,
+    encoded,
     framed,
     raw,
     same,
@@ -49,10 +50,7 @@ def segments_of(case):
 def message(x, segments, fmt, dtype, noise=None):
     """Return the bytes of each segment's fields, and each segment's fields."""
     parts = [
-        quantize.encode(
-            narrow(x[s.span], dtype), [s.n], fmt, None if noise is None else noise[s.span]
-        )[0]
-        for s in segments
+        encoded(x[s.span], fmt, dtype, None if noise is None else noise[s.span]) for s in segments
     ]
     return [[byte for field in fields for byte in raw(field)] for fields in parts], parts
 
