@@ -48,7 +48,7 @@ class Residual(Aggregator):
     def shows(self, compressor: Compressor, gradient: torch.dtype) -> bool:
         """Whether the residual shows NaN and infinities of a gradient, with this compressor."""
         # A selecting compressor leaves NaN and infinities in place when it subtracts its message.
-        # A residual wider than the gradient gets those of other ranks too, when the mean is rounded.
+        # A wider residual gets those of other ranks too, when the mean is rounded to the gradients.
         wide = torch.promote_types(gradient, self.residual_dtype(gradient))
         return compressor.selects and wide == gradient
 
