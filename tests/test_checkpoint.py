@@ -19,14 +19,13 @@ from torchcomp.checkpoint import (
     dict_of,
     flag,
     list_of,
-    load_slot,
     number,
     optional,
     record,
-    save_slot,
     tensor,
     text,
 )
+from torchcomp.saved_slots import load_slot, save_slot
 from torchcomp.state import Kind, Slot
 
 SPEC = "ef(topk(0.01))"

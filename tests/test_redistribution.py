@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.support.outcomes import caught, reloaded, same
 from torchcomp import CheckpointError, checkpoint, redistribute
 from torchcomp.bucket import Bucket, BucketShape, memory_order
-from torchcomp.checkpoint import load_slot, save_slot
 from torchcomp.pieces import Pieces
 from torchcomp.redistribution import Place, check_place, gathered, own_state, two_levels
+from torchcomp.saved_slots import load_slot, save_slot
 from torchcomp.state import Kind, Slot
 
 Tensors = dict[str, Tensor]

@@ -1,54 +1,35 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
-import threading
-import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp import checkpoint
-from torchcomp.aggregators import EF, Aggregator
+from torchcomp import checkpoint, resume
+from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, partition
 from torchcomp.component import Component
-from torchcomp.compressors import Identity
 from torchcomp.errors import RankFailureError, SpecError
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.swap import fill_where
 from torchcomp.keys import Key, check_seed
-from torchcomp.method_in_use import ClientSlots, MethodInUse
+from torchcomp.method_in_use import FLUSH, ClientSlots, MethodInUse
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.observer import Observer
 from torchcomp.profiling import OFF, span
 from torchcomp.residuals import hand_over, is_sent
-from torchcomp.settlement import Reason, Settlement, Status
+from torchcomp.settlement import LATE, Question, Reason, Status, Steps, ask
 from torchcomp.spec import parse_aggregator
-from torchcomp.state import State
-from torchcomp.stats import Meter, Stats
-from torchcomp.traffic import Traffic
-from torchcomp.units import LR, Units, by_name
+from torchcomp.units import LR, by_name
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
-LATE = (
-    "This was found one step later: the residual is that before the step. The averaged gradients "
-    "were set to zero, so the optimizer has applied at most its momentum and weight decay."
-)
 
-# Sends a residual that the current method has no slot for. Every value is sent uncompressed, so one
-# step is usually enough; see `is_sent`.
-_FLUSH = EF(Identity())
-_SAME_LR = "The learning rate must be the same function of the step on all ranks."
 _NO_RATIOS: Mapping[str, float] = {}
-_SAME_FATE = (
-    "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
-    "these gradients were cleared: the replicas are no longer equal."
-)
 
 
-class Averager:
+class Averager(Steps):
     """Averages named tensors over the ranks with one compression method, step after step.
 
     It does not depend on a model, an optimizer or DDP. One step is a call of ``begin``, one call of
@@ -87,20 +68,13 @@ class Averager:
         takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
             whether they did.
 
-    Attributes:
-        state: the slots of this rank.
-        step: number of steps that finished without an error.
+    Attributes, beside those of :class:`~torchcomp.settlement.Steps`:
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
-        void: whether the last step does not count, a scalar bool on the device, if it ended without
-            a decision of the host. The caller then replaces the means where this is true.
-        abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
-            before the next one.
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
-        steps_kept: number of steps before the last one that count or not together with it; see
-            :meth:`keep_before`.
         changes: number of changes of the method, its buckets or the whole state.
         observer: what watches the steps, or None.
+        running: the method and its buckets.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -123,40 +97,27 @@ class Averager:
         checksum: bool = False,
         takes_back: bool = False,
     ) -> None:
+        super().__init__()
         self.exchange = exchange
         self.parameters = dict(parameters)
         groups = groups or partition(self.parameters.items(), DEFAULT_CAPS)
-        self._running = MethodInUse(self.parameters, groups, merged, client_slots)
+        self.running = MethodInUse(self.parameters, groups, merged, client_slots)
         self.observer: Observer | None = None
         self.changes = 0
-        # A step can run in another thread than that of the user, who can abandon it at any time.
-        self.abandoned = False
-        self._lock = threading.RLock()  # held while the state changes
-        self.state = State(self._lock)
-        self._settlement = Settlement(self._lock)
-        self.step = 0
         self.unused: tuple[str, ...] = ()
-        self.void: Tensor | None = None
         self.seed = check_seed(seed)
         self._what, self._unchanged = what, unchanged
-        self._late, self._vote = late, vote
-        self._takes_back, self._taken_back = takes_back, False
-        self._skipped = False  # whether the step that is being decided is one that `may_skip`
+        self._late, self._vote, self._takes_back = late, vote, takes_back
         exchange.checksum = self._checksum = checksum
         self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
-        self._units = Units()
         self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
-        self.steps_kept = 0
-        self._meter = Meter()
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
         self._watch, self._combined = FiniteWatch(exchange), False
         # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
         # call, so only the next collective can show that one rank loaded it and another did not.
         self._verified = False
-        # Whether _FLUSH is active instead of the method that the user chose, and whether the last
-        # step has sent all that was left. If it counts, the flush ends when it is settled.
-        self._flushing = self._flushed = False
+        self._flushing = False  # whether FLUSH is active instead of the method of the user
         self.use(aggregator)
 
     @property
@@ -170,22 +131,9 @@ class Averager:
         return self._flushing
 
     @property
-    def scale(self) -> float:
-        """Loss scale of the gradients of the last step, which the state follows."""
-        return self._units.scale
-
-    @property
-    def lrs(self) -> Mapping[str, float]:
-        """Learning rates, by parameter name, whose update the residual's unit is.
-
-        Empty if the residual has the unit of the gradients.
-        """
-        return self._units.lrs
-
-    @property
     def groups(self) -> tuple[Group, ...]:
         """Names of the parameters that are compressed together."""
-        return self._running.groups
+        return self.running.groups
 
     @property
     def buckets(self) -> tuple[Group, ...]:
@@ -193,7 +141,7 @@ class Averager:
 
         There is one bucket for each dtype and device then.
         """
-        return self._running.buckets
+        return self.running.buckets
 
     # One step.
 
@@ -230,11 +178,12 @@ class Averager:
                 # Here, and not where it was abandoned: its thread could still report a bucket.
                 self._tell_changed()
             verified = self._verified
-        self._averaged, self.unused, self._skipped = 0, (), False
+        self._averaged, self.unused = 0, ()
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not verified:
-            self._compare_ranks()
-        units, lrs = self._units, self._step_lrs
+            resume.compare_ranks(self, self._step_lrs)
+            self._verified = True
+        units, lrs = self.units, self._step_lrs
         with self._lock:
             if self.abandoned:
                 self._require_wanted()
@@ -242,27 +191,11 @@ class Averager:
             ratios, units.before = _NO_RATIOS, None
             if scale != units.scale or lrs or units.lrs:
                 ratios = units.follow(self.state, scale, lrs, self.parameters)
-        running = self._running
+        running = self.running
         running.at(self.step)
         self._key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=running.ahead)
         if self.observer is not None:
             self.observer.begin(ratios)
-
-    def _compare_ranks(self) -> None:
-        """Raise RankMismatchError if the ranks differ in what must be the same."""
-        values = {"spec": self._aggregator, "step": self.step, "seed": self.seed}
-        values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self._flushing}
-        # The scale that the state has, before it follows that of this step.
-        values |= {"lr": self._step_lrs, "scale": self.scale, "checksum": self._checksum}
-        # Each rank's threshold search starts from the previous thresholds. If they differed, the
-        # ranks would run different collectives.
-        found = [(name, t.tolist()) for name, t in self.state.items("thresholds")]
-        names = {s.name for s in self._running.slots(self.exchange) if s.equal}
-        equal = {f"{slot} {name}": p for slot in names for name, p in self.state.items(slot)}
-        digest = checkpoint.digest_of(dict(sorted(equal.items())))
-        on_level = {"thresholds": sorted(found), "checksum of equal slots": digest}
-        self.exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
-        self._verified = True
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -277,7 +210,7 @@ class Averager:
     def _average(self, bucket: Bucket) -> None:
         if self.abandoned:
             self._require_wanted()
-        flat, running, observer = bucket.flat, self._running, self.observer
+        flat, running, observer = bucket.flat, self.running, self.observer
         prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
         if self.guarded and not (prepared.shows_nonfinite or self._combined):
             self._watch.before(bucket)
@@ -288,7 +221,7 @@ class Averager:
             observer.after(bucket, running.now)
         # A method that is dense for its first steps only is checked in all of them.
         if self.guarded:
-            self._watch.after(flat)
+            self._watch.after(bucket)
 
     def finish(
         self,
@@ -319,7 +252,7 @@ class Averager:
                 ranks that stay, in equal parts. None, on all ranks, if no rank ever leaves.
 
         Returns:
-            Whether the step counts.
+            Whether the step counts. True as well if that is decided late.
 
         Raises:
             NonFiniteError: on all ranks if there is a NaN or an infinity, unless `may_skip`; names
@@ -336,18 +269,15 @@ class Averager:
                 used_by_any = exchange.max_at_end([name in used for name in self.parameters])
             leaves = [] if leaving is None else exchange.max_at_end([leaving])
             late = self._late and used is None and not self._flushing
-            counts, flushed = True, False
-            reasons: tuple[Reason, ...] = ()
+            reasons = () if self._vote is None else (self._vote,)
+            counts, flushed, self._keeps_number = True, False, late and may_skip
             try:
-                verdict, self.void = self._conclude(
-                    where or f"step {self.step + 1}", advice, may_skip, late
-                )
+                verdict = self._ask(where or f"step {self.step + 1}", advice, may_skip, late)
                 if late:
-                    reasons = (verdict,)
+                    reasons = (verdict, *reasons)
                 else:
                     counts = verdict()
-                if used_by_any:
-                    self._note_unused(used_by_any)
+                self._note_unused(used_by_any)
                 unchanged = self._unchanged_names()
                 if counts and (unchanged or self._flushing or leaves):
                     flushed = self._change_commit(unchanged, leaves, leaving is True)
@@ -359,55 +289,34 @@ class Averager:
             with self._lock:
                 if self.abandoned:
                     self._require_wanted()
-                self._end(counts, flushed, reasons)
-                self._meter.record(exchange.take_traffic(dense_bytes), self.step)
+                self._flushed = flushed
+                self._end(counts, reasons)
+                self._record(exchange, dense_bytes)
         for callback in self._callbacks:
             callback(counts)
         return counts
 
-    def _conclude(
-        self, where: str, advice: str, may_skip: bool, late: bool
-    ) -> tuple[Reason, Tensor | None]:
-        """Send the message that concludes the step.
-
-        Returns:
-            A function that waits for the others' and says whether the step counts. It raises, on
-            all ranks, what is wrong with the step. And :attr:`void`.
-        """
+    def _ask(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
+        """Send the message that ends the step; see :func:`torchcomp.settlement.ask`."""
         if self.observer is not None:
-            # Before the concluding message: what fails here on one rank fails on all.
+            # Before the message: what fails here on one rank fails on all.
             self.observer.finishing()
-        exchange, watch, lrs = self.exchange, self._watch, self._step_lrs
-        unchanged, taken_back = LATE if late else self._unchanged, self._taken_back
-        same: list[tuple[Callable[[], bool], dict[str, Any], str]] = []
-        if lrs:
-            digest = zlib.crc32(repr(lrs).encode()).to_bytes(4, "big")
-            same.append((exchange.same_at_end(digest), {"lr": lrs}, f"{_SAME_LR} {unchanged}"))
-        fates: list[int] = []
-        # Without a message at its end, a step is not worth one for this alone.
-        if self._takes_back and exchange.must_conclude:
-            fates = exchange.max_at_end([taken_back, not taken_back])
+        slot = self.state.undone if late else self.state.pending
+        question = Question(
+            self._watch,
+            self._step_lrs,
+            self._taken_back if self._takes_back else None,
+            where,
+            f"{self._what} at {where}",
+            LATE if late else self._unchanged,
+            advice,
+            may_skip,
+            lambda: self._shown(slot("error")),
+        )
         self._taken_back = False
-        decide = exchange.conclude_later(watch.finite(), where, unchanged)
-
-        def counts() -> bool:
-            finite = decide()
-            for matches, values, problem in same:
-                if not matches():
-                    exchange.verify(where, values, problem)
-            if all(fates) and fates:
-                fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
-                exchange.verify(where, fate, _SAME_FATE)
-            if not finite and not may_skip:
-                error = self.state.undone("error") if late else self.state.pending("error")
-                suffix = f" {advice}" if advice else ""
-                what = f"{self._what} at {where}"
-                raise watch.error(what, unchanged + suffix, self._shown(error))
-            self._skipped = not finite
-            return finite
-
-        flags = decide.flags if late else None
-        return counts, None if flags is None else flags[:2].ne(0).any()
+        reason, flags = ask(self.exchange, question)
+        self.void = flags[:2].ne(0).any() if late and flags is not None else None
+        return reason
 
     def _note_unused(self, used_by_any: Sequence[int]) -> None:
         # Not strict: if the collective failed, nothing is known about any parameter.
@@ -428,29 +337,12 @@ class Averager:
             self.state.undo(unchanged)
         if any(leaves):
             self._tell_changed()
-            owned = self._running.owned(self.exchange)
+            owned = self.running.owned(self.exchange)
             hand_over(self.state, self.exchange, self.parameters, owned, leaving)
         if not self._flushing:
             return False
         self._tell_changed()  # what is left of the residual is dropped if it is rounding
         return is_sent(self.state, self.exchange, self.parameters)
-
-    def _end(self, counts: bool, flushed: bool, reasons: tuple[Reason, ...]) -> None:
-        """End the step. `flushed` says whether it has sent all that a flush had left."""
-        if counts:
-            self.state.commit()
-            if self.void is not None:
-                self.state.revert_where(self.void)
-        else:
-            self.state.rollback()
-        self.step += 1
-        self._flushed = flushed
-        if self._vote is not None:
-            reasons = (*reasons, self._vote)
-        if counts or reasons:
-            self._settlement.end(*reasons)
-        else:
-            self._settlement.discard()
 
     def _fail(
         self, error: Exception, complete: bool, used_by_any: Sequence[int], dense_bytes: int
@@ -458,34 +350,20 @@ class Averager:
         """End a step that raises. `complete` says whether it could count as it is."""
         with self._lock:
             self._require_wanted()
-            if used_by_any:
-                self._note_unused(used_by_any)
+            self._note_unused(used_by_any)
             if self._vote is not None and isinstance(error, RankFailureError) and complete:
                 # Another rank may have got the whole message, and count the step.
-                self._end(True, False, ())
+                self._flushed = False
+                self._end(True, (self._vote,))
             else:
-                self.state.rollback()
-                self._settlement.discard()
-            # A step that is discarded has sent its bytes all the same.
-            self._meter.record(self.exchange.take_traffic(dense_bytes), self.step)
-
-    # Whether the last step counts.
-
-    @property
-    def undecided(self) -> bool:
-        """Whether it is still open if the last step counts."""
-        return self._settlement.status is Status.OPEN
-
-    @property
-    def counted(self) -> bool:
-        """Whether the last step counts."""
-        return self._settlement.status is Status.COUNTED
+                self._discard()
+            self._record(self.exchange, dense_bytes)
 
     def settle(self) -> None:
-        """Roll back the last step if it should not have counted, and raise what is wrong with it.
+        """Undo the last step if it does not count, and raise what is wrong with it.
 
-        The step counter and the state then are those before the step. If it counts, and it was the
-        last one of a flush, the method that the user chose runs from here on.
+        If it counts, and it was the last one of a flush, the method that the user chose runs from
+        here on.
         """
         self._decide()
         # A step that was kept can still be taken back with those that follow it.
@@ -494,79 +372,9 @@ class Averager:
                 self._end_flush()
 
     def _decide(self) -> None:
-        if self._settlement.status is Status.OPEN:
-            self._settlement.ask(self._undo)
+        super()._decide()
         if self.observer is not None:
             self.observer.settle()  # without the lock, which never waits for other ranks
-
-    def take_back(self) -> None:
-        """Undo the last step, because its gradients were cleared before an optimizer stepped.
-
-        Steps before it that :meth:`keep_before` has joined to it are undone as well. All ranks must
-        make the same call; if they do not, the next :meth:`finish` raises on all of them.
-        """
-        self._decide()  # and no more: it may be the last step of a flush
-        with self._lock:
-            self._taken_back = True
-            if self._settlement.status is Status.COUNTED:
-                self._undo()
-            self.state.restore_before()
-            self.step, self.steps_kept = self.step - self.steps_kept, 0
-
-    def keep_before(self) -> None:
-        """Let :meth:`take_back` undo the last step together with the next one.
-
-        For gradients that no optimizer has used, and that the next step adds to.
-        """
-        self._decide()
-        with self._lock:
-            if self._settlement.status is Status.COUNTED:
-                self.state.keep_before()
-                self.steps_kept += 1
-
-    def forget_before(self) -> None:
-        """Note that an optimizer has used the gradients of the last step."""
-        if self.steps_kept:
-            with self._lock:
-                self.state.forget_before()
-                self.steps_kept = 0
-
-    def abandon(self, step: int) -> None:
-        """Discard the step in flight, although another thread may still be running it.
-
-        From here on, that thread changes nothing. A step that has just ended is taken back.
-
-        Args:
-            step: the value of :attr:`step` when the step in flight began.
-        """
-        with self._lock:
-            self.abandoned = True
-            if self.step > step:
-                self._undo()
-            elif self._settlement.status is not Status.IN_FLIGHT:
-                return
-            # Ranks can be abandoned before and after they follow a new scale. Their states match
-            # only in the units from before the step.
-            self._units.go_back(self.state)
-            self._settlement.discard()
-
-    def _require_wanted(self) -> None:
-        if self.abandoned:
-            raise RuntimeError("this step was abandoned, because its backward pass raised")
-
-    def _undo(self) -> None:
-        """Take back the last step. The lock is held."""
-        self._flushed = False
-        if self.void is not None:
-            # The host undoes the step from here on, and not the device.
-            self.state.revert_where(self.void)
-            self.void = None
-        self.state.revert()
-        self._settlement.discard()
-        if not self._skipped:  # a step that the scaler skips is counted, with its bytes
-            self.step -= 1
-            self._meter.record(Traffic(), self.step)
-        self._skipped = False
 
     def _tell_changed(self) -> None:
         """Tell what watches that the next step does not continue the last one."""
@@ -600,6 +408,8 @@ class Averager:
             self.average(bucket)
         counts = self.finish(**options)
         for bucket in buckets if counts else ():
+            if self.void is not None:
+                fill_where(self.void, bucket.flat, 0.0)
             bucket.write(tensors)
         return counts
 
@@ -609,7 +419,7 @@ class Averager:
 
     def shape_of(self, group: Group) -> BucketShape:
         """Return the shape of a bucket of these parameters."""
-        return self._running.shape_of(group)
+        return self.running.shape_of(group)
 
     # Changing the method, the groups or the parameters.
 
@@ -634,62 +444,55 @@ class Averager:
         # A slot can exist without any values, so look for a value and not for a slot.
         if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
             return "There is no residual yet."
-        if self.state.debts() <= {slot.name for slot in self._running.slots(self.exchange, method)}:
+        if self.state.debts() <= {slot.name for slot in self.running.slots(self.exchange, method)}:
             return f"The residual is kept: {method} continues with it."
         self._flush(True)
         return (
-            f"{method} cannot continue with the residual: the next steps send it with {_FLUSH}, as "
+            f"{method} cannot continue with the residual: the next steps send it with {FLUSH}, as "
             "far as the dtype of the gradients can represent it."
         )
 
     def regroup(self, groups: Sequence[Group]) -> None:
         """Change which parameters are compressed together, between two steps.
 
-        All ranks must make the same call.
-
-        Args:
-            groups: names of the parameters of each group. Each parameter must be in one group.
+        All ranks must make the same call. Each parameter must be in one of the groups.
         """
         self.settle()
-        self._running.groups = tuple(groups)
-        self._install(self._running.method)
+        self.running.groups = tuple(groups)
+        self._install(self.running.method)
         self._verified = False
 
     def add(self, parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
         """Add parameters, between two steps. All ranks must make the same call."""
         self.parameters |= parameters
         self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
-        self._running.groups = (*self.groups, *groups)
-        self._running.buckets = (*self.buckets, *groups)
+        self.running.groups = (*self.groups, *groups)
+        self.running.buckets = (*self.buckets, *groups)
         self.changes += 1
 
     def _install(self, method: Aggregator) -> None:
-        running, exchange = self._running, self.exchange
         with self._lock:
-            buckets, before = running.buckets_of(method), running.buckets
-            # The server residual is stored by the old buckets' shards.
-            owned = running.owned(exchange)
-            running.buckets = buckets
-            self._run(method)
-            declared = {slot.name: slot for slot in running.slots(exchange)}
-            # A server residual fits only the shards of the same buckets. Otherwise, add it to this
-            # rank's own residual.
-            if buckets != before or not any(slot.sharded for slot in declared.values()):
-                self.state.unshard(owned, exchange.world_size)
-            # Unsent gradient is never dropped here, even if the new method has no slot for it:
-            # `use` starts a flush.
-            self.state.drop(self.state.slots().keys() - self.state.debts() - declared.keys())
+            self.running.install(method, self.step, self.state, self.exchange)
+            self._changed()
 
-    def _run(self, method: Aggregator) -> None:
-        self._running.run(method, self.step)
+    def _changed(self) -> None:
+        """Note that another method runs, or with another state."""
+        method = self.running.method
         self.changes += 1
         self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
         self._tell_changed()
 
+    def continue_with(self, method: Aggregator, flushing: bool) -> None:
+        """Run a method with the state that was restored for it."""
+        self._aggregator, self._flushing = method, flushing
+        self.running.run(FLUSH if flushing else method, self.step)
+        self._changed()
+        self._verified = False
+
     def _flush(self, flushing: bool) -> None:
         """Run the method that sends what is left of a residual, or the one that the user chose."""
         self._flushing = flushing
-        self._install(_FLUSH if flushing else self._aggregator)
+        self._install(FLUSH if flushing else self._aggregator)
 
     def _end_flush(self) -> None:
         """From the next step on, run the method that the user chose, without a residual."""
@@ -700,38 +503,10 @@ class Averager:
     def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in () if self._combined else parts:
-            if self._running.now.residual_shows_nonfinite(self.parameters[name].dtype):
+            if self.running.now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
 
-    # Counters and checkpoints.
-
-    @property
-    def stats(self) -> Stats:
-        """Counters of this rank after its last step: bytes of that step, and totals.
-
-        Any thread can read them at any time.
-        """
-        return self._meter.stats
-
-    def residual_norms(self, slot: str = "error") -> dict[str, float]:
-        """Return the Euclidean norm of this rank's residual by parameter name.
-
-        The host waits for the device once. Any thread can call this at any time: the residual is
-        that after the last step that has finished.
-
-        Args:
-            slot: "error" for the residual of this rank's gradients, or "server_error" for the
-                server residual of the shards that this rank owns.
-        """
-        # Held until the norms are read: the next step writes to the tensors of this one.
-        with self._lock:
-            parts = dict(self.state.items(slot))
-            if not parts:
-                return {}
-            norms = torch._foreach_norm(list(parts.values()))
-            # Parameters can be on several devices. The copies to the first do not wait.
-            gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
-            return dict(zip(parts, gathered.tolist(), strict=True))
+    # Checkpoints.
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: plain tensors, numbers and strings, keyed by parameter name.
@@ -740,21 +515,7 @@ class Averager:
         """
         self.settle()
         with self._lock:
-            running = self._running
-            slots = checkpoint.save_slots(running.slots(self.exchange), self.state, self.parameters)
-            return {
-                **checkpoint.header(str(self._aggregator), self.exchange),
-                "step": self.step,
-                "seed": self.seed,
-                "scale": self.scale,
-                "lrs": dict(self.lrs),
-                "flushing": self._flushing,
-                "groups": [list(group) for group in self.groups],
-                "buckets": [list(group) for group in self.buckets],
-                "parameters": checkpoint.layout_of(self.parameters),
-                "traffic": self._meter.state_dict(),
-                "slots": slots,
-            }
+            return resume.state_of(self)
 
     def prepare(
         self,
@@ -777,45 +538,10 @@ class Averager:
             CheckpointError: if the state is damaged, or if it belongs to another model, method,
                 rank or world size.
         """
-        aggregator = aggregator or self._aggregator
-        checkpoint.check_header(state, str(aggregator), self.exchange, advice)
-        checkpoint.check_engine(state, self.parameters)
-        # During a flush, the checkpoint has the slots of _FLUSH and the spec of the next method.
-        method = _FLUSH if state["flushing"] else aggregator
-        buckets = checkpoint.groups_of(state["buckets"])
-        declared = self._running.slots(self.exchange, method, buckets)
-        slots = checkpoint.load_slots(declared, state, self.parameters, str(aggregator))
-        return partial(self._restore, aggregator, state, slots)
-
-    def _restore(
-        self, aggregator: Aggregator, state: Mapping[str, Any], slots: checkpoint.LoadedSlots
-    ) -> None:
-        running, units = self._running, self._units
-        running.groups = checkpoint.groups_of(state["groups"])
-        running.buckets = checkpoint.groups_of(state["buckets"])
-        self.step, self.seed = state["step"], state["seed"]
-        units.scale, units.lrs = float(state["scale"]), dict(state["lrs"])
-        self._meter.load_state_dict(state["traffic"], self.step)
-        self._aggregator, self._flushing = aggregator, state["flushing"]
-        # A fresh one: a step in flight must not outlive the old state.
-        self.state = State(self._lock)
-        self._settlement.discard()
-        self._flushed, self.steps_kept, self._taken_back = False, 0, False
-        for name, (kind, sharded, parts) in slots.items():
-            self.state.load(name, kind, sharded, parts)
-        self._run(_FLUSH if self._flushing else aggregator)
-        self._verified = False
+        return resume.prepare(self, state, aggregator or self._aggregator, advice)
 
     def load_state_dict(self, state: dict[str, Any], aggregator: Aggregator | None = None) -> None:
-        """Restore the result of :meth:`state_dict` on this rank. On error, nothing changes.
-
-        Args:
-            state: of this rank.
-            aggregator: the method of the state, if the run changes to it.
-
-        Raises:
-            CheckpointError: see :meth:`prepare`.
-        """
+        """Restore a state dict, or change nothing on error; see :meth:`prepare`."""
         restore = self.prepare(state, aggregator=aggregator)
         with self._lock:
             restore()

@@ -107,6 +107,8 @@ class Bucket:
     shape: BucketShape
     # 1-D and contiguous. Each parameter's part is in the memory order of the parameter, as in DDP.
     flat: Tensor
+    # Whether the mean stays in `flat` until the step ends: nothing else is written to its memory.
+    lasts: bool = False
 
     @classmethod
     def read(cls, shape: BucketShape, tensors: Mapping[str, Tensor]) -> "Bucket":

@@ -7,17 +7,15 @@ A complete state dict is validated before anything is restored from it.
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchcomp.bucket import memory_order
 from torchcomp.checks import is_number, shown
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
-from torchcomp.state import Kind, Slot, State
 
 ONE_STEP = "Load checkpoints of the same step on all ranks (each rank its own), or on none."
 """Advice for ranks that are not at the same step."""
@@ -32,7 +30,7 @@ VERSION = 5
 """Version of the format. A state dict of another version is refused."""
 
 # Without the 8-bit floats: torch does not implement `isfinite` for them.
-_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Form = Callable[[Any, str], None]
 
 
@@ -159,7 +157,7 @@ def tensor(
         require(_is_dense(value), where, "a dense tensor", value)
         # Describes the tensor in errors. Its `repr` would print elements and wait for the device.
         found = f"{value.dtype} of shape {tuple(value.shape)}"
-        plain = not value.is_floating_point() or value.dtype in _FLOATS
+        plain = not value.is_floating_point() or value.dtype in FLOATS
         require(plain and not value.is_complex(), where, "a tensor of real numbers", found)
         require(shape in (None, tuple(value.shape)), where, f"a tensor of shape {shape}", found)
         require(dtype in (None, value.dtype), where, f"a tensor of {dtype}", found)
@@ -333,130 +331,6 @@ def check_division(
             raise CheckpointError(f"{where} parameters of one dtype and device each, not {group}")
 
 
-def save_slot(
-    slot: Slot, held: Mapping[str, Tensor], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return copies of the values of a slot, or its initial values where there are none.
-
-    If a slot has one value per element of a parameter, it is saved in the parameter's shape. It can
-    then be loaded into a model in another memory format. Other values, such as those of a shard,
-    are saved as 1-D tensors.
-    """
-    saved = {}
-    for name, size in zip(slot.names, slot.sizes, strict=True):
-        parameter = parameters[name]
-        part = held.get(name)
-        # What `State.open` would start with: no step has opened the slot, or the size has changed.
-        if part is None or part.numel() != size:
-            part = _initial(slot, name, size, parameter.device)
-        if size == parameter.numel() and not slot.sharded:
-            part = memory_order(parameter, part)
-        # A copy: the state changes in the next step, and a view would be saved with its whole
-        # bucket.
-        saved[name] = part.clone(memory_format=torch.contiguous_format)
-    return saved
-
-
-def _initial(slot: Slot, name: str, size: int, device: torch.device) -> Tensor:
-    """Return the values that a slot of this parameter begins with: 1-D."""
-    part = torch.zeros(size, dtype=slot.dtype, device=device)
-    if slot.init is not None:
-        slot.init(name, part)
-    return part
-
-
 def groups_of(names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
     """Return groups of names as they are used, from those of a state."""
     return tuple(tuple(group) for group in names)
-
-
-LoadedSlots = Mapping[str, tuple[Kind, bool, dict[str, Tensor]]]
-"""By name of the slot: its kind, whether it is sharded, and its values by parameter name."""
-
-
-def save_slots(
-    slots: Iterable[Slot], state: State, parameters: Mapping[str, Tensor]
-) -> dict[str, Any]:
-    """Return all slots of a state, as stored in a checkpoint."""
-    saved: dict[str, Any] = {}
-    for slot in slots:
-        entry: dict[str, Any] = {"kind": slot.kind.value, "sharded": slot.sharded, "tensors": {}}
-        tensors = save_slot(slot, dict(state.items(slot.name)), parameters)
-        saved.setdefault(slot.name, entry)["tensors"] |= tensors
-    return saved
-
-
-def load_slots(
-    slots: Iterable[Slot], state: Mapping[str, Any], parameters: Mapping[str, Tensor], spec: str
-) -> LoadedSlots:
-    """Return the values of all slots from a state dict; see :func:`load_slot`.
-
-    Raises:
-        CheckpointError: if one is damaged, or not one of `slots`.
-    """
-    loaded: dict[str, tuple[Kind, bool, dict[str, Tensor]]] = {}
-    for slot in slots:
-        # `redistribute` drops caches, so they can be missing. They never change a result.
-        if slot.kind is not Kind.CACHE or slot.name in state["slots"]:
-            parts = load_slot(slot, state, parameters)
-            loaded.setdefault(slot.name, (slot.kind, slot.sharded, {}))[2].update(parts)
-    for name, saved in state["slots"].items():
-        unknown = sorted(set(saved["tensors"]) - set(loaded[name][2] if name in loaded else ()))
-        if unknown or name not in loaded:
-            raise CheckpointError(
-                f"a damaged checkpoint: slots['{name}'] has tensors that {spec} does not use: "
-                f"{listed(unknown)}"
-            )
-    return loaded
-
-
-def load_slot(
-    slot: Slot, state: Mapping[str, Any], parameters: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return the tensors of :func:`save_slot`, as flat tensors on the parameters' devices.
-
-    Raises:
-        CheckpointError: if the slot is missing, or has other parameters or sizes.
-    """
-    saved = state["slots"].get(slot.name)
-    where = f"slots['{slot.name}']"
-    if saved is None:
-        raise CheckpointError(f"a damaged checkpoint: {where} is missing")
-    found, expected = (saved["kind"], saved["sharded"]), (slot.kind.value, slot.sharded)
-    require(found == expected, where, f"a slot of (kind, sharded) {expected}", found)
-    flats = {}
-    for name, size in zip(slot.names, slot.sizes, strict=True):
-        parameter = parameters[name]
-        if name not in saved["tensors"]:
-            if state.get(RECUT) is True and size != parameter.numel() and not slot.sharded:
-                flats[name] = _initial(slot, name, size, parameter.device)
-                continue
-            raise CheckpointError(f"a damaged checkpoint: {where} lacks '{name}'")
-        value = saved["tensors"][name]
-        path = f"{where}.tensors['{name}']"
-        # A shard is cut from the bucket, which has the memory order of the saved parameter.
-        if slot.sharded and list(state["parameters"][name]["stride"]) != list(parameter.stride()):
-            raise CheckpointError(
-                f"'{name}' has strides {list(state['parameters'][name]['stride'])} in the "
-                f"checkpoint and {list(parameter.stride())} in the model: convert the model to the "
-                "memory format that it was saved in"
-            )
-        if slot.sharded and value.numel() != size:
-            raise CheckpointError(
-                f"the checkpoint has {value.numel()} elements of the server residual of '{name}', "
-                f"but this rank owns {size}: convert all ranks' state dicts with "
-                "torchcomp.redistribute(states, world_size)"
-            )
-        # Any float will do: the model can be in another dtype than when it was saved.
-        fits = value.dtype in (_FLOATS if slot.dtype in _FLOATS else (slot.dtype,))
-        require(fits, path, f"of {slot.dtype}", value.dtype)
-        whole = size == parameter.numel() and not slot.sharded
-        form = tensor(tuple(parameter.shape)) if whole else tensor(numel=size)
-        form(value, path)
-        flat = torch.empty(size, dtype=slot.dtype, device=parameter.device)
-        view = memory_order(parameter, flat) if whole else flat
-        view.copy_(value.detach() if whole else value.detach().reshape(-1))
-        # Checked again: a large float64 value becomes an infinity in a narrower dtype.
-        tensor()(flat, f"{path}, as {slot.dtype},")
-        flats[name] = flat
-    return flats

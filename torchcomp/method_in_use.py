@@ -6,14 +6,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
+from torchcomp.aggregators import EF
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.bucket import BucketShape, Group, Shard, merge
+from torchcomp.compressors import Identity
 from torchcomp.draws import Ahead
 from torchcomp.exchange import Exchange
 from torchcomp.prepared import Prepared
 from torchcomp.state import Slot, State
 
 _NEVER = sys.maxsize
+
+FLUSH = EF(Identity())
+"""Sends a residual that the next method has no slot for.
+
+Every value is sent uncompressed, so one step is usually enough; see `residuals.is_sent`.
+"""
 
 ClientSlots = Callable[[BucketShape], tuple[Slot, ...]]
 
@@ -51,6 +59,22 @@ class MethodInUse:
         self._shapes: dict[Group, BucketShape] = {}
         self._prepared: dict[Group, Prepared] = {}
         self._stage = 0, 0  # the steps of the current stage: from, and before
+
+    def install(self, method: Aggregator, step: int, state: State, exchange: Exchange) -> None:
+        """Run another method, or other groups, from a step on. The state follows."""
+        buckets, before = self.buckets_of(method), self.buckets
+        # The server residual is stored by the old buckets' shards.
+        owned = self.owned(exchange)
+        self.buckets = buckets
+        self.run(method, step)
+        declared = {slot.name: slot for slot in self.slots(exchange)}
+        # A server residual fits only the shards of the same buckets. Otherwise, add it to this
+        # rank's own residual.
+        if buckets != before or not any(slot.sharded for slot in declared.values()):
+            state.unshard(owned, exchange.world_size)
+        # Unsent gradient is never dropped here, even if the new method has no slot for it: the
+        # averager sends it first.
+        state.drop(state.slots().keys() - state.debts() - declared.keys())
 
     def run(self, method: Aggregator, step: int) -> None:
         """Run a method from a step on."""

@@ -54,16 +54,20 @@ class FiniteWatch:
         norms = torch._foreach_norm(list(bucket.parts().values()))
         self._local.append((bucket.names, norms))
 
-    def after(self, mean: Tensor) -> None:
-        """Look at the mean of a bucket, 1-D: whether it is finite."""
+    def after(self, bucket: Bucket) -> None:
+        """Look at the mean of a bucket: whether it is finite."""
+        mean = bucket.flat
         # If frames were received, `conclude` communicates in any case. All ranks have the same
         # mean, so each rank then checks only its share.
         if self._exchange.must_conclude:
             rank, ranks, numel = self._exchange.rank, self._exchange.world_size, mean.numel()
-            mean = mean[rank * numel // ranks : (rank + 1) * numel // ranks]
-        # On a CPU now, while the mean is in the cache, and as groups can share its memory. On an
-        # accelerator, all means at the end of the step: one launch for all of them.
-        self._means.append(finite_if_all(mean) if mean.is_cpu else mean)
+            # At least one value: a message with an invalid code makes all of them NaN.
+            begin = rank * numel // ranks
+            mean = mean[begin : max(begin + 1, (rank + 1) * numel // ranks)]
+        # On a CPU now, while the mean is in the cache. On an accelerator, all means that stay where
+        # they are at the end of the step: one launch for all of them.
+        at_end = bucket.lasts and not mean.is_cpu
+        self._means.append(mean if at_end else finite_if_all(mean))
 
     def finite(self) -> Tensor | None:
         """Return whether the means that this rank watched are finite, or None if it watched none.

@@ -10,12 +10,12 @@ from torchcomp.bucket import Bucket
 class Observer(Protocol):
     """An object that an averager tells about its steps, if it is its ``observer``.
 
-    All ranks have the same observers, so they can use the collectives of the averager's exchange:
-    in `begin`, `finishing` and `finished`.
+    All ranks have the same observer. It can therefore use the collectives of the averager's
+    exchange in `begin`, `finishing` and `finished`.
     """
 
     def begin(self, ratios: Mapping[str, float]) -> None:
-        """Begin a step. The last one is settled.
+        """A step begins. The last one is settled.
 
         Args:
             ratios: by parameter name, what the residual was multiplied by since the last step.

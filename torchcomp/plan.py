@@ -61,7 +61,7 @@ class Plan:
     """The cost of a method per rank and step. ``str(plan)`` is a table.
 
     Bytes are those of messages, as in :class:`torchcomp.Stats`. Control messages come on top: in
-    most methods, two bytes to every other rank at the end of a step.
+    most methods, four bytes to every other rank at the end of a step.
 
     Attributes:
         spec: the method or schedule, in canonical form.

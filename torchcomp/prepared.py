@@ -8,14 +8,15 @@ from torch import Tensor
 
 from torchcomp.bucket import BucketShape
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.cast import narrow
 from torchcomp.state import Slot, State
 
 
 class Prepared:
     """A bucket of one shape, prepared for one method, exchange and device.
 
-    It is made again whenever one of them changes. A step only reads it. Workspaces in it are used
-    again from step to step, but they never change a result.
+    It is made again whenever one of them changes. A step only reads it, except for workspaces,
+    which never change a result.
 
     Attributes:
         shape: the bucket.
@@ -25,7 +26,7 @@ class Prepared:
         route: how its messages travel, if the method has a route.
         work: anything else that the method has prepared.
         shows_nonfinite: whether the residual shows which gradients of this rank were not finite.
-            They then need no pass of their own before the exchange.
+            Gradients are then not checked before the exchange.
     """
 
     def __init__(
@@ -48,3 +49,21 @@ class Prepared:
         Both are 1-D. Write every element of the second, and none of the first.
         """
         return self.state.open(self.slots[slot], self.device)
+
+    def write_mean(self, g: Tensor, e: Tensor) -> None:
+        """Write the route's mean to `g`, and add what rounding it to the dtype of `g` loses to `e`.
+
+        Args:
+            g: 1-D, the gradients, which become the mean.
+            e: 1-D, the residual after this step.
+        """
+        wide = torch.promote_types(g.dtype, e.dtype)
+        if wide == g.dtype:
+            # Nothing is rounded here, so the mean needs no tensor of its own.
+            self.route.mean(g)
+            return
+        mean = torch.empty_like(g, dtype=wide)
+        self.route.mean(mean)
+        narrow(mean, g.dtype, g)
+        # Every rank adds the same error, so the mean residual contains it exactly once.
+        e.add_(mean.sub_(g))

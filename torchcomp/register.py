@@ -82,7 +82,7 @@ def register(
             wrong. docs/guard.md has the details.
         checksum: whether every compressed message carries a checksum of its bytes. By default, a
             message is checked for its version, length and layout, and its bytes only by the
-            transport (TCP, NCCL). docs/wire.md says what each finds.
+            transport. docs/wire.md says what each finds.
 
     Returns:
         A handle for statistics, checkpoints and changes of the method.

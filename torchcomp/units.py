@@ -16,9 +16,10 @@ class Units:
 
     Attributes:
         scale: loss scale of the gradients.
-        lrs: learning rates, by parameter name, whose update the residual's unit is. Empty if the
-            residual has the unit of the gradients.
-        before: both from before the step in flight, or the last one; None if they were the same.
+        lrs: the learning rates in the residual, by parameter name: its unit is that of an update.
+            Empty if it has the unit of the gradients.
+        before: `scale` and `lrs` before the step in flight, or before the last one; None if that
+            step has not changed them.
     """
 
     def __init__(self) -> None:
@@ -35,10 +36,10 @@ class Units:
             state: converted in place.
             scale: loss scale of the step.
             lrs: learning rates by name; empty if they are not given.
-            names: of all parameters.
+            names: the names of all parameters.
 
         Returns:
-            What the residual was multiplied by, by parameter name, where it changed.
+            The factors by which the residual has changed, by parameter name.
         """
         self.before, ratio = (self.scale, dict(self.lrs)), scale / self.scale
         if ratio != 1:
@@ -64,7 +65,7 @@ class Units:
             self.scale = scale
 
     def _follow_lrs(self, state: State, lrs: Mapping[str, float]) -> Mapping[str, float]:
-        """Convert the residual, which is in the unit of the last update, to that of the next."""
+        """Convert the residual from the unit of the last update to that of the next."""
         if not lrs:
             # From now on, what is unsent comes from steps whose learning rate is not known.
             self.lrs = {}

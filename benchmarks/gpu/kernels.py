@@ -8,13 +8,13 @@ Rows, in the order in which they are measured:
     copy                      a copy of the vector: 8 bytes per entry
     select cold, warm         add and select without, and with, the threshold of the step before
     message                   the values and the Elias-Fano code of the indices, in their frame
-    pack                      copy a message into its frame, for kernels that do not write there
+    pack                      copy a message into its frame: nothing, if kernels write there
     subtract                  subtract what is sent
     encode cold, warm         select, encode and subtract, as ``ef(topk(...))`` calls it
     decode 8, decode 64       check the headers of 8 or 64 ranks and average their messages
     step of 8, step of 64     encode warm, and then decode
     add + torch.topk          what selection costs without these kernels
-    quantise, dequantise      the whole vector as int8
+    quantise, dequantise      the whole vector as int8, in its frame
 """
 
 from collections.abc import Callable, Iterator
@@ -25,9 +25,9 @@ import torch
 
 from benchmarks.gpu.device import Device
 from torchcomp.codec import Codec, vectors_of
-from torchcomp.compressors import TopK
+from torchcomp.compressors import Compressor, Quantize, TopK
 from torchcomp.compressors.base import Vectors
-from torchcomp.kernels import backend, quantize
+from torchcomp.kernels import backend
 from torchcomp.keys import Key
 
 KEY = Key(0)
@@ -35,6 +35,11 @@ Row = dict[str, Any]
 
 # Bytes per entry that a row must move at least; 12 for all others.
 _BYTES = {"copy": 8, "quantise": 5, "dequantise": 5}
+
+
+def codec_of(compressor: Compressor, x: torch.Tensor) -> Codec:
+    """Return the codec of a vector."""
+    return Codec(vectors_of(compressor, ("w",), (x.numel(),), x.dtype), x.device, x.dtype)
 
 
 class Training:
@@ -48,11 +53,10 @@ class Training:
         self.g, self.e, self.x = (torch.empty(n, device=device.place) for _ in range(3))
         self.e.normal_(generator=self.generator)
         self.topk = TopK(ratio)
-        dtype = torch.float32
-        self.codec = Codec(vectors_of(self.topk, ("w",), (n,), dtype), device.place, dtype)
+        self.codec = codec_of(self.topk, self.g)
         self.draw()
         self.index = self.topk.select_sum(self.g, self.e, self.x, self.codec.vectors)
-        # The codec has not placed it in the frame yet.
+        # Not in the frame yet, unless the kernels write there.
         self.encoded = self.topk.encode_selected(self.x, self.index, self.codec.vectors, KEY)
 
     def draw(self) -> None:
@@ -64,7 +68,7 @@ class Training:
         self.draw()
         used = self.codec.vectors
         self.codec.vectors = vectors = Vectors(used, used.device, used.dtype)
-        vectors.fields = used.fields
+        vectors.fields, vectors.frames = used.fields, used.frames
         self.prepared = vectors.kernels
 
     def select(self) -> None:
@@ -98,7 +102,7 @@ class Training:
             headers = frames.headers(received)
             if headers is not None:
                 headers.bitwise_xor(expected)
-            self.codec.mean(frames.unpack(received), self.g, KEY, ranks)
+            self.codec.mean_of(received, self.g, KEY, ranks)
 
         return decode
 
@@ -122,7 +126,7 @@ def measure(
     """
     with backend.plain_torch(device.kind) if form == "torch" else nullcontext():
         run = Training(device, n, ratio, seed)
-        used = form if form == "torch" or backend.fast_form("select", device.kind) else "torch"
+        used = form if form == "torch" or backend.fast_form("sparse", device.kind) else "torch"
         common = {"part": "kernel", "n": n, "k": run.topk.kept(n), "form": used}
         copy = device.milliseconds(lambda: run.x.copy_(run.g), repeats)
         floor = 1.5 * copy  # a copy moves 8 bytes per entry and the floor 12
@@ -155,8 +159,9 @@ def _cases(run: Training) -> list[Case]:
 
         return both
 
-    n, form = [run.g.numel()], quantize.form_for(run.g.device)
-    quantised = form.encode(run.g, n, "int8", None)
+    quantised = codec_of(Quantize("int8"), run.g)
+    quantised.encode(run.g, KEY)
+    received = quantised.frames.outgoing().view(1, -1)
     return [
         ("copy", lambda: lambda: run.x.copy_(run.g), nothing),
         ("encode warm", lambda: run.encode, run.draw),
@@ -171,6 +176,6 @@ def _cases(run: Training) -> list[Case]:
         ("pack", lambda: run.pack, nothing),
         ("subtract", lambda: run.subtract, nothing),
         ("add + torch.topk", lambda: run.torch_topk, nothing),
-        ("quantise", lambda: lambda: form.encode(run.g, n, "int8", None), nothing),
-        ("dequantise", lambda: lambda: form.decode(quantised, n, torch.float32), nothing),
+        ("quantise", lambda: lambda: quantised.encode(run.g, KEY), nothing),
+        ("dequantise", lambda: lambda: quantised.mean_of(received, run.x, KEY, 1), nothing),
     ]

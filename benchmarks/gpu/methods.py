@@ -47,7 +47,7 @@ class Steps:
             spec, Echo(world_size, place), {"weight": parameter}, [("weight",)], seed=seed
         )
         shape = self.averager.shape_of(("weight",))
-        self.bucket = Bucket(shape, torch.empty(n, device=place))
+        self.bucket = Bucket(shape, torch.empty(n, device=place), lasts=True)
         self.generator = torch.Generator(place).manual_seed(seed)
         # The same values in every shard: then every rank owns equally many of the largest, which
         # `Echo` needs for selection="exact".

@@ -31,7 +31,7 @@ from tests.support.models import (
 from tests.support.outcomes import assert_replicas_equal, messages, raised_by, reloaded, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import CheckpointError, RankMismatchError
-from torchcomp.checkpoint import save_slot
+from torchcomp.saved_slots import save_slot
 from torchcomp.state import Kind, Slot
 
 TOPK = "ef(topk(0.1))"

@@ -70,7 +70,7 @@ model = DistributedDataParallel(torch.nn.Linear(2, 1))
 handle = torchcomp.register(model, "mean")
 started = threading.Event()
 
-def stuck(*arguments):
+def stuck(*arguments, **options):
     started.set()
     threading.Event().wait()
 

@@ -39,9 +39,9 @@ OUTSIDE = (
 
 EXCEPTIONS = {
     # Once, or seldom.
-    "averager.py Averager.begin": "the comparison of the ranks at the first step",
+    "resume.py compare_ranks": "the comparison of the ranks at the first step",
     "residuals.py hand_over": "once, when a rank leaves",
-    "averager.py Averager.residual_norms": "the caller asks for numbers",
+    "settlement.py Steps.residual_norms": "the caller asks for numbers",
     "batchnorm.py _forward_passes": "after training",
     "batchnorm.py _reached": "after training",
     "exchange/collectives.py Collectives.same": "verifies settings",
@@ -65,7 +65,6 @@ EXCEPTIONS = {
     "auto/options.py _points": "a number of the host",
     "auto/pace.py Pace.changed": "numbers of the host",
     # The one wait of a step.
-    "exchange/conclusion.py own_flags": "numbers that the host has",
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
     "host.py copy_from": "starts a copy to pinned memory",
     "host.py copy_from.wait": "the caller asks for numbers",
@@ -74,11 +73,12 @@ EXCEPTIONS = {
     "routes/threshold.py find_largest": "histograms, and the last candidates",
     "routes/threshold.py _Search.narrow": "histograms, on the CPU",
     "routes/threshold.py _Search.select": "candidates, on the CPU",
-    "routes/sharded.py ShardedRoute._select": "thresholds, on the CPU",
+    "routes/sharded.py ShardedRoute._search": "thresholds, on the CPU",
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
-    "averager.py _by_name": "a learning rate",
+    "aggregators/powersgd.py _Matrices.__init__": "sizes",
+    "units.py by_name": "a learning rate",
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
     "jointspar/jointspar.py JointSpar.stats": "NumPy",

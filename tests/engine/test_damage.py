@@ -11,6 +11,7 @@ from torchcomp import (
     NonFiniteError,
     RankMismatchError,
     WireError,
+    host,
 )
 
 FRAMED = [
@@ -25,8 +26,8 @@ FRAMED = [
 ]
 
 
-def damage(exchange, receiver, sender, change):
-    """Apply `change` to the first frame that `receiver` gets from `sender`."""
+def damage(exchange, receiver, sender, change, number=1):
+    """Apply `change` to one frame that `receiver` gets from `sender`: the `number`-th."""
     if exchange.rank != receiver:
         return
     seen, intact = [], exchange.check
@@ -37,9 +38,10 @@ def damage(exchange, receiver, sender, change):
         for origin, length, frame in zip(
             senders, frames.lengths * len(received), received.view(-1).split(sizes), strict=True
         ):
-            if origin == sender and length and not seen:
+            if origin == sender and length:
                 seen.append(length)
-                change(frame, length)
+                if len(seen) == number:
+                    change(frame, length)
         return intact(frames, received, senders)
 
     exchange.check = check
@@ -181,8 +183,26 @@ def test_a_damaged_frame_with_a_nan_is_reported_as_damaged():
     assert [type(error) for error in small.on_ranks(2, body)] == [WireError] * 2
 
 
-@pytest.mark.parametrize("method", ["ef(topk(0.3))", 'ef(topk(0.3), exchange="sharded")'])
-def test_without_a_checksum_an_invalid_code_of_indices_stops_the_step(method):
+INVALID = [
+    ("ef(topk(0.3))", 1),
+    ('ef(topk(0.3, scope="tensor"))', 1),
+    ('ef(topk(0.3), exchange="sharded")', 1),
+    ("bidirectional(topk(0.3), topk(0.3))", 1),
+    ("bidirectional(topk(0.3), topk(0.3))", 2),
+    ('bidirectional(topk(0.3), topk(0.3), selection="exact")', 1),
+    ('bidirectional(topk(0.3), topk(0.3), selection="exact")', 2),
+]
+"""Methods, and which frame of a sender is damaged: with two, it is that of the downlink."""
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+@pytest.mark.parametrize("receiver", [0, 2])
+@pytest.mark.parametrize(("method", "number"), INVALID)
+def test_without_a_checksum_an_invalid_code_of_indices_stops_the_step(
+    method, number, receiver, on_host, monkeypatch
+):
+    monkeypatch.setattr(host, "can_read", lambda x: on_host)
+
     def spoil(frame, length):
         frame[16 + length - 1] ^= 0xFF  # of the bits that mark the entries
 
@@ -190,7 +210,7 @@ def test_without_a_checksum_an_invalid_code_of_indices_stops_the_step(method):
         averager = small.averager(exchange, method)
         small.train(averager, 0, 2)
         before = averager.state_dict()
-        damage(exchange, 0, 1, spoil)
+        damage(exchange, receiver, 1, spoil, number)
         error = caught(lambda: small.step(averager, small.gradients(2, exchange.rank)))
         after = averager.state_dict()
         return error, {key for key in before if not same(before[key], after[key])}

@@ -170,6 +170,24 @@ def test_answers_are_those_of_any_rank_and_end_with_the_step():
     assert small.on_ranks(2, body) == [([True, False], [True], [])] * 2
 
 
+def test_numbers_that_do_not_change_are_copied_to_the_device_once():
+    exchange = InProcessExchange.alone(DEVICE)
+    with counted() as count:
+        copied = []
+        for numbers in ([3, 1], [3, 1], [3, 2]):
+            answer = exchange.max_at_end(numbers)
+            same = exchange.same_at_end(b"\x07\xff")
+            count.reset()
+            assert exchange.conclude(on_device(torch.tensor(True)), "a test", "")
+            # One copy is that of the result.
+            copied.append(
+                sum(costs[0] for site, costs in count.by_site().items() if "copy" in site)
+            )
+            assert answer == numbers
+            assert same()
+    assert copied == [2, 1, 2]
+
+
 @pytest.mark.parametrize("finite", [True, False, None])
 def test_without_frames_and_flags_nothing_is_sent(finite):
     exchange = InProcessExchange.alone(DEVICE)

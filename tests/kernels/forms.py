@@ -30,6 +30,7 @@ class Prepared:
     device: torch.device
     dtype: torch.dtype
     fields: None = None
+    frames: None = None
 
 
 def sparse_kernels(

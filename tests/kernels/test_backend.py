@@ -22,7 +22,7 @@ from torchcomp.aggregators.rehearsal import rehearse
 from torchcomp.kernels import backend
 from torchcomp.kernels.sparse import Sparse
 
-STEMS = "sparse", "select", "elias_fano", "entries", "quantize"
+STEMS = "sparse", "select", "selection", "elias_fano", "entries", "quantize"
 
 
 @pytest.fixture

@@ -1,10 +1,10 @@
-"""Parts of tensors: joined, or as rows of a matrix, without a copy where memory allows it."""
+"""Parts of tensors, joined without a copy where memory allows it."""
 
 import pytest
 import torch
 
 from tests.support.vectors import normal
-from torchcomp.kernels.segments import joined, rows, within
+from torchcomp.kernels.segments import joined, within
 
 
 def shares(result, x):
@@ -51,19 +51,3 @@ def test_parts_are_where_they_are_said_to_be(case):
         found = whole[start : start + part.numel()]
         assert found.shape == part.shape
         assert found.is_meta or torch.equal(found, part)
-
-
-@pytest.mark.parametrize("step", [4, 5, 7])
-def test_rows_at_equal_distances_are_a_view(step):
-    x = normal(30)
-    parts = [x[1 + step * row :][:4] for row in range(4)]
-    assert torch.equal(rows(parts), torch.stack(parts))
-    assert shares(rows(parts), x)
-    assert rows(parts).stride() == (step, 1)
-
-
-def test_other_rows_are_copied():
-    x = normal(30)
-    for parts in ([x[:4], x[5:9], x[12:16]], [x[8:12], x[:4]], [x[:4], normal(4)]):
-        assert torch.equal(rows(parts), torch.stack(parts))
-    assert torch.equal(rows([x[3:5]]), x[None, 3:5])

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 import torchcomp
+from tests.kernels.forms import sparse_kernels
 from tests.support.cases import only
 from tests.support.logs import messages_of
 from tests.support.patience import PATIENCE
 from torchcomp.aggregators.rehearsal import rehearse
-from torchcomp.kernels import backend, elias_fano, select
+from torchcomp.kernels import backend
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.select import Scratch
 
 REASON = "Triton 3.7 is missing: sh tools/setup.sh --triton installs it; it needs no GPU"
 HERE = Path(__file__).parent
@@ -70,47 +70,6 @@ def empty(*shape, dtype=torch.float32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def launch_select(form, dtype, n):
-    g, e, x = empty(n, dtype=dtype), empty(n), empty(n)
-    scratch = Scratch()
-    form.select(x, K, scratch, (g, e))  # from a sample
-    form.select(x, K, scratch, (g, e))  # from the last bound
-    form.select(g, K, Scratch(), None)
-    shards = [Segment(n // 8 * rank, n // 8, K // 8) for rank in range(8)]
-    form.select_all(x, shards, Scratch(), (g, e))
-
-
-def launch_elias_fano(form, dtype, n):
-    length = elias_fano.nbytes(n, K)
-    segments, offsets = [(n * rank, n, K) for rank in range(8)], [length * r for r in range(8)]
-    for index_dtype in (torch.int32, torch.int64):
-        index, raw = empty(8 * K, dtype=index_dtype), empty(8 * length, dtype=torch.uint8)
-        form.encode(index, segments, offsets, raw)
-        form.decode(raw, segments, offsets, index)
-
-
-def launch_entries(form, dtype, n):
-    damaged = empty(dtype=torch.bool)
-    for index_dtype in (torch.int32, torch.int64):
-        index, values = empty(8, K, dtype=index_dtype), empty(8, K, dtype=dtype)
-        form.subtract(empty(n), index[0], values[0], 1.0)
-        form.accumulate(empty(n), index, values, damaged, 1.0)
-        form.mean(empty(n, dtype=dtype), index, values, damaged, 8)
-
-
-def launch_quantize(form, dtype, n):
-    for levels in (127, 7):
-        for uniform in (None, empty(n)):
-            scale, codes = form.encode(empty(n, dtype=dtype), [(0, n, n)], levels, uniform)
-            form.decode(scale, codes, [(0, n, n)])
-
-
-def launch_checksum(form, dtype, n):
-    frames = empty(8 * 1016, dtype=torch.uint8)
-    form.seal(frames, [1000] * 8)
-    form.inspect(frames, [1000] * 8)
-
-
 def launch_sparse(form, dtype, n):
     shards = [Segment(n // 8 * rank, n // 8, K // 8) for rank in range(8)]
     g, e, rest, noise = empty(n, dtype=dtype), empty(n), empty(n), empty(n)
@@ -143,23 +102,25 @@ def launch_elementwise(form, dtype, n):
         cast.decode(message, g, rest)
 
 
-SPARSE = {
-    *("sample", "collect", "count_digits", "tally", "write", "clear", "code", "fill"),
-    *("count_bits", "decode", "add_up", "subtract"),
-}
+def launch_swap(form, dtype, n):
+    form._swaps.clear()
+    form._fills.clear()
+    condition = empty(dtype=torch.bool)
+    form.swap_where(condition, empty(n, dtype=dtype), empty(n, dtype=dtype))
+    form.fill_where(condition, empty(n, dtype=dtype), 0.0)
+
+
+SELECT = {"sample", "collect", "count_digits", "tally", "write"}
+SPARSE = {*SELECT, "clear", "code", "fill", "count_bits", "decode", "add_up", "subtract"}
 LAUNCHES = {
     "sparse": (launch_sparse, SPARSE),
     "elementwise": (launch_elementwise, {"_encode", "_add_up", "_cast_sum", "_decode_cast"}),
-    "select": (launch_select, {"sample", "collect", "count_digits", "tally", "write"}),
-    "elias_fano": (launch_elias_fano, {"_encode", "_count", "_decode"}),
-    "entries": (launch_entries, {"_subtract", "_find", "_add_up"}),
-    "quantize": (launch_quantize, {"_encode", "_decode"}),
-    "checksum": (launch_checksum, {"_add_up"}),
+    "swap": (launch_swap, {"_swap", "_fill"}),
 }
 
 
-PARTS = {"segments", "table", "fields", "selection", "coding", "decoding", "adding"}
-"""What others launch."""
+PARTS = {"table", "fields", "selection", "coding", "decoding", "adding", "frames"}
+"""What others launch; and `frames`, which has no kernel of its own."""
 
 
 def test_every_form_is_compiled_below():
@@ -219,7 +180,7 @@ CASES = [
 ]
 
 
-BARRIERS = {("entries", "_add_up"), ("sparse", "add_up"), ("sparse", "decode")}
+BARRIERS = {("sparse", "add_up"), ("sparse", "decode")}
 
 # The oldest GPU, with vectors that are not aligned.
 USUAL = (80, torch.float32, N - 1)
@@ -343,11 +304,11 @@ def on_triton(monkeypatch):
 def test_a_launch_that_fails_is_found_before_training(dtype, caplog):
     # Nothing is simulated: Triton cannot launch a kernel on tensors of the CPU.
     method, cpu = torchcomp.parse("ef(topk(0.01))"), torch.device("cpu")
-    assert backend.fast_form("select", "cpu").__name__ == "torchcomp.kernels.select_triton"
+    assert backend.fast_form("sparse", "cpu").__name__ == "torchcomp.kernels.sparse_triton"
     rehearse(method, dtype, cpu)
     assert ["Triton" in message for message in messages_of("kernels.backend", caplog)] == [True]
-    assert backend.fast_form("select", "cpu") is None
-    assert select.largest(torch.arange(1000.0), 3).tolist() == [997, 998, 999]
+    assert backend.fast_form("sparse", "cpu") is None
+    assert sparse_kernels((0, 1000, 3)).select(torch.arange(1000.0)).tolist() == [997, 998, 999]
 
 
 @pytest.mark.usefixtures("on_triton")
@@ -355,4 +316,4 @@ def test_the_rehearsal_reaches_the_kernels(compiled):
     # What the selection returns here is arbitrary: nothing has run.
     method, cpu = torchcomp.parse("ef(topk(0.01))"), torch.device("cpu")
     kernels = compiled(80, rehearse, method, torch.float32, cpu)
-    assert {kernel.metadata.name for kernel in kernels} >= LAUNCHES["select"][1]
+    assert {kernel.metadata.name for kernel in kernels} >= SELECT

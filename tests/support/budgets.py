@@ -21,31 +21,39 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "mean": Budget(0, 0, 2, 0),
-    'ef(topk({ratio}), exchange="allgather")': Budget(0, 1, 70, 3),
-    'ef(topk({ratio}, values="int8"), exchange="allgather")': Budget(0, 1, 110, 3),
-    'ef(topk({ratio}), exchange="sharded")': Budget(1, 1, 103, 4),
-    'bidirectional(topk({ratio}), topk({ratio}), selection="shard")': Budget(0, 1, 150, 5),
-    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(3, 1, 200, 5),
-    "ef(randk({ratio}))": Budget(0, 1, 23, 0),
-    'ef(cast("bf16"))': Budget(0, 1, 17, 0),
-    'quantize("int8")': Budget(0, 1, 60, 3),
-    'ef(quantize("int8"), exchange="allgather")': Budget(0, 1, 60, 3),
-    'quantize("int8", rounding="stochastic")': Budget(0, 1, 60, 3),
-    'ef21(topk({ratio}), exchange="allgather")': Budget(0, 1, 80, 3),
-    'dgc(topk({ratio}), exchange="allgather")': Budget(0, 1, 80, 3),
+    "mean": Budget(0, 0, 1, 0),
+    'ef(topk({ratio}), exchange="allgather")': Budget(0, 1, 62, 1),
+    'ef(topk({ratio}, values="int8"), exchange="allgather")': Budget(0, 1, 94, 1),
+    'ef(topk({ratio}), exchange="sharded")': Budget(1, 1, 88, 2),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="shard")': Budget(0, 1, 134, 1),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(3, 1, 193, 1),
+    "ef(randk({ratio}))": Budget(0, 1, 17, 0),
+    'ef(cast("bf16"))': Budget(0, 1, 14, 0),
+    'quantize("int8")': Budget(0, 1, 34, 1),
+    'ef(quantize("int8"), exchange="allgather")': Budget(0, 1, 39, 1),
+    'quantize("int8", rounding="stochastic")': Budget(0, 1, 39, 1),
+    'ef21(topk({ratio}), exchange="allgather")': Budget(0, 1, 70, 1),
+    'dgc(topk({ratio}), exchange="allgather")': Budget(0, 1, 70, 1),
 }
 """By method; `ratio` is the share of the entries that are kept."""
 
-LAUNCHES = {
-    "mean": 1,
-    'ef(cast("bf16"))': 5,
-    'ef(topk(0.01), exchange="allgather")': 12,
-    'ef(topk(0.01, values="int8"), exchange="allgather")': 12,
-    'ef(topk(0.01, values="int4"), exchange="allgather")': 12,
-    "bidirectional(topk(0.01), topk(0.01))": 24,
-    'bidirectional(quantize("int8"), quantize("int8"))': 24,
-    'bidirectional(quantize("int4"), quantize("int4"))': 24,
-    "powersgd(rank=1)": 20,
+
+class Weight(NamedTuple):
+    """What one bucket may cost with Triton's kernels, among 8 and 64 ranks, without a wait."""
+
+    launches: int
+    calls: int  # of torchcomp's functions, within `Averager.average`
+
+
+WEIGHTS = {
+    "mean": Weight(1, 40),
+    'ef(cast("bf16"))': Weight(5, 60),
+    'ef(topk(0.01), exchange="allgather")': Weight(12, 120),
+    'ef(topk(0.01, values="int8"), exchange="allgather")': Weight(12, 120),
+    'ef(topk(0.01, values="int4"), exchange="allgather")': Weight(12, 120),
+    "bidirectional(topk(0.01), topk(0.01))": Weight(24, 220),
+    'bidirectional(quantize("int8"), quantize("int8"))': Weight(24, 220),
+    'bidirectional(quantize("int4"), quantize("int4"))': Weight(24, 220),
+    "powersgd(rank=1)": Weight(20, 120),
 }
-"""Launches of one bucket with Triton's kernels, among 8 and 64 ranks, without a wait."""
+"""By method."""

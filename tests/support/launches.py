@@ -32,6 +32,7 @@ import torchcomp
 from torchcomp import Averager
 from torchcomp.bucket import Bucket
 from torchcomp.exchange import Exchange
+from torchcomp.exchange.conclusion import Conclusion
 from torchcomp.kernels import backend
 
 DEVICE = torch.device("cuda", 0)
@@ -52,6 +53,12 @@ WAITS = {
 }
 """Operations that always make the host wait: it reads their result, or the result's size."""
 
+_FIRST_LAUNCH = {
+    *(("kernels/launch.py", "plain"), ("kernels/launch.py", "_options")),
+    ("kernels/triton_jit.py", "on_device_of"),
+}
+"""What the first launch of a kernel calls on a GPU, and every launch in the interpreter."""
+
 _HERE = Path(__file__).parent
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
@@ -67,6 +74,8 @@ class Count:
     def __init__(self) -> None:
         self._launches: Counter[tuple[str, str]] = Counter()
         self._waits: Counter[tuple[str, str]] = Counter()
+        self._copies: Counter[tuple[str, str]] = Counter()
+        self._calls: Counter[tuple[str, str]] = Counter()
 
     @property
     def launches(self) -> int:
@@ -75,6 +84,22 @@ class Count:
     @property
     def waits(self) -> int:
         return self._waits.total()
+
+    @property
+    def copies(self) -> int:
+        """Copies from the host to the device, which count as launches as well."""
+        return self._copies.total()
+
+    @property
+    def calls(self) -> int:
+        """Calls of torchcomp's Python functions within :meth:`count_calls`."""
+        return self._calls.total()
+
+    @property
+    def called(self) -> str:
+        """The calls by function, for messages."""
+        order = sorted(self._calls, key=lambda entry: (-self._calls[entry], entry))
+        return "\n".join(f"{self._calls[entry]:6} calls: {' '.join(entry)}" for entry in order)
 
     def by_site(self) -> dict[str, tuple[int, int]]:
         """The launches and the waits of each site."""
@@ -103,21 +128,47 @@ class Count:
     def wait(self, operation: str) -> None:
         self._waits[site(), operation] += 1
 
+    def copy(self, operation: str) -> None:
+        self._copies[site(), operation] += 1
+
+    @contextlib.contextmanager
+    def count_calls(self) -> Iterator[None]:
+        """Count the calls of torchcomp's functions in this thread and block."""
+
+        def note(frame: FrameType, event: str, argument: object) -> None:
+            path = frame.f_code.co_filename
+            if event == "call" and path.startswith(_PRODUCT):
+                function = path[len(_PRODUCT) + 1 :], frame.f_code.co_name
+                self._calls[function] += function not in _FIRST_LAUNCH
+
+        sys.setprofile(note)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+
+    def collective(self, name: str) -> None:
+        """Count a collective as ProcessGroupExchange runs it with NCCL."""
+        self.launch(name)
+        if sys.getprofile() is not None:
+            # `_all_gather` and `_all_gather_to`, for example.
+            self._calls["exchange/process_group.py", name] += 2
+
     def reset(self) -> None:
         """Count from zero again, for example after a first step that fills caches."""
-        self._launches.clear()
-        self._waits.clear()
+        self.take()
 
     def take(self) -> "Count":
         """Return what was counted so far, and count from zero again."""
         taken = Count()
-        taken._launches, self._launches = self._launches, Counter()
-        taken._waits, self._waits = self._waits, Counter()
+        for name, counter in vars(self).items():
+            setattr(taken, name, counter)
+            setattr(self, name, Counter())
         return taken
 
     def add(self, other: "Count") -> None:
-        self._launches += other._launches
-        self._waits += other._waits
+        for name, counter in vars(other).items():
+            getattr(self, name).update(counter)
 
 
 class DeviceTensor(Tensor):
@@ -182,6 +233,8 @@ class _Device(TorchDispatchMode):
         result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
         if launches(func, name, result):
             self._count.launch(name)
+            if on_device and name in _COPIES and _from_host(name, args):
+                self._count.copy(name)
         if unpinned:
             self._count.wait(name)
         # In-place operations and `out=` return their argument.
@@ -263,6 +316,12 @@ def _waits(name: str, args: Any, kwargs: Any, on_device: bool) -> bool:
     if name in _INDEXING:
         return _indexing_waits(name, *args)
     return name in WAITS
+
+
+def _from_host(name: str, args: Any) -> bool:
+    """Whether a copy to the device reads memory of the host."""
+    sources = args[0] if name == "_to_copy" else args[1]
+    return not all(isinstance(source, DeviceTensor) for source in tree_leaves(sources))
 
 
 def _copy_waits(target: Tensor, source: Tensor, non_blocking: bool = False) -> bool:
@@ -351,8 +410,12 @@ def _interpreted(count: Count) -> Iterator[None]:
 
     def launch(self: Any, *args: Any, **options: Any) -> None:
         count.launch(self.fn.__name__)
+        # A kernel is no Python on a GPU.
+        profile = sys.getprofile()
+        sys.setprofile(None)
         with _disable_current_modes():
             run(self, *map(_host, args), **options)
+        sys.setprofile(profile)
 
     backend.fast_form.cache_clear()
     with (
@@ -407,31 +470,32 @@ class EchoExchange(Exchange):
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         return [value] * self.world_size
 
-    def conclude(self, finite: Tensor, where: str, advice: str) -> bool:
+    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
         for headers, origin in self._headers:
             _host(headers).copy_(_host(origin.frames.expected).repeat(origin.rows, 1))
-        # A message that was cut decodes to a NaN.
-        return super().conclude(None if finite is None else torch.ones_like(finite), where, advice)
+        if finite is not None:
+            _host(finite).fill_(True)  # a message that was cut decodes to a NaN
+        return super().conclude_later(finite, where, advice)
 
     # As NCCL among a power of two of ranks.
     _averages = (torch.float32, torch.float64, torch.bfloat16)
 
     def _all_reduce(self, values: Tensor) -> None:
-        self._count.launch("all_reduce")
+        self._count.collective("all_reduce")
         _host(values).mul_(self.world_size)
 
     def _all_reduce_mean(self, values: Tensor) -> None:
-        self._count.launch("all_reduce")
+        self._count.collective("all_reduce")
 
     def _all_gather(self, mine: Tensor) -> Tensor:
-        self._count.launch("all_gather")
+        self._count.collective("all_gather")
         with _disable_current_modes():
             return self._received(_host(mine).repeat(self.world_size))
 
     def _all_to_all(
         self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
     ) -> Tensor:
-        self._count.launch("all_to_all")
+        self._count.collective("all_to_all")
         with _disable_current_modes():
             mine = torch.split(_host(outgoing), list(sizes))[self.rank]
             parts = [
@@ -475,11 +539,12 @@ def one_bucket(
         (group,) = averager.buckets
         for _ in range(steps):
             flat = torch.randn(numel, generator=draws).to(dtype)
-            bucket = Bucket(averager.shape_of(group), place(flat))
+            bucket = Bucket(averager.shape_of(group), place(flat), lasts=True)
             count.reset()
             averager.begin()
             per_step = count.take()
-            averager.average(bucket)
+            with count.count_calls():
+                averager.average(bucket)
             per_bucket = count.take()
             averager.finish()
             per_step.add(count)

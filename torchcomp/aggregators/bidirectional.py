@@ -11,7 +11,6 @@ from torchcomp.aggregators.residual import (
     Residual,
     ResidualDtype,
     check_contractive,
-    write_mean,
 )
 from torchcomp.bucket import BucketShape
 from torchcomp.codec import nbytes_of, vectors_of
@@ -127,7 +126,7 @@ class Bidirectional(Residual):
     def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         e, e_next = bucket.open("error")
         bucket.route.send_sum(g, e, e_next, key)  # steps 1 to 3
-        write_mean(bucket.route, g, e_next)  # steps 4 to 7
+        bucket.write_mean(g, e_next)  # steps 4 to 7
 
     def _directions(self, shape: BucketShape, world_size: int) -> tuple[Direction, Direction]:
         return (

@@ -12,7 +12,6 @@ from torchcomp.aggregators.residual import (
     Residual,
     ResidualDtype,
     check_contractive,
-    write_mean,
 )
 from torchcomp.bucket import BucketShape
 from torchcomp.checks import check_count, check_flag, check_momentum
@@ -146,4 +145,4 @@ class DGC(Residual, OneWay):
         # Step 4, for u. `without_g` is no longer needed: reuse it for the sent entries.
         route.sent(without_g.zero_())
         u_next.masked_fill_(without_g != 0, 0.0)
-        write_mean(route, g, v_next)  # step 5
+        bucket.write_mean(g, v_next)  # step 5

@@ -12,7 +12,6 @@ from torchcomp.aggregators.residual import (
     Residual,
     ResidualDtype,
     check_contractive,
-    write_mean,
 )
 from torchcomp.bucket import BucketShape
 from torchcomp.keys import Key
@@ -71,4 +70,4 @@ class EF(Residual, OneWay):
     def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         e, e_next = bucket.open("error")
         bucket.route.send_sum(g, e, e_next, key)  # steps 1 to 3
-        write_mean(bucket.route, g, e_next)  # step 4
+        bucket.write_mean(g, e_next)  # step 4

@@ -3,15 +3,12 @@
 from typing import Annotated
 
 import torch
-from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator, Law
 from torchcomp.bucket import BucketShape
 from torchcomp.component import Choices, Component
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
-from torchcomp.kernels.cast import narrow
-from torchcomp.routes import Route
 from torchcomp.state import Kind, Slot
 
 _DTYPES = {
@@ -51,7 +48,7 @@ class Residual(Aggregator):
     def shows(self, compressor: Compressor, gradient: torch.dtype) -> bool:
         """Whether the residual shows NaN and infinities of a gradient, with this compressor."""
         # A selecting compressor leaves NaN and infinities in place when it subtracts its message.
-        # A residual wider than the gradient gets those of other ranks too, through `write_mean`.
+        # A wider residual gets those of other ranks too, when the mean is rounded to the gradients.
         wide = torch.promote_types(gradient, self.residual_dtype(gradient))
         return compressor.selects and wide == gradient
 
@@ -71,17 +68,3 @@ def check_contractive(owner: Component, field: str) -> None:
             f"scaling, or use mean({compressor})",
             field,
         )
-
-
-def write_mean(route: Route, g: Tensor, e: Tensor) -> None:
-    """Write the mean to `g`, and add the error of rounding it to the dtype of `g` to `e`."""
-    wide = torch.promote_types(g.dtype, e.dtype)
-    if wide == g.dtype:
-        # Nothing is rounded here, so the mean needs no tensor of its own.
-        route.mean(g)
-        return
-    mean = torch.empty_like(g, dtype=wide)
-    route.mean(mean)
-    narrow(mean, g.dtype, g)
-    # Every rank adds the same error, so the mean residual contains it exactly once.
-    e.add_(mean.sub_(g))

@@ -156,7 +156,7 @@ class Compressor(Component):
             step: index of the exchange, counted from 0.
         """
         # A function of the step alone, so that ranks agree without a message. Few stages, because
-        # codecs and routes are cached for each compressor and shape.
+        # each one prepares all buckets again.
         return self
 
     @abstractmethod
@@ -188,7 +188,7 @@ class Compressor(Component):
         """Compress ``g + e``, and write what the message does not contain to `rest`.
 
         The sum is rounded to ``vectors.dtype`` before it is encoded; `rest` includes that rounding
-        error. Of a selecting compressor, it also keeps NaN and infinities.
+        error. With a selecting compressor, `rest` also keeps NaN and infinities.
 
         Args:
             g: gradient, 1-D.

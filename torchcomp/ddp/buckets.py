@@ -34,7 +34,7 @@ class Buckets:
         executors: where jobs run, from the first to the last that a bucket passes.
 
     Attributes:
-        gathers: whether `everyone` are all ranks. Under a manager, it is this rank alone.
+        gathers: whether `everyone` is all ranks. With a manager, it is this rank alone.
         choice: what ``"auto"`` has chosen, if it has.
     """
 
@@ -56,7 +56,7 @@ class Buckets:
         self.parameters = parameters
         self.executors = executors
         self._reordering: Reordering | None = None
-        self._changes = -1  # those of the averager when it was made
+        self._changes = -1  # `averager.changes` when it was made
 
     def beside(self, averager: Averager) -> "Buckets":
         """Return others that average with another averager, on the same executors.
@@ -64,7 +64,7 @@ class Buckets:
         The steps of both must not overlap.
 
         Args:
-            averager: for the exchange, the parameters and the groups of this one's averager.
+            averager: with the exchange, parameters and groups of this object's averager.
         """
         return Buckets(averager, self.everyone, self.place, self.parameters, self.executors)
 

@@ -2,12 +2,12 @@
 
 In a GAN, the backward pass of the generator's loss also reaches the discriminator, and `zero_grad`
 then erases the gradients there. SAM does so with its first pass, and a script may drop a step whose
-loss is a spike. Plain DDP forgets such gradients. A residual would keep what of them was not sent,
+loss is a spike. Plain DDP forgets such gradients. A residual would keep the part that was not sent,
 and apply it later. Therefore a step does not count if its gradients were cleared before an
 optimizer of these parameters stepped.
 
-The next backward pass looks for this, when its first gradient is computed and before it is
-accumulated. If an optimizer has stepped since the last step, as usual, it does not look.
+The next backward pass looks whether they were, just before it accumulates its first gradient. It
+does not look if an optimizer has stepped since the last step, as usual.
 """
 
 import logging
@@ -44,9 +44,9 @@ class Discarded:
     Args:
         averager: the engine.
         parameters: whose gradients are averaged, by name.
-        speaks: whether this rank logs the first one.
-        most: how many parameters are looked at. They are the largest: a sparse method leaves the
-            whole gradient of a small one at zero.
+        speaks: whether this rank logs the first step that is taken back.
+        most: number of parameters to look at, the largest ones; None for all. With a sparse method,
+            the whole gradient of a small one can be zero.
 
     Attributes:
         open: whether the last step can have been thrown away: it counts, and no optimizer has
@@ -70,7 +70,8 @@ class Discarded:
         # The last optimizer that has stepped on the parameters. Where it is gone, something else
         # may update them.
         self._optimizer: weakref.ref[Optimizer] | None = None
-        self._is_stepping = self._uses = False  # whether one does now, and has any gradients
+        # Whether an optimizer is in its step, and whether any parameter then has a gradient.
+        self._is_stepping = self._uses = False
         self._last: tuple[object, ...] = ()  # what the averager was like after the last step
         self._hooks: list[Any] = []
         # Gradients in the last forward pass, and what waits for whether they are nonzero.
@@ -114,8 +115,8 @@ class Discarded:
         All ranks call this before the same step, with the same outcome.
 
         Args:
-            in_backward: whether a backward pass has begun the next step. It has looked, unless it
-                has not reached the sample yet.
+            in_backward: whether a backward pass has begun the next step. It has called
+                :meth:`look` already, unless it has not reached the sample yet.
         """
         if self._hooks or not in_backward:
             self.look()

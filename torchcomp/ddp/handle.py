@@ -100,7 +100,7 @@ class Handle(OfOneProcess, Gatherable):
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps. Call this on all ranks with the same spec.
 
-        ``"auto"`` then chooses no more.
+        After this, ``"auto"`` no longer chooses.
 
         Args:
             spec: the new method.

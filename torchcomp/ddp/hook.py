@@ -64,8 +64,8 @@ class DDPHandle(Handle):
         if buckets.gathers:  # a manager decides on each step itself
             speaks = buckets.everyone.rank == 0
             self._discarded = Discarded(self.averager, buckets.parameters, speaks)
-        # What replaces the gradients of a step that does not count, where only the device knows
-        # that: a scaler then skips the step, and any other optimizer gets zeros.
+        # Replaces the gradients of a step that does not count, if only the device knows that. A
+        # scaler skips the step because of the infinity. Without one, the optimizer gets zeros.
         self._void_value = 0.0 if self._loss_scale is None else math.inf
         self._end_step = partial(
             self.averager.finish,
@@ -74,7 +74,7 @@ class DDPHandle(Handle):
             used=None if self._unused is None else self._unused.used,
         )
 
-    # Compiled apart, and without removing the hook: a compiled model would be compiled again.
+    # Not compiled with the model, and never removed: removing it would compile the model again.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, model: torch.nn.Module, args: object) -> None:
         self._thread = threading.current_thread()
@@ -98,7 +98,7 @@ class DDPHandle(Handle):
         if known is None or not same or not all(map(is_, known[0], parameters)):
             names = tuple([self._names[id(parameter)] for parameter in parameters])
             known = self._known[index] = parameters, buckets.shape_of(names)
-        bucket = Bucket(known[1], flat)
+        bucket = Bucket(known[1], flat, lasts=True)
 
         def job() -> None:
             if values is not None:
@@ -165,7 +165,7 @@ def _complete(
     unused: UnusedWatch | None,
     void_value: float,
 ) -> None:
-    """Pass the averaged buckets of a backward pass on to DDP, or those of a step that failed."""
+    """Pass the buckets of a backward pass back to DDP, averaged or as a failed step left them."""
     if unused is not None:
         unused.end(averager.unused)
     if averager.void is not None:

@@ -209,7 +209,7 @@ def change_ranks(averager: Averager, exchange: Exchange, *, same_ranks: bool = F
         same_ranks: whether its ranks are those of the last exchange. The state then stays.
     """
     averager.settle()
-    state, before, running = averager.state, averager.exchange, averager._running
+    state, before, running = averager.state, averager.exchange, averager.running
     with averager._lock:
         averager._require_wanted()
         state.rollback()
@@ -249,8 +249,8 @@ def load_peer_state(averager: Averager, peer: Mapping[str, Any], met: bool) -> N
     if met and averager.flushing and not peer["flushing"]:
         # This rank has missed the message that says so.
         averager._end_flush()
-    averager._units.rescale(averager.state, peer["scale"])
-    averager._running.groups = checkpoint.groups_of(peer["groups"])
+    averager.units.rescale(averager.state, peer["scale"])
+    averager.running.groups = checkpoint.groups_of(peer["groups"])
     averager.use(peer["spec"])
     averager._flush(peer["flushing"])
     averager.step, averager.seed = peer["step"], peer["seed"]

@@ -82,7 +82,7 @@ class Reordering:
 
     def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
         """Yield a bucket in the order of its group, and restore DDP's order afterwards."""
-        ordered = Bucket(shape, bucket.flat)
+        ordered = Bucket(shape, bucket.flat, bucket.lasts)
         before, after = bucket.parts(), ordered.parts()
         moved = [
             name

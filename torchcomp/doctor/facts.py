@@ -114,6 +114,6 @@ def _driver() -> str:
 
 
 def _kernels(device: str) -> str:
-    if fast_form("select", device) is None:
+    if fast_form("sparse", device) is None:
         return "plain torch"
     return "Triton" if device == "cuda" else "Numba"

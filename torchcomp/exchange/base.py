@@ -1,16 +1,20 @@
 """Exchange: the collectives of a set of ranks, and the checks of what a step receives."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from torchcomp.exchange.conclusion import Asked, Conclusion, Origin, own_flags
+from torchcomp import host
+from torchcomp.exchange.conclusion import Asked, Conclusion, Origin
 from torchcomp.exchange.verify import Verifying
 from torchcomp.wire import Frames
 
 _KEPT = 2**25
 """Frames of more bytes, about a bucket of DDP, are not kept in memory for their headers."""
+
+_COMPLEMENTS = bytes(255 - byte for byte in range(256))
 
 
 class Exchange(Verifying):
@@ -46,8 +50,10 @@ class Exchange(Verifying):
         # wait in the middle of the step. On the host, only those that are wrong are in this list.
         self._headers: list[tuple[Tensor, Origin]] = []
         self._asked: list[Asked] = []
-        # The headers that this rank expected in the last step, and of which frames they are.
+        # On the device, from the last step: the headers that this rank expected, and the numbers of
+        # its concluding message; and what they stand for.
         self._expected: tuple[list[tuple[Frames, int]], Tensor] = [], torch.empty(0)
+        self._numbers: tuple[list[int], Tensor] = [], torch.empty(0)
 
     @staticmethod
     def split(inside: "Exchange", between: "Exchange") -> "tuple[Exchange, Exchange]":
@@ -105,11 +111,8 @@ class Exchange(Verifying):
             A function for after `conclude`: whether all ranks have the same digest.
         """
         # As in `same`: the complements find the minimum.
-        bounds = self.max_at_end([*digest, *(255 - byte for byte in digest)])
-        count = len(digest)
-        return lambda: all(
-            high + low == 255 for high, low in zip(bounds[:count], bounds[count:], strict=True)
-        )
+        bounds = self.max_at_end([*digest, *digest.translate(_COMPLEMENTS)])
+        return partial(_are_equal, bounds)
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
         """Combine the checks of this step over the ranks, with one message and one wait.
@@ -152,12 +155,37 @@ class Exchange(Verifying):
         differences = self._differences(received) if received else None
         flags = None
         if communicates or finite is not None:
-            flags = own_flags(self.device, differences, finite, asked)
+            flags = self._own_flags(differences, finite, asked)
             if communicates:
                 flags = self.all_reduce_max(flags)
         # Not the headers: their memory may be that of whole messages.
         origins = [origin for _, origin in received] if received else []
         return Conclusion(self, flags, asked, differences, origins, where, advice)
+
+    def _own_flags(
+        self, differences: Tensor | None, finite: Tensor | None, asked: Sequence[Asked]
+    ) -> Tensor:
+        """Return the flags and numbers of this rank; see :class:`Conclusion`."""
+        flags = [0, 0]
+        for numbers, _ in asked:
+            flags += numbers
+        if self.device.type == "cpu":
+            own = torch.tensor(flags, dtype=torch.uint8)
+            if differences is not None:
+                own[:1] = differences.any()
+            if finite is not None:
+                own[1:2] = finite.logical_not()
+            return own
+        # The numbers are usually those of the last step, and on the device already.
+        if flags != self._numbers[0]:
+            numbers_there = host.copy_to(torch.tensor(flags, dtype=torch.uint8), self.device)
+            self._numbers = flags, numbers_there
+        damaged, nonfinite, others = torch.split(self._numbers[1], [1, 1, len(flags) - 2])
+        if differences is not None:
+            damaged = differences.any().view(1).view(torch.uint8)
+        if finite is not None:
+            nonfinite = finite.logical_not().to(self.device).view(1).view(torch.uint8)
+        return torch.cat([damaged, nonfinite, others])
 
     def _differences(self, received: Sequence[tuple[Tensor, Origin]]) -> Tensor:
         """Return the bits of all headers that are not as expected: int64, a row for each frame."""
@@ -175,3 +203,9 @@ class Exchange(Verifying):
             level._headers.clear()
             level._asked.clear()
             level.must_conclude = False
+
+
+def _are_equal(bounds: Sequence[int]) -> bool:
+    """Whether the maxima of numbers, and of their complements to 255, are those of one rank."""
+    count = len(bounds) // 2
+    return bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])

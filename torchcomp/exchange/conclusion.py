@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from torchcomp import host
@@ -96,26 +95,3 @@ class Conclusion:
                     problems.add(f"rank {name}'s message {finding}")
         listed = "; ".join(sorted(set().union(*self._exchange.gather_all(problems))))
         return WireError(f"cannot use a message of {self._where}: {listed}. {self._advice}")
-
-
-def own_flags(
-    device: torch.device,
-    differences: Tensor | None,
-    finite: Tensor | None,
-    asked: Sequence[Asked],
-) -> Tensor:
-    """Return the flags and numbers of this rank; see :class:`Conclusion`."""
-    numbers: list[int] = []
-    for mine, _ in asked:
-        numbers += mine
-    damaged = None if differences is None else differences.any()
-    if device.type == "cpu":
-        flags = [damaged is not None and bool(damaged), finite is not None and not bool(finite)]
-        return torch.tensor([*flags, *numbers], dtype=torch.uint8)
-    if damaged is None:
-        damaged = torch.zeros((), dtype=torch.bool, device=device)
-    nonfinite = torch.zeros_like(damaged) if finite is None else finite.logical_not().to(device)
-    both = torch.stack([damaged, nonfinite]).view(torch.uint8)
-    if not numbers:
-        return both
-    return torch.cat([both, host.copy_to(torch.tensor(numbers, dtype=torch.uint8), device)])

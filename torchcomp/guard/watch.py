@@ -7,7 +7,7 @@ each comparison, so that a comparison is cheap and several of them see everythin
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, starmap
 
 import torch
 from torch import Tensor
@@ -235,7 +235,7 @@ class BucketWatch:
         rows = rows.view(len(self._names), -1).double()
         squares = [part.square().sum(1) for part in torch.split(rows[:, : 2 * width], width, 1)]
         numbers = torch.cat([torch.stack(squares, 1), rows[:, 2 * width :]], 1)
-        for name, found in zip(self._names, map(Compared._make, numbers.tolist()), strict=True):
+        for name, found in zip(self._names, starmap(Compared, numbers.tolist()), strict=True):
             if self._law is not None and not self._law.after:
                 # The law leaves the difference between the applied and the dense mean. Its sketch
                 # gives the norm of the dense mean more precisely than that of the mean.

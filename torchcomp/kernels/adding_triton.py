@@ -142,7 +142,6 @@ def add_up(
         CHUNK: entries that are added at once.
         PART: elements that are zeroed and divided at once.
     """
-    dtype: tl.constexpr = sums.dtype.element_ty
     program = tl.program_id(0)
     row = segment_of(program, table, rows, TILE_PROGRAM)
     start_of, n = tl.multiple_of(column(row, START), STEP), tl.multiple_of(column(row, N), STEP)
@@ -152,9 +151,7 @@ def add_up(
     flag = work + many * entries + many * programs
     damaged = tl.load(flag) > 0
     if MEAN:
-        for part in range(begin, end, PART):
-            at = part + tl.arange(0, PART)
-            tl.store(sums + at, tl.zeros((PART,), dtype), mask=at < end)
+        write_all(sums, begin, end, False, PART)
 
     first, k = column(row, FIRST), column(row, K)
     ranges = flag + 1 + 2 * many * program
@@ -200,8 +197,20 @@ def add_up(
         tl.debug_barrier()
     if MEAN:
         finish(out, residual, sums, finite, factor, begin, end, damaged, WIDE, FINITE, PART)
-    elif (begin == 0) & damaged:
-        tl.store(out, float("nan"))
+    elif damaged:
+        # All of it: each rank looks at a part for a NaN.
+        write_all(out, begin, end, True, PART)
+
+
+@kernel()
+def write_all(
+    x: tl.tensor, begin: tl.tensor, end: tl.tensor, NAN: tl.constexpr, PART: tl.constexpr
+) -> None:
+    """Write zeros, or NaN if NAN, from `begin` to before `end`."""
+    for part in range(begin, end, PART):
+        at = part + tl.arange(0, PART)
+        values = tl.full((PART,), float("nan") if NAN else 0.0, x.dtype.element_ty)
+        tl.store(x + at, values, mask=at < end)
 
 
 @kernel()
@@ -243,7 +252,7 @@ def finish(
         inside = at < end
         total = number(tl.load(sums + at, mask=inside, other=0.0))
         mean = tl.div_rn(total, tl.zeros_like(total) + divisor)
-        mean = tl.where(damaged & (at == 0), float("nan"), mean)
+        mean = tl.where(damaged, float("nan"), mean)
         store_mean(out, residual, at, mean, inside, sums.dtype.element_ty, WIDE)
         largest = tl.maximum(largest, tl.where(inside, magnitude(mean), 0))
     if FINITE:

@@ -22,7 +22,7 @@ from torchcomp.kernels.fields_triton import TYPES, Format, Headers, aligned, val
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.segments_triton import row_of
+from torchcomp.kernels.table_triton import row_of
 from torchcomp.kernels.triton_jit import (
     clamped,
     kernel,

@@ -35,19 +35,18 @@ Both directions can run in parallel. When encoding, the bits of an entry depend 
 and its position i. When decoding, a prefix sum over the set bits of each word of the high part
 gives the positions of its entries.
 
-On a CPU with Numba, :mod:`.elias_fano_numba` runs. On CUDA with Triton, :mod:`.elias_fano_triton`
-runs, and everywhere else :mod:`.elias_fano_torch`, with the same results.
+On a CPU with Numba, :mod:`.elias_fano_numba` runs. On CUDA with Triton, the kernels of
+:mod:`.sparse_triton` run, and everywhere else :mod:`.elias_fano_torch`, with the same results.
 """
 
 import functools
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from torchcomp.kernels import elias_fano_torch
-from torchcomp.kernels.segments import Segment, split, starts, within
+from torchcomp.kernels.segments import Segment, split
 
 
 def nbytes(n: int, k: int) -> int:
@@ -80,15 +79,12 @@ def check(ascending: bool, n: int) -> None:
         )
 
 
-def encode(
-    index: Tensor, segments: Sequence[Segment], form: ModuleType | None = None
-) -> list[Tensor]:
+def encode(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
     """Encode the indices of all segments at once. The indices are not checked.
 
     Args:
         index: 1-D int64, within the whole vector, segment by segment. Strictly ascending in each.
         segments: the parts of the vector.
-        form: :mod:`.elias_fano_triton`, to run its kernels.
 
     Returns:
         The codes of the segments: 1-D uint8, ``nbytes(n, k)`` elements each.
@@ -99,24 +95,16 @@ def encode(
     if len(coded) < len(segments):
         parts = zip(split(index, [segment.k for segment in segments]), segments, strict=True)
         index = torch.cat([part for part, segment in parts if 0 < segment.k < segment.n])
-    if form is None:
-        codes = elias_fano_torch.encode(index, _shape(coded))
-    else:
-        sizes = [nbytes(segment.n, segment.k) for segment in coded]
-        codes = torch.zeros(sum(sizes), dtype=torch.uint8, device=index.device)
-        form.encode(index, coded, starts(sizes), codes)
+    codes = elias_fano_torch.encode(index, _shape(coded))
     return list(split(codes, [nbytes(segment.n, segment.k) for segment in segments]))
 
 
-def decode(
-    codes: Sequence[Tensor], segments: Sequence[Segment], form: ModuleType | None = None
-) -> tuple[Tensor, Tensor]:
+def decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     """Decode the codes of all segments at once, and test whether they are intact.
 
     Args:
         codes: the code of each segment, 1-D uint8, ``nbytes(n, k)`` elements of any value.
         segments: the parts of the vector, at least one. They can overlap.
-        form: as for :func:`encode`.
 
     Returns:
         The indices within the whole vector, 1-D int64, segment by segment; and a scalar bool
@@ -127,30 +115,17 @@ def decode(
     coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
     whole = [segments[i] for i in coded]
     if len(coded) == len(segments):
-        return _decode(codes, segments, form)
+        return elias_fano_torch.decode(codes, _shape(segments))
     damaged = torch.zeros((), dtype=torch.bool, device=device)
     index = torch.empty(0, dtype=torch.int64, device=device)
     if coded:
-        index, damaged = _decode([codes[i] for i in coded], whole, form)
+        index, damaged = elias_fano_torch.decode([codes[i] for i in coded], _shape(whole))
     found = dict(zip(coded, split(index, [segment.k for segment in whole]), strict=True))
     every = [
         found[i] if i in found else torch.arange(at, at + k, device=device)
         for i, (at, _, k) in enumerate(segments)
     ]
     return torch.cat(every), damaged
-
-
-def _decode(
-    codes: Sequence[Tensor], segments: Sequence[Segment], form: ModuleType | None
-) -> tuple[Tensor, Tensor]:
-    if form is None:
-        return elias_fano_torch.decode(codes, _shape(segments))
-    index = torch.empty(
-        sum(segment.k for segment in segments), dtype=torch.int64, device=codes[0].device
-    )
-    raw, offsets = within(codes)
-    damaged: Tensor = form.decode(raw, segments, offsets, index)
-    return index, damaged
 
 
 def _shape(segments: Sequence[Segment]) -> elias_fano_torch.Shape:

@@ -7,8 +7,8 @@ A message with k of n entries consists of these fields:
 
 The fields have the lengths of their layout: :func:`torchcomp.wire.unpack` checks received bytes.
 
-This is plain torch. On a CPU with Numba, :mod:`.entries_numba` runs, and on CUDA with Triton
-:mod:`.entries_triton`, with the same results.
+This is plain torch. On a CPU with Numba, :mod:`.entries_numba` runs, and on CUDA with Triton the
+kernels of :mod:`.sparse_triton`, with the same results.
 """
 
 from collections.abc import Sequence
@@ -57,8 +57,8 @@ def accumulate(
 ) -> None:
     """Add `weight` times each message to `out`, in order.
 
-    If the index code of a message is damaged, ``out[0]`` becomes NaN, which stops the step on all
-    ranks. What happens to the other entries is not specified.
+    If the index code of a message is damaged, all of `out` becomes NaN, which stops the step on all
+    ranks: each looks at a part of it.
 
     Args:
         messages: for each message the fields of each segment. The contents can be arbitrary bytes.
@@ -79,4 +79,4 @@ def accumulate(
         for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
             out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
         # Reading `damaged` would make the host wait.
-        out[:1].masked_fill_(damaged, torch.nan)
+        out.masked_fill_(damaged, torch.nan)

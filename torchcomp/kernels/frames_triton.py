@@ -73,7 +73,7 @@ class SparseFrames(Sparse):
             self.mean(frames.unpack(received), out, divisor)
 
     def _for(self, *tensors: Tensor) -> SparseTriton | None:
-        """Return the kernels for these tensors; None if they do not support them."""
+        """Return Triton's kernels, or None if they do not support these tensors."""
         numel = tensors[0].numel()
         for x in tensors:
             if x.dtype not in sparse_triton.DTYPES or not x.is_contiguous():
@@ -133,7 +133,7 @@ class QuantizedFrames(Quantizer):
             out.div_(divisor)
 
     def _for(self, *tensors: Tensor) -> ElementwiseTriton | None:
-        """Return the kernels for these tensors; None if they do not support them."""
+        """Return Triton's kernels, or None if they do not support these tensors."""
         for x in tensors:
             if x.dtype not in elementwise_triton.DTYPES or not x.is_contiguous():
                 return None
@@ -153,7 +153,7 @@ class QuantizedFrames(Quantizer):
 
 
 def applies(vectors: Prepared) -> bool:
-    """Whether the vectors follow each other, as these kernels need it."""
+    """Whether each vector begins after the end of the one before, as these kernels require."""
     end = 0
     for start, n, _ in vectors.segments:
         if start < end:

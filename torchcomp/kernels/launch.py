@@ -1,9 +1,9 @@
 """Launch: one kernel of Triton, prepared once and launched in every step.
 
 Every launch of a prepared kernel goes through this file. Triton's own way, ``kernel[grid](...)``,
-sorts the arguments into classes at every launch and takes 20 to 50 us of the host. Here the first
-launch with arguments of some classes goes that way. It returns the compiled kernel, which later
-launches hand to the driver at once.
+sorts the arguments into classes at every launch and takes 20 to 50 us of the host. Here, only the
+first launch with arguments of the same classes does so. It returns the compiled kernel, which later
+launches hand to the driver directly.
 """
 
 import logging
@@ -24,7 +24,7 @@ _TAKES_CONSTANTS = _VERSION >= (3, 3)
 
 
 class _Quick:
-    """Whether kernels go to the driver at once. Known to be right from Triton 3.2 to 3.7."""
+    """Whether compiled kernels go to the driver directly, as Triton 3.2 to 3.7 pass them."""
 
     on = (3, 2) <= _VERSION < (3, 8)
 

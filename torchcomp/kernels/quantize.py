@@ -20,14 +20,12 @@ Special values:
   infinities stay.
 
 Blocks are independent, and the values of a block depend on each other only through their maximum.
-On a CPU with Numba, :mod:`.quantize_numba` runs. On CUDA with Triton, :mod:`.quantize_triton` runs,
-and everywhere else plain torch, with the same results.
+On a CPU with Numba, :mod:`.quantize_numba` runs. On CUDA with Triton, :mod:`.elementwise_triton`
+and :mod:`.sparse_triton` run, and everywhere else plain torch, with the same results.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -35,7 +33,7 @@ from torch import Tensor
 
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment, joined, split
+from torchcomp.kernels.segments import joined, split
 from torchcomp.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -69,20 +67,14 @@ class Form(NamedTuple):
 
 
 def form_for(device: torch.device) -> Form:
-    """Return the fastest form for a device. The results of all forms are equal bit for bit."""
-    like = torch.empty(0, device=device)
-    if numba := backend.host_form("quantize", like):
+    """Return Numba's form, or plain torch. Their results are equal bit for bit."""
+    if numba := backend.host_form("quantize", torch.empty(0, device=device)):
         return Form(numba.encode, numba.decode)
-    triton = backend.device_form("quantize", like)
-    return Form(partial(encode, form=triton), partial(decode, form=triton))
+    return Form(encode, decode)
 
 
 def encode(
-    values: Tensor,
-    counts: Sequence[int],
-    fmt: str | None,
-    noise: Tensor | None,
-    form: ModuleType | None = None,
+    values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
 ) -> Sequence[Parts]:
     """Encode the values of messages as the fields that :func:`layout` describes.
 
@@ -93,7 +85,6 @@ def encode(
         noise: None rounds to the nearest level, half to even. For "int8" and "int4", 1-D float32
             numbers, uniform in [0, 1), round up or down at random. The mean is then the value, to
             within 2^-24 of a level.
-        form: :mod:`.quantize_triton`, to run its kernels.
 
     Returns:
         The fields of each message.
@@ -104,14 +95,10 @@ def encode(
     levels = LEVELS[fmt]
     rows = [-(-count // BLOCK) for count in counts]
     fields = [count if fmt == "int8" else (count + 1) // 2 for count in counts]
-    if form is not None and values.dtype in form.DTYPES:
-        scale, codes = form.encode(values.contiguous(), _segments(counts), levels, noise)
-        each = split(codes, fields)
-    else:
-        scale, blocks = _encode_blocks(_blocks(values.float(), counts), levels, noise, counts)
-        # A message has whole blocks, of which the last ends in zeros that are not sent.
-        whole = zip(split(blocks, rows), fields, strict=True)
-        each = tuple(codes.view(-1)[:size] for codes, size in whole)
+    scale, blocks = _encode_blocks(_blocks(values.float(), counts), levels, noise, counts)
+    # A message has whole blocks, of which the last ends in zeros that are not sent.
+    whole = zip(split(blocks, rows), fields, strict=True)
+    each = tuple(codes.view(-1)[:size] for codes, size in whole)
     return list(zip(split(scale, rows), each, strict=True))
 
 
@@ -136,10 +123,7 @@ def _encode_blocks(
 
 
 def decode(
-    messages: Sequence[Sequence[Tensor]],
-    counts: Sequence[int],
-    dtype: torch.dtype,
-    form: ModuleType | None = None,
+    messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
 ) -> Sequence[Tensor]:
     """Decode several messages at once.
 
@@ -149,7 +133,6 @@ def decode(
         messages: the fields of each message, in one format and of any contents.
         counts: number of values of each message.
         dtype: dtype of the result.
-        form: as for :func:`encode`.
 
     Returns:
         The values of each message, 1-D.
@@ -160,9 +143,6 @@ def decode(
             return fields[0]
         return split(joined(fields[0]).to(dtype), list(counts))
     scale, codes = fields
-    if form is not None:
-        values = form.decode(joined(scale), joined(codes), _segments(counts)).to(dtype)
-        return split(values, counts)
     if codes[0].dtype == torch.uint8:
         packed = _rows(codes, BLOCK // 2)
         # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
@@ -173,10 +153,6 @@ def decode(
     values = (rows.float() * joined(scale)[:, None]).view(-1).to(dtype)
     sizes = [-(-count // BLOCK) * BLOCK for count in counts]
     return [part[:count] for part, count in zip(split(values, sizes), counts, strict=True)]
-
-
-def _segments(counts: Sequence[int]) -> list[Segment]:
-    return [Segment(0, count, count) for count in counts]
 
 
 def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:

@@ -113,19 +113,6 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
     return whole if at == starts(sizes) else torch.cat(list(parts))
 
 
-def rows(parts: Sequence[Tensor]) -> Tensor:
-    """Return 1-D tensors of one dtype and length as the rows of a matrix, if possible as a view.
-
-    Each row is contiguous, but there can be a gap between rows.
-    """
-    whole, at = within(parts)
-    size = parts[0].numel()
-    step = at[1] if len(at) > 1 else size
-    if at != [step * row for row in range(len(at))]:
-        return torch.stack(list(parts))
-    return whole.as_strided((len(parts), size), (step, 1))
-
-
 def within(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     """Return a tensor that contains all of several 1-D tensors, and where each begins in it.
 

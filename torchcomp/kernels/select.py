@@ -2,7 +2,7 @@
 
 NaN and infinities rank equal, and above every finite number. Among equal magnitudes the lowest
 index wins. The result is therefore the same on every machine and in every form. Plain torch and
-NumPy are the reference, :mod:`.select_numba` is for the CPU and :mod:`.select_triton` for CUDA.
+NumPy are the reference, :mod:`.select_numba` is for the CPU and :mod:`.selection_triton` for CUDA.
 """
 
 from collections.abc import Sequence
@@ -14,13 +14,6 @@ from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels.segments import Segment, add, joined, part
-
-
-class Scratch:
-    """What the selection in Triton keeps from step to step. It never affects the result."""
-
-    def __init__(self) -> None:
-        self.kept: object = None
 
 
 def largest(x: Tensor, segments: Sequence[Segment]) -> Tensor:

@@ -118,4 +118,5 @@ class SparseNumba(sparse.Sparse):
                 alone = [[message[i]] for message in messages]
                 entries.accumulate(alone, [segment._replace(start=0)], own, weight)
             elif not entries_numba.accumulate(messages, i, segment.k, low, own, weight):
-                own[:1].fill_(torch.nan)
+                # All of it: each rank looks at a part for a NaN.
+                out.fill_(torch.nan)

@@ -167,12 +167,6 @@ class SparseTriton:
             code(frame, index)
         self._fill(x, index, frame, noise, False)
 
-    def select_and_encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> Tensor:
-        """Select from `x`, and write the message to `frame`. Return the indices."""
-        index = self._select(x, x, x, frame)
-        self._fill(x, index, frame, noise, False)
-        return index
-
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
     ) -> Tensor:
@@ -302,7 +296,7 @@ class SparseTriton:
     def accumulate(self, messages: Tensor, out: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times each message to `out`, in order.
 
-        If an index code is damaged, nothing is added and ``out[0]`` becomes NaN.
+        If an index code is damaged, all of `out` becomes NaN.
 
         Args:
             messages: a row of uint8 for each message. Rows are contiguous.

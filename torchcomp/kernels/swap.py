@@ -1,4 +1,4 @@
-"""Swap or fill the values of tensors, if the device says so. The host does not wait."""
+"""Swap or fill the values of tensors, if a flag on their device says so. The host does not wait."""
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
         a: 1-D, contiguous.
         b: as `a`, of the same length and dtype.
     """
-    # Once per slot and step, on an accelerator: in Triton, it returns at once in almost all steps.
+    # Runs once per slot and step on an accelerator. Triton's form returns at once if it is false.
     form = None if a.is_cpu else backend.fast_form("swap", a.device.type)
     if form is not None:
         form.swap_where(condition, a, b)

@@ -9,7 +9,6 @@ import triton.language as tl
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.segments_triton import row_of
 from torchcomp.kernels.triton_jit import kernel
 
 # The columns of the table: a row for each segment, in ascending order. For some kernels a column
@@ -47,6 +46,21 @@ FILL_PROGRAMS = tl.constexpr(25)
 def column(row: tl.tensor, which: tl.constexpr) -> tl.tensor:
     """Return a number of a segment that has 32 bits."""
     return tl.load(row + which).to(tl.int32)
+
+
+@kernel("rows")
+def row_of(program: tl.tensor, table: tl.tensor, rows: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
+    """Return a pointer to the row of the segment that a program works on, by binary search.
+
+    The first column of a table has each segment's first program.
+    """
+    below, above = 0, rows
+    while above - below > 1:
+        middle = (below + above) // 2
+        later = tl.load(table + middle * WIDTH) > program
+        above = tl.where(later, middle, above)
+        below = tl.where(later, below, middle)
+    return table + below * WIDTH
 
 
 @kernel("rows")

@@ -15,7 +15,7 @@ class Prepared(Protocol):
     Attributes:
         segments: where each vector is, and how many of its entries are sent.
         device: the device of the tensor.
-        dtype: that values are rounded to before they are encoded.
+        dtype: dtype to which values are rounded before they are encoded.
         fields: where the fields of each vector lie in the frames to send, if they are known.
         frames: those frames.
     """

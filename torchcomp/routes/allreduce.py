@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from torchcomp.codec import Codec
-from torchcomp.compressors import Cast, Identity
 from torchcomp.compressors.base import Encoded
+from torchcomp.compressors.dense import Dense
 from torchcomp.exchange import Exchange
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow, saturate
@@ -32,12 +32,13 @@ class AllReduceRoute:
         # Of the message. A bucket without parameters has none.
         self._dtype = fields[0].dtype if fields else vectors.dtype
         self._shares = tuple(_share(dtype, self._ranks) for dtype in (vectors.dtype, self._dtype))
+        sends_all = len(vectors) == 1 and isinstance(vectors.compressor, Dense)
         # What is sent as it is can be divided in the same launch as it is summed.
-        self._dense = len(vectors) == 1 and isinstance(vectors.compressor, Identity)
+        self._dense = sends_all and vectors.compressor.alpha(1) == 1.0
         self._sent = 1.0 / self._ranks  # of what was encoded, the share that is in the message
         self._casts: Any = None
         self._memory = torch.empty(0)  # of a cast's message
-        if len(vectors) == 1 and isinstance(vectors.compressor, Cast):
+        if sends_all and not self._dense:
             form = backend.device_form("elementwise", torch.empty(0, device=vectors.device))
             if form is not None and vectors.dtype in form.DTYPES:
                 self._casts = form.CastSum(vectors.dtype, self._dtype, self._ranks, self._shares)

@@ -9,6 +9,7 @@ from tests.kernels.interpreted.test_sparse import (
     check_frame,
     check_what_a_mean_tells,
     combinations,
+    encoded,
     framed,
     raw,
     same,
@@ -49,8 +50,7 @@ def segments_of(case):
 def message(x, segments, fmt, dtype, noise=None):
     """Return the bytes of each segment's fields, and each segment's fields."""
     parts = [
-        quantize.encode(narrow(x[s.span], dtype), fmt, None if noise is None else noise[s.span])
-        for s in segments
+        encoded(x[s.span], fmt, dtype, None if noise is None else noise[s.span]) for s in segments
     ]
     return [[byte for field in fields for byte in raw(field)] for fields in parts], parts
 
@@ -59,7 +59,7 @@ def decoded(parts, segments, fmt, dtype):
     """What an all-gather route adds: quantized values in the dtype of the sum, others as sent."""
     to = dtype if fmt in quantize.LEVELS else quantize.CASTS.get(fmt)
     pairs = zip(parts, segments, strict=True)
-    values = [quantize.decode(own, s.n, to or own[0].dtype) for own, s in pairs]
+    values = [quantize.decode([own], [s.n], to or own[0].dtype)[0] for own, s in pairs]
     return torch.cat(values)
 
 

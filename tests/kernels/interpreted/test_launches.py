@@ -1,12 +1,12 @@
-"""Launches with Triton's kernels, which are interpreted on a simulated device and counted."""
+"""Launches and calls with Triton's kernels, interpreted on a simulated device and counted."""
 
 from functools import partial
 
 import pytest
 import torch
 
-from tests.support.budgets import LAUNCHES
-from tests.support.cases import only, some
+from tests.support.budgets import WEIGHTS
+from tests.support.cases import only
 from tests.support.launches import counted, on_device, one_bucket
 from tests.support.vectors import normal
 from torchcomp.kernels.elementwise_triton import CastSum, ElementwiseTriton
@@ -14,6 +14,12 @@ from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.sparse_triton import SparseTriton
 
 SIMULATED = partial(counted, triton=True)
+
+NOW = [
+    *("mean", 'ef(cast("bf16"))', 'ef(topk(0.01), exchange="allgather")'),
+    *("bidirectional(topk(0.01), topk(0.01))", "powersgd(rank=1)"),
+]
+"""The methods that `make test` counts."""
 
 
 def of_second(count, *steps):
@@ -41,13 +47,12 @@ def test_a_step_with_sparse_messages(fmt, parts):
         launched = of_second(
             count,
             lambda: kernels.encode_sum(g, e, rest, frame),
-            lambda: kernels.select_and_encode(g, frame),
             lambda: kernels.add_and_select(g, e, rest),
             lambda: kernels.mean(rows, out, ranks),
             lambda: kernels.mean(rows, out, ranks, rest),
             lambda: kernels.accumulate(rows, out),
         )
-    assert launched == [8, 8, 7, 3, 3, 3]
+    assert launched == [8, 7, 3, 3, 3]
 
 
 @pytest.mark.parametrize("fmt", only([None, "bf16", "int8", "int4"], now=["int8"]))
@@ -71,10 +76,12 @@ def test_a_step_with_all_elements(fmt):
     assert launched == [1] * 5
 
 
-@pytest.mark.xfail(reason="until compressors and routes use the prepared kernels")
 @pytest.mark.parametrize("ranks", only([8, 64], now=[8]))
-@pytest.mark.parametrize("spec", some(LAUNCHES, of=2))
+@pytest.mark.parametrize("spec", only(WEIGHTS, now=NOW))
 def test_a_bucket_costs_at_most_its_budget(spec, ranks):
-    per_bucket, _ = one_bucket(spec, ranks, simulation=SIMULATED)
-    assert per_bucket.waits == 0, per_bucket
-    assert per_bucket.launches <= LAUNCHES[spec], per_bucket
+    # A small bucket, which the interpreter needs less time for, launches as much as a large one.
+    per_bucket, _ = one_bucket(spec, ranks, numel=2**12, simulation=SIMULATED)
+    most = WEIGHTS[spec]
+    assert per_bucket.waits == per_bucket.copies == 0, per_bucket
+    assert 0 < per_bucket.launches <= most.launches, per_bucket
+    assert 0 < per_bucket.calls <= most.calls, per_bucket.called

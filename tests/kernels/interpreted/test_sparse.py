@@ -4,13 +4,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.interpreted.test_elias_fano import damaged, is_code, specified
-from tests.kernels.test_elias_fano import some_of
+from tests.kernels.test_elias_fano import EXAMPLES, some_of
 from tests.kernels.test_select import awkward, drift, sorted_out
 from tests.support.cases import only, some, thorough
 from tests.support.vectors import normal
-from torchcomp.kernels import elias_fano, quantize, sparse_triton
+from torchcomp.kernels import quantize, sparse_triton
 from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.sparse_triton import DTYPES, SparseTriton
 
@@ -36,11 +36,29 @@ def _small_blocks(monkeypatch):
 
 def encoded(values, fmt, dtype, noise=None):
     """The fields of values."""
-    return quantize.encode(narrow(values, dtype), fmt, noise)
+    return quantize.encode(narrow(values, dtype), [values.numel()], fmt, noise)[0]
 
 
 def decoded(fields, count, dtype):
-    return quantize.decode(fields, count, dtype)
+    return quantize.decode([fields], [count], dtype)[0]
+
+
+def packed(bits):
+    return np.packbits(np.array(bits, dtype=np.uint8), bitorder="little").tolist()
+
+
+def specified(chosen, n):
+    """The code, bit by bit."""
+    k = len(chosen)
+    if k in (0, n):
+        return []
+    low = low_bits(n, k)
+    lows = [value >> bit & 1 for value in chosen for bit in range(low)]
+    # With the padding, so that invalid indices have a code as well.
+    highs = [0] * (-(-(k + ((n - 1) >> low) if low else n) // 8) * 8)
+    for i, value in enumerate(chosen):
+        highs[(value >> low) + i if low else value] = 1
+    return packed(lows) + packed(highs)
 
 
 def chosen(x, segments):
@@ -78,8 +96,7 @@ def framed(fields, gap=5, begin=16):
 
 def offsets_of(segments, fmt, dtype, gap=5):
     sizes = [
-        sum(field.nbytes for field in quantize.layout(fmt, s.k, dtype))
-        + elias_fano.nbytes(s.n, s.k)
+        sum(field.nbytes for field in quantize.layout(fmt, s.k, dtype)) + nbytes(s.n, s.k)
         for s in segments
     ]
     return framed([[0] * size for size in sizes], gap)
@@ -157,9 +174,7 @@ def test_a_step_of_error_feedback(case, combination):
         same(rest, less(sums, wanted, values))
 
         other, rest = torch.full_like(content, 7), sums.clone()
-        assert kernels.select_and_encode(rest, other, noise).equal(wanted)
-        check_frame(other, content, segments, offsets, fmt, dtype)
-        assert kernels.encode(rest, index, other.fill_(7), noise) is None
+        assert kernels.encode(rest, index, other, noise) is None
         check_frame(other, content, segments, offsets, fmt, dtype)
         kernels.subtract(frame, index, rest)
         same(rest, less(sums, wanted, values))
@@ -221,6 +236,32 @@ def test_among_equals_the_lowest_indices_win(value):
     for k in (1, 700, 1499):
         kernels = SparseTriton([Segment(0, 1500, k)], 1500, None, torch.float32, CPU)
         assert kernels.select(x).equal(torch.arange(k))
+
+
+@pytest.mark.parametrize("k", [10, *thorough([1000])])
+def test_a_vector_mostly_of_zeros(k):
+    x = torch.zeros(3000)
+    x[::100] = normal(30)
+    kernels = SparseTriton([Segment(0, 3000, k)], 3000, None, torch.float32, CPU)
+    assert kernels.select(x).equal(sorted_out(x, k))
+
+
+def test_all_of_the_largest_in_one_block():
+    x = normal(2000)
+    x[512:768] *= 1e6
+    kernels = SparseTriton([Segment(0, 2000, 256)], 2000, None, torch.float32, CPU)
+    for _ in range(2):
+        assert kernels.select(x).equal(sorted_out(x, 256))
+
+
+def test_the_margin_grows_when_there_were_too_few_candidates_and_shrinks_after_too_many():
+    x, margins = normal(1400), []
+    kernels = SparseTriton([Segment(0, 1400, 50)], 1400, None, torch.float32, CPU)
+    for scale in (1.0, 0.25, 4.0):
+        kernels.select(x * scale)
+        margins.append(int(kernels._bound[1]))
+    assert margins[1] == 4 * margins[0]
+    assert margins[2] < margins[1]
 
 
 def test_after_a_step_that_did_not_end():
@@ -358,6 +399,64 @@ def test_any_number_of_messages(ranks):
     same(out, added(torch.zeros(309), index, values).div_(ranks))
 
 
+# --- Index codes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("indices", "n", "expected"), EXAMPLES)
+def test_worked_examples(indices, n, expected):
+    assert bytes(specified(indices, n)) == bytes.fromhex(expected)
+    if n < sparse_triton.LIMIT:
+        check_code(torch.tensor(indices, dtype=torch.int64), n)
+
+
+@pytest.mark.parametrize("width", some(range(2, 12), of=4))
+def test_low_parts_of_every_width(width):
+    n, k = (10 << width) + 3, 5
+    assert low_bits(n, k) == width
+    for seed in range(2):
+        check_code(some_of(n, k, seed), n)
+
+
+def check_code(index, n):
+    """Encode ones at these indices, and decode them."""
+    k = len(index)
+    kernels = SparseTriton([Segment(0, n, k)], n, "int8", torch.float32, CPU)
+    before = sum(field.nbytes for field in quantize.layout("int8", k, torch.float32))
+    frame, x = torch.zeros(-(-(before + nbytes(n, k)) // 4) * 4, dtype=torch.uint8), torch.ones(n)
+    kernels.encode(x, index, frame)
+    assert frame[before : before + nbytes(n, k)].tolist() == specified(index.tolist(), n)
+    out = torch.empty(n)
+    kernels.mean(frame[None], out, 1)
+    assert out.nonzero().view(-1).equal(index)
+
+
+def is_code(raw, n, k):
+    """The specification: whether bytes are the code of some k of n indices."""
+    low = low_bits(n, k)
+    bits = np.unpackbits(np.array(raw, dtype=np.uint8), bitorder="little").astype(np.int64)
+    cut = (k * low + 7) // 8 * 8
+    places = np.flatnonzero(bits[cut:])
+    if len(places) != k or bits[k * low : cut].any():
+        return False
+    lows = bits[: k * low].reshape(k, low) @ (1 << np.arange(low)) if low else 0
+    index = ((places - np.arange(k)) << low) + lows if low else places
+    return bool((np.diff(index) > 0).all() and index[-1] < n)
+
+
+def damaged(n, k, generator):
+    length = nbytes(n, k)
+    code = np.array(specified(some_of(n, k).tolist(), n), dtype=np.uint8)
+    for flips in [1, 2] * 6:
+        raw = code.copy()
+        for bit in generator.integers(0, 8 * length, flips):
+            raw[bit // 8] ^= 1 << bit % 8
+        yield raw
+    for density in (0.1, 0.3, 0.5, 0.9):
+        yield np.packbits(generator.random(8 * length) < density)
+    yield np.zeros(length, np.uint8)
+    yield np.full(length, 255, np.uint8)
+
+
 CODES = [(40, 2), (64, 9), (100, 60), (1000, 10), (2000, 100)]
 
 
@@ -377,16 +476,37 @@ def test_damage_is_found(code):
         if intact:
             assert out[:50].equal(expected[:50])
         else:
-            assert out[0].isnan()
-            assert not out[1:].any()
+            assert out.isnan().all()
         if number % 6 == 0:
             total, residual = torch.ones(109 + n), torch.zeros(109 + n)
             kernels.accumulate(broken, total)
             small = torch.empty(109 + n, dtype=torch.bfloat16)
             kernels.mean(broken, small, 2, residual)
-            for vector, value in ((total, 1), (small, 0), (residual, 0)):
-                assert bool(vector[0].isnan()) != intact
-                assert intact or (vector[1:] == value).all()
+            for vector in (total, small, residual):
+                assert vector.isnan().all() != intact
+                assert vector.isnan().any() != intact
         verdicts.append(bool(out[0].isnan()))
     assert any(verdicts)
     assert not all(verdicts)
+
+
+@pytest.mark.parametrize(
+    ("indices", "n"),
+    [
+        ([10, 10, 300, 999], 1000),
+        ([11, 10, 300, 999], 1000),
+        ([1, 2, 3, 1000], 1000),  # their high parts fit, as 1000 is not a multiple of 2^l
+        ([0, 1, 2, 3, 4, 12], 12),  # a bitmap
+    ],
+)
+def test_indices_that_do_not_ascend_below_n_are_found(indices, n):
+    code = specified(indices, n)
+    assert len(code) == nbytes(n, len(indices))
+    assert not is_code(code, n, len(indices))
+    kernels = SparseTriton([Segment(0, n, len(indices))], n, None, torch.float32, CPU)
+    content = raw(torch.ones(len(indices))) + code
+    frame = torch.tensor(content + [0] * (-len(content) % 4), dtype=torch.uint8)
+    out = torch.empty(n)
+    kernels.mean(frame[None], out, 1)
+    assert out[0].isnan()
+    assert not out[1:].any()
