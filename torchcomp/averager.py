@@ -182,7 +182,8 @@ class Averager(Steps):
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not verified:
             resume.compare_ranks(self, self._step_lrs)
-            self._verified = True
+            with self._lock:  # another state can have been loaded meanwhile
+                self._verified = not self.abandoned
         units, lrs = self.units, self._step_lrs
         with self._lock:
             if self.abandoned:
@@ -373,7 +374,9 @@ class Averager(Steps):
 
     def _decide(self) -> None:
         super()._decide()
-        if self.observer is not None:
+        if self._settlement.status is Status.TAKEN_BACK:
+            self._tell_changed()  # what was seen of this step says nothing
+        elif self.observer is not None:
             self.observer.settle()  # without the lock, which never waits for other ranks
 
     def _tell_changed(self) -> None:
@@ -409,7 +412,7 @@ class Averager(Steps):
         counts = self.finish(**options)
         for bucket in buckets if counts else ():
             if self.void is not None:
-                fill_where(self.void, bucket.flat, 0.0)
+                fill_where(self.void.to(bucket.flat.device), bucket.flat, 0.0)
             bucket.write(tensors)
         return counts
 

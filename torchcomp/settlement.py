@@ -26,6 +26,10 @@ LATE = (
 """What became of a step that the host checks when the next one begins."""
 
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
+_DIVERGED = (
+    "This was found one step later, when the optimizer had already applied other updates on each "
+    "rank: load a checkpoint."
+)
 _SAME_FATE = (
     "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
     "these gradients were cleared: the replicas are no longer equal."
@@ -218,8 +222,9 @@ class Steps:
             step: the value of :attr:`step` when the step in flight began.
         """
         with self._lock:
-            self.abandoned, self._keeps_number = True, False
+            self.abandoned = True
             if self.step > step:
+                self._keeps_number = False
                 self._undo()
             elif self._settlement.status is not Status.IN_FLIGHT:
                 return
@@ -341,7 +346,8 @@ def ask(exchange: Exchange, question: Question) -> tuple[Reason, Tensor | None]:
     same: list[tuple[Callable[[], bool], dict[str, Any], str]] = []
     if lrs:
         digest = zlib.crc32(repr(lrs).encode()).to_bytes(4, "big")
-        problem = f"{_SAME_LR} {question.unchanged}"
+        found_late = question.unchanged is LATE
+        problem = f"{_SAME_LR} {_DIVERGED if found_late else question.unchanged}"
         same.append((exchange.same_at_end(digest), {"lr": lrs}, problem))
     fates: list[int] = []
     # Without a message at its end, a step is not worth one for this alone.

@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -596,6 +597,61 @@ def test_what_an_optimizer_uses_counts_as_before(loop: Callable[[Any], None], sp
         before = on_threads(2, counted, loop, spec)
     for one, other in zip(ours, before, strict=True):
         assert same(one, other)
+
+
+class Deep(nn.Module):
+    """Nine large layers whose gradients are small, and a small head whose gradients are large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(9)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + 0.001 * layer(x).tanh()
+        return self.head(x)
+
+
+class Unused(nn.Module):
+    """Nine large layers without a gradient, and a small one with one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(9)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x)
+
+
+def steps_of_three_passes(build: Callable[[], nn.Module], spec: str, **options: Any) -> list[int]:
+    model = wrap(seeded(build().double()), **options)
+    handle = torchcomp.register(model, spec)
+    optimizer = sgd(model)
+    optimizer.zero_grad()
+    backward(model, 0)
+    optimizer.step()
+    optimizer.zero_grad()
+    found = []
+    for step in (1, 2, 3):
+        backward(model, step)
+        found.append(handle.averager.step)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("build", "spec", "options"),
+    [
+        (Deep, 'ef(topk(0.01, scope="model"))', {}),
+        (Unused, "ef(topk(0.1))", {"static_graph": True}),
+    ],
+)
+def test_passes_add_up_though_the_large_parameters_have_no_gradient(
+    build: Callable[[], nn.Module], spec: str, options: dict[str, Any]
+) -> None:
+    body = partial(steps_of_three_passes, build, spec, **options)
+    assert on_threads(2, body) == [[2, 3, 4]] * 2
 
 
 def test_it_is_logged_once_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:

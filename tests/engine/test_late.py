@@ -80,6 +80,21 @@ def test_a_run_continues_as_if_the_step_had_sent_nothing():
     assert same(*(small.on_ranks(2, lambda e, fails=fails: body(e, fails)) for fails in (1, 0)))
 
 
+@pytest.mark.parametrize("abandoned", [False, True])
+def test_a_step_that_a_scaler_skips_keeps_its_number(abandoned):
+    def body(exchange):
+        averager = small.averager(exchange, "ef(topk(0.3))", late=True)
+        small.train(averager, 0, 2)
+        before = averager.state_dict()["slots"]
+        small.step(averager, poisoned(2, exchange.rank), may_skip=True)
+        if abandoned and exchange.rank == 0:  # its next pass raised before this step was settled
+            averager.abandon(averager.step)
+            averager.abandoned = False
+        return averager.state_dict()["step"], same(averager.state_dict()["slots"], before)
+
+    assert small.on_ranks(2, body) == [(3, True)] * 2
+
+
 def test_a_damaged_frame_is_raised_late():
     def body(exchange):
         averager = small.averager(exchange, "ef(topk(0.3))", late=True)

@@ -14,7 +14,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
 from operator import itemgetter
 from typing import Any
 
@@ -45,8 +44,6 @@ class Discarded:
         averager: the engine.
         parameters: whose gradients are averaged, by name.
         speaks: whether this rank logs the first step that is taken back.
-        most: number of parameters to look at, the largest ones; None for all. With a sparse method,
-            the whole gradient of a small one can be zero.
 
     Attributes:
         open: whether the last step can have been thrown away: it counts, and no optimizer has
@@ -58,15 +55,14 @@ class Discarded:
         averager: Averager,
         parameters: Mapping[str, Tensor],
         speaks: bool = False,
-        most: int | None = 8,
     ) -> None:
         self.open = False
         self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
         # Weak, because the averager refers to this object.
         self._averager = weakref.ref(averager)
-        self._largest = sorted(parameters.items(), key=lambda item: -item[1].numel())
-        self._unused: tuple[str, ...] | None = None  # in the last step
-        self._sample: list[Tensor] = []
+        # The largest first: with a sparse method, the whole gradient of a small one can be zero. So
+        # can that of a large one, so all of them count.
+        self._parameters = sorted(parameters.values(), key=lambda each: -each.numel())
         # The last optimizer that has stepped on the parameters. Where it is gone, something else
         # may update them.
         self._optimizer: weakref.ref[Optimizer] | None = None
@@ -76,7 +72,7 @@ class Discarded:
         self._hooks: list[Any] = []
         # Gradients in the last forward pass, and what waits for whether they are nonzero.
         self._fetched: tuple[list[tuple[int, int]], Callable[[], Tensor]] | None = None
-        self._speaks, self._most = speaks, most
+        self._speaks = speaks
         averager.on_finish(self._finished)
         _listen(self)
 
@@ -84,7 +80,7 @@ class Discarded:
         """In a forward pass: :meth:`look` when the backward pass computes its first gradient."""
         if self._hooks:
             return
-        trained = [each for each in self._sample if each.requires_grad]
+        trained = [each for each in self._parameters if each.requires_grad]
         self._hooks = [each.register_hook(self.look) for each in trained]  # type: ignore[no-untyped-call]
         gradients = self._gradients()
         # On an accelerator, the answer is then there when the backward pass begins.
@@ -92,7 +88,7 @@ class Discarded:
             self._fetched = _versions(gradients), host.copy_from(_any_nonzero(gradients))
 
     def look(self, gradient: Tensor | None = None) -> None:
-        """Look whether the gradients are cleared, before this pass accumulates any of a sample."""
+        """Look whether the gradients are cleared, before this pass accumulates any of them."""
         for hook in self._hooks:
             hook.remove()
         fetched, self._hooks, self._fetched = self._fetched, [], None
@@ -116,7 +112,7 @@ class Discarded:
 
         Args:
             in_backward: whether a backward pass has begun the next step. It has called
-                :meth:`look` already, unless it has not reached the sample yet.
+                :meth:`look` already, unless a script has called it without a forward pass.
         """
         if self._hooks or not in_backward:
             self.look()
@@ -124,7 +120,13 @@ class Discarded:
         if averager is None or not self.open:
             return
         if averager.undecided:
-            averager.settle()
+            try:
+                averager.settle()
+            except Exception:
+                # The steps before it still count or not with the gradients that are there.
+                self._last = averager.step, averager.changes
+                self.open = averager.steps_kept > 0
+                raise
         skipped = not averager.counted and not averager.steps_kept
         if skipped or self._last != (averager.step, averager.changes):
             # Another one was loaded, or the step does not count for another reason.
@@ -134,6 +136,10 @@ class Discarded:
         elif in_backward:
             # The next step adds to its gradients. An optimizer uses both, or none of them.
             averager.keep_before()
+
+    def interrupted(self) -> None:
+        """Note that a backward pass raised: an optimizer that runs it has ended its step."""
+        self._is_stepping = False
 
     def _take_back(self, averager: Averager) -> None:
         averager.take_back()
@@ -152,10 +158,6 @@ class Discarded:
         averager = self._averager()
         if averager is None:
             return
-        if averager.unused != self._unused:
-            self._unused = averager.unused
-            used = (each for name, each in self._largest if name not in averager.unused)
-            self._sample = list(islice(used, self._most))
         self._last = averager.step, averager.changes
         self._cleared = False
         stepped = self._optimizer is not None and self._optimizer() is not None
@@ -164,7 +166,7 @@ class Discarded:
         self.open = unused and (counts or averager.steps_kept > 0)
 
     def _gradients(self) -> list[Tensor]:
-        gradients = [each.grad for each in self._sample]
+        gradients = [each.grad for each in self._parameters]
         return [
             each.to_local() if isinstance(each, DTensor) else each
             for each in gradients
@@ -214,7 +216,7 @@ def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
         if discarded is not None:
             discarded._is_stepping, discarded._uses = True, False
             # One that trains several models also steps when this one's gradients were cleared.
-            for _, each in discarded._largest:
+            for each in discarded._parameters:
                 if each.grad is not None:
                     discarded._uses = True
                     break
@@ -243,5 +245,5 @@ def _models_of(optimizer: Optimizer) -> _Models:
         return [
             weakref.ref(model)
             for model in _models
-            if any(id(parameter) in trained for _, parameter in model._largest)
+            if any(id(parameter) in trained for parameter in model._parameters)
         ]

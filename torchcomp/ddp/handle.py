@@ -227,6 +227,8 @@ class Handle(OfOneProcess, Gatherable):
         if self.averager.abandoned:
             # Its jobs must end first, or they would be taken for those of this one.
             self._buckets.join()
+            # One of them can have prepared a bucket for a state that was replaced since.
+            self.averager.running.forget()
             self.averager.abandoned = False
         self._buckets.start()
         self._step_before, self._running = self.averager.step, True
@@ -237,6 +239,8 @@ class Handle(OfOneProcess, Gatherable):
         The thread of the exchange can still be in that step, or have ended it.
         """
         self._running = False
+        if self._discarded is not None:
+            self._discarded.interrupted()
         self._buckets.abandon(self._step_before)
 
     def _take_back_discarded(self) -> None:

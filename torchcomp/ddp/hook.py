@@ -156,6 +156,8 @@ class DDPHandle(Handle):
     def _raise_failure(self, failure: BaseException) -> None:
         for executor in self._buckets.executors:
             executor.failure = None
+        if self._discarded is not None:
+            self._discarded.interrupted()
         raise failure
 
 

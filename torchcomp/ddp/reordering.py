@@ -82,7 +82,8 @@ class Reordering:
 
     def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
         """Yield a bucket in the order of its group, and restore DDP's order afterwards."""
-        ordered = Bucket(shape, bucket.flat, bucket.lasts)
+        # In one order for all ranks, ranks can move other values back before they are checked.
+        ordered = Bucket(shape, bucket.flat, bucket.lasts and not self._in_order)
         before, after = bucket.parts(), ordered.parts()
         moved = [
             name

@@ -50,9 +50,8 @@ class FSDPHandle(Handle):
         # As in DDPHandle, for the gradients of a step that does not count.
         self._parameters = list(parameters.values())
         self._void_value = 0.0 if self._loss_scale is None else math.inf
-        # All of them: the ranks have other shards, and must find the same.
         speaks = buckets.everyone.rank == 0
-        self._discarded = Discarded(self.averager, parameters, speaks, most=None)
+        self._discarded = Discarded(self.averager, parameters, speaks)
         device = buckets.everyone.device
         self._stream = side_stream(device) if device.type == "cuda" else None
         self._pass = -1  # the backward pass in progress

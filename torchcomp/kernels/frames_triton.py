@@ -53,8 +53,11 @@ class SparseFrames(Sparse):
         self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
     ) -> None:
         frames, kernels = self.vectors.frames, self._for(x)
-        if frames is None or kernels is None or parts is not frames.placed:
+        if frames is None or parts is not frames.placed:
             super().subtract(index, parts, x, weight)
+        elif kernels is None:
+            # What is placed can be the bytes of a field that is not aligned.
+            super().subtract(index, frames.unpack(frames.outgoing())[0], x, weight)
         else:
             kernels.subtract(frames.outgoing(), index, x, weight)
 
@@ -118,8 +121,10 @@ class QuantizedFrames(Quantizer):
 
     def subtract(self, parts: Sequence[Parts], x: Tensor, weight: float) -> None:
         frames, kernels = self.vectors.frames, self._for(x)
-        if frames is None or kernels is None or parts is not frames.placed:
+        if frames is None or parts is not frames.placed:
             super().subtract(parts, x, weight)
+        elif kernels is None:
+            super().subtract(frames.unpack(frames.outgoing())[0], x, weight)
         else:
             kernels.subtract(frames.outgoing(), x, weight)
 

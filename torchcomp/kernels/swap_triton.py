@@ -9,26 +9,30 @@ from torchcomp.kernels.triton_jit import kernel
 
 _BLOCK = 8192
 
-# By number of elements. A model has few buckets, so this stays small.
-_swaps: dict[int, Launch] = {}
-_fills: dict[int, Launch] = {}
+# By number of elements and device. A model has few buckets, so this stays small.
+_swaps: dict[tuple[int, int], Launch] = {}
+_fills: dict[tuple[int, int], Launch] = {}
 
 
 def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
     """Swap the values of `a` and `b`, as :func:`torchcomp.kernels.swap.swap_where` does."""
     if n := a.numel():
-        launch = _swaps.get(n)
+        key = n, a.get_device()
+        launch = _swaps.get(key)
         if launch is None:
-            launch = _swaps[n] = Launch(_swap, (triton.cdiv(n, _BLOCK),), n, warps=8, BLOCK=_BLOCK)
+            grid = (triton.cdiv(n, _BLOCK),)
+            launch = _swaps[key] = Launch(_swap, grid, n, warps=8, BLOCK=_BLOCK)
         launch(a, b, condition.view(1))
 
 
 def fill_where(condition: Tensor, x: Tensor, value: float) -> None:
     """Fill `x`, as :func:`torchcomp.kernels.swap.fill_where` does."""
     if n := x.numel():
-        launch = _fills.get(n)
+        key = n, x.get_device()
+        launch = _fills.get(key)
         if launch is None:
-            launch = _fills[n] = Launch(_fill, (triton.cdiv(n, _BLOCK),), n, warps=8, BLOCK=_BLOCK)
+            grid = (triton.cdiv(n, _BLOCK),)
+            launch = _fills[key] = Launch(_fill, grid, n, warps=8, BLOCK=_BLOCK)
         launch(x, condition.view(1), value)
 
 
