@@ -112,7 +112,7 @@ class Discarded:
 
         Args:
             in_backward: whether a backward pass has begun the next step. It has called
-                :meth:`look` already, unless a script has called it without a forward pass.
+                :meth:`look` already, unless it has computed no gradient of a parameter yet.
         """
         if self._hooks or not in_backward:
             self.look()

@@ -1,5 +1,7 @@
 """The conditional swap and fill in Triton. If the condition is false, a program reads one byte."""
 
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -9,31 +11,32 @@ from torchcomp.kernels.triton_jit import kernel
 
 _BLOCK = 8192
 
-# By number of elements and device. A model has few buckets, so this stays small.
-_swaps: dict[tuple[int, int], Launch] = {}
-_fills: dict[tuple[int, int], Launch] = {}
+_Launches = dict[tuple[int, int], Launch]
+# By number of elements and device. A model has few buckets, so these stay small.
+_swaps: _Launches = {}
+_fills: _Launches = {}
 
 
 def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
     """Swap the values of `a` and `b`, as :func:`torchcomp.kernels.swap.swap_where` does."""
-    if n := a.numel():
-        key = n, a.get_device()
-        launch = _swaps.get(key)
-        if launch is None:
-            grid = (triton.cdiv(n, _BLOCK),)
-            launch = _swaps[key] = Launch(_swap, grid, n, warps=8, BLOCK=_BLOCK)
-        launch(a, b, condition.view(1))
+    if a.numel():
+        _launch_of(_swap, _swaps, a)(a, b, condition.view(1))
 
 
 def fill_where(condition: Tensor, x: Tensor, value: float) -> None:
     """Fill `x`, as :func:`torchcomp.kernels.swap.fill_where` does."""
-    if n := x.numel():
-        key = n, x.get_device()
-        launch = _fills.get(key)
-        if launch is None:
-            grid = (triton.cdiv(n, _BLOCK),)
-            launch = _fills[key] = Launch(_fill, grid, n, warps=8, BLOCK=_BLOCK)
-        launch(x, condition.view(1), value)
+    if x.numel():
+        _launch_of(_fill, _fills, x)(x, condition.view(1), value)
+
+
+def _launch_of(function: Any, launches: _Launches, x: Tensor) -> Launch:
+    """Return the launch of a kernel for tensors like `x`."""
+    key = n, _ = x.numel(), x.get_device()
+    launch = launches.get(key)
+    if launch is None:
+        grid = (triton.cdiv(n, _BLOCK),)
+        launch = launches[key] = Launch(function, grid, n, warps=8, BLOCK=_BLOCK)
+    return launch
 
 
 @kernel("n")
@@ -54,4 +57,4 @@ def _fill(
 ) -> None:
     if tl.load(condition) != 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tl.store(x + i, value.to(x.dtype.element_ty), mask=i < n)
+        tl.store(x + i, value, mask=i < n)
