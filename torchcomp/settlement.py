@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.exchange import Exchange
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.state import State
@@ -236,8 +237,8 @@ class Steps:
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Return the Euclidean norm of this rank's residual by parameter name.
 
-        The host waits for the device once. Any thread can call this at any time: the residual is
-        that after the last step that has finished.
+        The host waits for all that the device was given. Any thread can call this at any time: the
+        residual is that after the last step that has finished.
 
         Args:
             slot: "error" for the residual of this rank's gradients, or "server_error" for the
@@ -248,6 +249,8 @@ class Steps:
             parts = dict(self.state.items(slot))
             if not parts:
                 return {}
+            # The stream of the exchange can still be writing them, and this thread has another one.
+            host.wait_for_all_streams(parts.values())
             norms = torch._foreach_norm(list(parts.values()))
             # Parameters can be on several devices. The copies to the first do not wait.
             gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
