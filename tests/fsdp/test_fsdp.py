@@ -337,6 +337,21 @@ def test_a_nan_raises_on_all_ranks_and_names_the_replica(check: str) -> None:
     assert_replicas_equal([weight for *_, weight in found])
 
 
+def poisoned_at_the_end() -> tuple[str, bool, bool]:
+    run = Run((2, 2), TOPK, options={"check": "late"})
+    run.step(0)
+    before = run.handle.state_dict()
+    loss_of(run.model(rows(1) * (float("nan") if dist.get_rank() == 3 else 1.0))).backward()
+    error = raised_by(run.handle.close)
+    after = run.handle.state_dict()
+    return type(error).__name__, run.handle.closed, same(before["slots"], after["slots"])
+
+
+def test_close_raises_the_nan_of_the_last_step() -> None:
+    for name, closed, unchanged in on_processes(4, poisoned_at_the_end):
+        assert (name, closed, unchanged) == ("NonFiniteError", True, True)
+
+
 def resumed(spec: str) -> tuple[Tensor, Tensor, bool]:
     whole, first = Run((2, 2), spec), Run((2, 2), spec)
     expected = whole.train(range(6))
