@@ -3,6 +3,7 @@
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from tests.support.outcomes import (
 )
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
+from torchcomp.ddp.arguments import Options
 
 pytestmark = NEEDS_HOOK
 
@@ -350,6 +352,19 @@ def poisoned_at_the_end() -> tuple[str, bool, bool]:
 def test_close_raises_the_nan_of_the_last_step() -> None:
     for name, closed, unchanged in on_processes(4, poisoned_at_the_end):
         assert (name, closed, unchanged) == ("NonFiniteError", True, True)
+
+
+def auto(late: bool) -> list[bool]:
+    with mock.patch.object(Options, "late", return_value=late) as asked:
+        run = Run((2, 1), TOPK)
+    run.backward(0)
+    (device,) = asked.call_args.args
+    return [device.type == "cpu", run.handle.averager.undecided]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_is_late_where_one_of_ddp_would_be(late: bool) -> None:
+    assert on_processes(2, auto, late) == [[True, late]] * 2
 
 
 def resumed(spec: str) -> tuple[Tensor, Tensor, bool]:
