@@ -120,15 +120,15 @@ class Handle(OfOneProcess, Gatherable):
             self._require_idle("swap")
             self._require_open("swap")
             self._take_back_discarded()
-            aggregator = self._method_of(spec)
+            aggregator = self._parse(spec)
             return aggregator, {"spec": aggregator}
 
         if self.averager.settling:
             # No collective over the user's group, where others can be running: the step compares.
-            return self._buckets.use(self._method_of(spec))
+            return self._buckets.use(self._parse(spec))
         return self._buckets.use(self._buckets.everyone.build("handle.swap", {"spec": spec}, make))
 
-    def _method_of(self, spec: str | Component) -> Aggregator:
+    def _parse(self, spec: str | Component) -> Aggregator:
         """Return a method that can average the gradients of this model."""
         aggregator = parse_aggregator(spec)
         self._check_method(aggregator)
