@@ -25,52 +25,6 @@ for candidates. Gradients are new in every step, normal with one of two scales p
 residual is the one that error feedback makes of them, so thresholds drift as they do in training.
 """
 
-# Designs that were tried. Their times are not rows of the CSV.
-#
-# The pass over the vector, at 1 %, each measured separately:
-# - A branch per 16 entries in plain Numba: 1.9 times torch.add at n = 25e6, two threads. LLVM does
-#   not vectorise the comparison.
-# - 64 entries compared together, the addition in a loop over absolute indices: 78 us for 100,000
-#   entries on one thread. The addition takes 62 of these, because it is not vectorised either.
-# - The same with the addition over slices: 28 us.
-# - Both in plain Numba loops over blocks of 256 to 2,048: a whole encoding takes 1.1 to 1.9 times
-#   as long (minima, AVX2).
-# - Candidates stored one by one, with a branch after each: storing four without a branch in between
-#   takes 15.7 us instead of 20.2 for 1e5 entries of which 1.3 % pass, and 25.9 instead of 34.2 at
-#   13 % (one thread, minima). 8 or 16 at a time are slower at 1.3 % and no faster at 13 %.
-# - Candidates' memory from NumPy instead of torch: cold 20 to 40 ms at n = 25e6 instead of 20,
-#   because NumPy requests huge pages.
-#
-# Adding up 8 messages of 1 % of 25e6 entries: CPU time of all threads as a multiple of the pass
-# (1.9 ms on two threads), both repeated back to back:
-# - Message after message, with all indices decoded to int64 before they are added: 9.
-# - Checked first, then decoded again for each block of the vector while adding: 2.4.
-# - Decoded to 32 bits in one loop that reads and checks bit by bit, then added in blocks: 2.1.
-# - The same in three loops: 1.9. Blocks of 64 KiB to 1 MiB take equally long. Loading or
-#   prefetching each block beforehand is slower.
-# - The same three loops for one block after another, without a table of all indices, the current
-#   design: as fast for few entries, 1.2 to 1.7 times as fast for 8 messages of 10 % of 1e7 (minima,
-#   in turn on a shared machine). There, the table took 32 MB of fresh memory per call.
-# - Low parts joined to the high parts as four lanes of one vector: no difference.
-#
-# Selection in training: four processes of one thread each on four cores, the vectors of ResNet-18's
-# shards, 1 %, caches emptied. Milliseconds of CPU time per step, 16.8 before and 8.2 after:
-# - Bounds that follow how much thresholds move: of the warm guesses 41 % were too tight, now 5 %.
-# - Adding and comparing in one vector loop, with the first digit counted on the way: 17.1 to 10.7.
-# - Stores that bypass the caches, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2.
-#   Both have been removed. On another, shared machine (AVX2), encoding without them took 0.88 to
-#   1.25 and 0.95 to 1.17 times as long, the most for the largest vectors. Without both, selecting
-#   from 1e7 or 2.5e7 entries takes 1.2 to 1.3 times as long (two threads, minima of three runs).
-# - One compiled call for a whole selection, now two: 60 to 20 us of fixed cost per call with one.
-#
-# Choosing among the candidates at 10 %, microseconds for n = 1e6 on one thread (minima):
-# - A radix search of three rounds over all candidates, then a branch per candidate: 500.
-# - The first histogram after each chunk's pass, later rounds within the bin of the threshold, and
-#   indices that are written always and overwritten if not chosen, the current design: 250.
-#
-# As a cold start, a radix histogram of the whole vector needs no guess but three more passes. A
-# sample of 32,768 entries takes a twelfth of one pass at n = 25e6.
-
 import argparse
 import csv
 import datetime

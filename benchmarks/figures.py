@@ -18,11 +18,19 @@ CLOSE = 1.05
 """A chosen method whose step takes at most this many times as long as the best is a good choice."""
 
 
+_DEFAULT = ', selection="shard"'
+"""Written out in rows from before it became the default."""
+
+
 def read(path: Path) -> list[Row]:
+    """The rows of a file; none if it does not exist."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [
+            {name: text.replace(_DEFAULT, "") for name, text in row.items()}
+            for row in csv.DictReader(file)
+        ]
 
 
 def latest(path: Path, *names: str) -> list[Row]:
@@ -207,8 +215,7 @@ class Choice:
 
 
 def choices(rows: Iterable[Row]) -> list[Choice]:
-    """The choices between the bf16 hook and torchcomp. Local steps change the algorithm: not here.
-    """
+    """The choices between the bf16 hook and torchcomp, without local steps."""
     found: dict[tuple[str, ...], dict[str, Row]] = defaultdict(dict)
     for row in rows:
         if not row["method"].startswith("every("):

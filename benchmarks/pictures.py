@@ -62,7 +62,9 @@ def time_to_accuracy(results: Path) -> Any:
         bars = [each for each in found if each.mbit == mbit][::-1]
         seconds = [bar.seconds for bar in bars]
         axes.barh(
-            range(len(bars)), seconds, color=["#bbbbbb" if bar.missed else "#4c72b0" for bar in bars]
+            range(len(bars)),
+            seconds,
+            color=["#bbbbbb" if bar.missed else "#4c72b0" for bar in bars],
         )
         axes.set_xlim(0, 1.4 * max(seconds))
         missed = [f", missed by {bar.missed} of 3 seeds" if bar.missed else "" for bar in bars]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from benchmarks import figures
 from benchmarks.figures import Link, Row, Steps, latest
-from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, PLAIN, POWERSGD
+from benchmarks.net.names import BF16, FLOOR, NAIVE_TOPK, PLAIN, POWERSGD
 from recipes.page_tables import TableMaker, markdown_table
 
 MISSING = "–"
@@ -23,7 +23,6 @@ _NAMES = {
     POWERSGD: "DDP's PowerSGD hook",
     NAIVE_TOPK: "naive TopK",
 }
-_DEFAULT = ', selection="shard"'
 _MODEL, _HOSTS = "resnet18", 4
 _PER_HOST = ("ranks", "levels", "hosts", "mbit", "model", "method")
 _VECTOR = 25_000_000, 250_000
@@ -34,8 +33,8 @@ R, C = TypeVar("R"), TypeVar("C")
 
 
 def label(method: str) -> str:
-    """The name of a method in a table: the shortest spec that is equal to it."""
-    return _NAMES.get(method) or f"`{method.replace(_DEFAULT, '')}`"
+    """The name of a method in a table."""
+    return _NAMES.get(method, f"`{method}`")
 
 
 def grid(

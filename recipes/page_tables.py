@@ -84,7 +84,9 @@ def tables_of(folder: str) -> Mapping[str, TableMaker]:
     place = _place(folder).relative_to(_HERE.parent)
     if not (_place(folder) / "tables.py").is_file():
         raise RecipeError(f"{place}/tables.py does not exist")
-    tables: Mapping[str, TableMaker] = importlib.import_module(f"{'.'.join(place.parts)}.tables").TABLES
+    tables: Mapping[str, TableMaker] = importlib.import_module(
+        f"{'.'.join(place.parts)}.tables"
+    ).TABLES
     return tables
 
 

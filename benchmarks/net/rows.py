@@ -17,32 +17,15 @@ STEPS = [*_COMMON, *_RUN, *_STEP]
 NODES = [*_COMMON, "ranks", "levels", *_RUN, *_STEP, "inside_bytes", "counted_inside_bytes"]
 ACCURACY = [*_COMMON, *_RUN, "rate", "seed", "target", "reached", "accuracy", "steps", "seconds"]
 ACCURACY += ["wire_bytes", "payload_bytes"]
-FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", "lr", "seed"]
-FINAL += ["steps", "accuracy", "loss"]
 PREDICTIONS = [*_COMMON, "ranks", "levels", *_RUN, "steps", "step_ms", "step_ms_low"]
-PREDICTIONS += [
-    "step_ms_high",
-    "compute_ms",
-    "predicted_ms",
-    "hook_ms",
-    "formula_ms",
-    "other_cores",
-]
-AUTO = [*_COMMON, *_RUN, "trial_ms", "steps", "step_ms", "chosen", "trial_steps", "other_cores"]
+PREDICTIONS += ["step_ms_high", "compute_ms", "predicted_ms", "hook_ms", "formula_ms"]
+PREDICTIONS += ["other_cores"]
 SOAK = [*_COMMON, "part", "method", "ranks", "steps", "step_ms", "seconds"]
 SOAK += ["swaps", "loads", "samples"]
 SOAK += ["resident_mib", "growth_kib", "trend", "descriptors", "threads", "equal", "lost", "unsent"]
 SOAK += ["passed"]
-DOCTOR = [*_COMMON, "case", "kind", "ranks", "mbit", "expected", "found", "status"]
-DOCTOR += ["doctor_s", "job_s", "load", "passed"]
 MUTATIONS = [*_COMMON, "part", "seed", "cases", "problems", "slowest_ms", "results", "seconds"]
 MUTATIONS += ["passed"]
-GUARD_FAULTS = [*_COMMON, "fault", "method", "ranks", "seed", "planted", "found", "after"]
-GUARD_FAULTS += ["kinds", "parameters", "named_ranks", "passed"]
-GUARD_CLEAN = [*_COMMON, "run", "ranks", "flags", "steps", "comparisons", "alarms", "accuracy"]
-GUARD_CLEAN += ["bytes", "control_bytes"]
-GUARD_COST = [*_COMMON, "model", "parameters", "batch", "ranks", "method", "every", "pairs"]
-GUARD_COST += ["step_ms", "inside", "time", "time_low", "time_high", "bytes"]
 
 
 class TableError(ValueError):

@@ -73,35 +73,21 @@ def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], 
         from benchmarks.net.prediction import PredictionBench
 
         yield from PredictionBench(job, rank).measured()
-        return
-    if job.task == "auto":
-        from benchmarks.net.auto import AutoBench
+    elif job.task == "accuracy":
+        from benchmarks.net.accuracy import AccuracyBench
 
-        yield from AutoBench(job, rank, clock).measured()
-        return
-    if job.task != "steps":
-        trainer = trainer_of(job, rank)
-        for method, rate, seed in job.runs or product(job.methods, job.rates, job.seeds):
+        trainer = AccuracyBench(job, rank)
+        for method, rate, seed in product(job.methods, job.rates, job.seeds):
             labels = {"method": method, "rate": rate, "seed": seed}
             yield labels, trainer.measure(method, seed, rate)
-        return
-    from benchmarks.net.steps import StepBench
+    else:
+        from benchmarks.net.steps import StepBench
 
-    bench = StepBench(job, rank, clock)
-    for round_index in range(job.rounds):
-        for method, levels in zip(job.methods, job.levels or repeat(1), strict=False):
-            labels = {"method": method, "levels": levels, "round": round_index}
-            yield labels, bench.measure(method, levels)
-
-
-def trainer_of(job: Job, rank: int) -> Any:
-    if job.task == "final":
-        from benchmarks.net.final import FinalBench
-
-        return FinalBench(job, rank)
-    from benchmarks.net.accuracy import AccuracyBench
-
-    return AccuracyBench(job, rank)
+        bench = StepBench(job, rank, clock)
+        for round_index in range(job.rounds):
+            for method, levels in zip(job.methods, job.levels or repeat(1), strict=False):
+                labels = {"method": method, "levels": levels, "round": round_index}
+                yield labels, bench.measure(method, levels)
 
 
 if __name__ == "__main__":
