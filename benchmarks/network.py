@@ -26,7 +26,16 @@ from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
 from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
-from benchmarks.net.rows import ACCURACY, NODES, STEPS, Table, conditions
+from benchmarks.net.rows import (
+    ACCURACY,
+    NODES,
+    STEPS,
+    Table,
+    conditions,
+    milliseconds,
+    step_columns,
+    step_times,
+)
 
 # The port of the rendezvous. Every host is its own namespace, so no other program uses it.
 _PORT = 29500
@@ -277,13 +286,8 @@ def record(
 def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, Any]:
     """The columns of a step benchmark: means over the ranks, and the median time over the steps."""
     count = len(ranks[0]["times"])
-    # The mean over the ranks per step, then the quartiles over the steps.
-    times = [statistics.mean(step) for step in zip(*(r["times"] for r in ranks), strict=True)]
-    low, middle, high = _quartiles(times)
-    each = {name: _mean(ranks, name) for name in ("user", "system", "collective")}
-    row: dict[str, Any] = {"steps": count, "step_ms": _ms(middle)}
-    row |= {"step_ms_low": _ms(low), "step_ms_high": _ms(high)}
-    row |= {f"{k}_ms": "" if v is None else _ms(v / count) for k, v in each.items()}
+    row: dict[str, Any] = {"steps": count, **step_columns(step_times(ranks))}
+    row |= {f"{name}_ms": milliseconds(_mean(ranks, name) / count) for name in ("user", "system")}
     sent = {"wire_bytes": "wire", "packets": "packets", "payload_bytes": "payload"}
     sent |= {"tcp_bytes": "tcp"}
     row |= {k: round(_mean(ranks, v) / count) if counted else "" for k, v in sent.items()}
@@ -311,19 +315,8 @@ def accuracy_columns(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _mean(ranks: list[dict[str, Any]], name: str) -> Any:
-    """The mean over the ranks; None if a rank has no value."""
-    values = [rank[name] for rank in ranks]
-    return None if None in values else statistics.mean(values)
-
-
-def _quartiles(times: list[float]) -> list[float]:
-    # statistics.quantiles raises for a single value.
-    return statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
+def _mean(ranks: list[dict[str, Any]], name: str) -> float:
+    return statistics.mean(rank[name] for rank in ranks)
 
 
 if __name__ == "__main__":

@@ -25,19 +25,6 @@ LAYERS = "jointspar("
 _ONE_BUCKET_MB = 4096
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Bytes of messages that this rank has sent, as torchcomp counts them; 0 for a baseline.
-
-    Attributes:
-        sent: all bytes; with two levels, those between nodes.
-        inside: with two levels, those inside the node.
-    """
-
-    sent: int = 0
-    inside: int = 0
-
-
 @dataclass
 class Trainee:
     """A model in training. `counter` is torchcomp's handle, which counts bytes, if there is one."""
@@ -46,12 +33,13 @@ class Trainee:
     optimizer: SGD
     counter: Any = None
 
-    def counted(self) -> Counted:
+    def counted(self) -> tuple[int, int]:
+        """Bytes of messages that this rank has sent, and those inside the node with two levels."""
         if self.counter is None:
-            return Counted()
+            return 0, 0
         stats = self.counter.stats
         # Methods without a second level do not count it.
-        return Counted(stats.total_bytes_sent, getattr(stats, "total_inside_bytes_sent", 0))
+        return stats.total_bytes_sent, getattr(stats, "total_inside_bytes_sent", 0)
 
     def close(self) -> None:
         if self.counter is not None:

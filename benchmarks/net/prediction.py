@@ -19,7 +19,6 @@ from torch.optim import SGD
 
 import torchcomp
 from benchmarks.net import data, models
-from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
 from benchmarks.net.methods import Course, Trainee, attach, in_ddp
 from benchmarks.net.names import BASELINES, BF16, ONE_VALUE, PLAIN
@@ -178,7 +177,7 @@ class PredictionBench:
     def _step(self, name: str, method: str, levels: int) -> dict[str, Any]:
         """The mean seconds of a step with the method, over each round."""
         job = replace(self._job, model=name)
-        bench = StepBench(job, self._rank, CollectiveClock())
+        bench = StepBench(job, self._rank)
         course = Course(lr=0.01, total_steps=1000, settled=True)
         module = models.build(name, seed=0)
         trainee = attach(method, module, course, job.ranks if levels == 2 else None)

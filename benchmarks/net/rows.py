@@ -3,6 +3,8 @@
 import csv
 import os
 import platform
+import statistics
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from recipes.result_files import revision
 _COMMON = ["date", "revision", "torch", "device", "cpus"]
 _RUN = ["hosts", "mbit", "delay_us", "model", "parameters", "batch", "method"]
 _STEP = ["steps", "step_ms", "step_ms_low", "step_ms_high", "user_ms", "system_ms"]
+# collective_ms is empty in new rows: the time in blocking collectives is no longer measured.
 _STEP += ["collective_ms", "wire_bytes", "packets", "payload_bytes", "tcp_bytes", "counted_bytes"]
 STEPS = [*_COMMON, *_RUN, *_STEP]
 NODES = [*_COMMON, "ranks", "levels", *_RUN, *_STEP, "inside_bytes", "counted_inside_bytes"]
@@ -70,6 +73,23 @@ class Table:
         # CSV stores text, so compare as text.
         texts = {name: str(value) for name, value in wanted.items()}
         return any(all(row[name] == text for name, text in texts.items()) for row in self.read())
+
+
+def step_times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The seconds of each step: the mean over the ranks."""
+    return [statistics.mean(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
+
+
+def step_columns(times: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of the seconds of steps, in milliseconds."""
+    # statistics.quantiles raises for a single value.
+    each = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
+    names = ("step_ms_low", "step_ms", "step_ms_high")
+    return {name: milliseconds(seconds) for name, seconds in zip(names, each, strict=True)}
+
+
+def milliseconds(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
 
 
 def conditions() -> dict[str, Any]:

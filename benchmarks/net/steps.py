@@ -9,25 +9,14 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.net import counters, data, models
-from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
-from benchmarks.net.methods import Counted, Course, Trainee, attach
+from benchmarks.net.methods import Course, Trainee, attach
 
 _MOST_STEPS = 40
 # Fewest and most steps of warm-up. After _WARM_UP_SECONDS, the fewest are enough.
 _WARM_UP = (2, 5)
 _WARM_UP_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The values of all counters at one moment."""
-
-    user: float
-    system: float
-    collective: float | None
-    sent: counters.Counters
-    counted: Counted
+Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -41,7 +30,6 @@ class RankSteps:
     times: list[float]
     user: float
     system: float
-    collective: float | None
     wire: int
     payload: int
     packets: int
@@ -54,8 +42,8 @@ class RankSteps:
 class StepBench:
     """Trains as a user's loop does, and measures each method."""
 
-    def __init__(self, job: Job, rank: int, clock: CollectiveClock) -> None:
-        self.job, self.rank, self.clock = job, rank, clock
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
         self.train, _ = data.digits(models.SIZES[job.model])
 
     def measure(self, method: str, levels: int) -> RankSteps:
@@ -73,26 +61,27 @@ class StepBench:
     def _measure(self, trainee: Trainee) -> RankSteps:
         steps = self._warm_up(trainee)
         dist.barrier()
-        self.clock.reset()
-        before = self._snapshot(trainee)
+        before = self._counters(trainee)
         # The ranks of a host share its counters: none may send before all have read them.
         dist.barrier()
         times = [self.step(trainee, number) for number in range(steps)]
-        collective = self.clock.seconds
         # The last messages of this rank can still be in its queue when its step has ended. After
         # the barrier they have been sent.
         dist.barrier()
-        after = self._snapshot(trainee)
+        after = self._counters(trainee)
         dist.barrier()
-        sent = after.sent - before.sent
+        (user, system), (counted, inside) = (
+            [now - then for then, now in zip(*each, strict=True)]
+            for each in zip(before[:2], after[:2], strict=True)
+        )
+        sent = after[2] - before[2]
         return RankSteps(
             times=times,
-            user=after.user - before.user,
-            system=after.system - before.system,
-            collective=collective,
+            user=user,
+            system=system,
             payload=sent.payload,
-            counted=after.counted.sent - before.counted.sent,
-            counted_inside=after.counted.inside - before.counted.inside,
+            counted=counted,
+            counted_inside=inside,
             **asdict(sent),
         )
 
@@ -126,17 +115,9 @@ class StepBench:
         trainee.optimizer.step()
         return time.perf_counter() - started
 
-    def _snapshot(self, trainee: Trainee) -> Snapshot:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return Snapshot(
-            user=used.ru_utime,
-            system=used.ru_stime,
-            collective=self.clock.seconds,
-            sent=self._sent(),
-            counted=trainee.counted(),
-        )
-
-    def _sent(self) -> counters.Counters:
-        if not self.job.counted:
-            return counters.Counters()
-        return counters.read(self.job.interface, self.job.port)
+    def _counters(self, trainee: Trainee) -> tuple[Pair, Pair, counters.Counters]:
+        """CPU seconds of this process, bytes by torchcomp's handle, and those of the kernel."""
+        used, kernel = resource.getrusage(resource.RUSAGE_SELF), counters.Counters()
+        if self.job.counted:
+            kernel = counters.read(self.job.interface, self.job.port)
+        return (used.ru_utime, used.ru_stime), trainee.counted(), kernel

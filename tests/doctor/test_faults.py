@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.doctor_cases import FAULTS, HEALTHY, Case, examined
+from tests.doctor.planted import FAULTS, HEALTHY, Case, examined
 from benchmarks.net.shell import missing
 
 pytestmark = pytest.mark.soak
