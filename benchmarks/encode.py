@@ -42,6 +42,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from benchmarks.net.rows import processor
 from torchcomp.compressors import TopK
 from torchcomp.compressors.base import Message, Vectors
 from torchcomp.kernels import pool, select
@@ -220,11 +221,6 @@ def rows(n: int, ratio: float, times: dict[str, float]) -> list[dict[str, object
         figures = {"ms": f"{milliseconds:.3f}", "of": of, "of_ms": f"{times[of]:.3f}"}
         measured.append({**conditions, "what": what, **figures})
     return measured
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
 
 
 def numba_version() -> str:

@@ -5,7 +5,6 @@ tests its own weights while the clock is stopped. The schedule is that of
 recipes/configs/digits.yaml: 24 epochs, cosine after two epochs of warm-up.
 """
 
-import gc
 import math
 import time
 from dataclasses import asdict, dataclass
@@ -16,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.net import counters, data, models
 from benchmarks.net.job import Job
-from benchmarks.net.methods import Course, Trainee, attach
+from benchmarks.net.methods import Course, Trainee, attached
 
 _EVERY = 4  # steps between two tests
 _EPOCHS, _WARM_UP_EPOCHS = 24, 2
@@ -48,14 +47,8 @@ class AccuracyBench:
 
     def measure(self, method: str, seed: int, lr: float) -> RankAccuracy:
         module = models.build(self._job.model, seed)
-        trainee = attach(method, module, Course(lr, self._total, self._warm_up))
-        try:
+        with attached(method, module, Course(lr, self._total, self._warm_up)) as trainee:
             return self._measure(trainee, seed, lr)
-        finally:
-            trainee.close()
-            # Objects in reference cycles would otherwise keep this model in memory.
-            del trainee, module
-            gc.collect()
 
     def _measure(self, trainee: Trainee, seed: int, lr: float) -> RankAccuracy:
         # No rank must start the clock while another is still building its model.

@@ -5,6 +5,9 @@ local steps, or ``jointspar(...)`` with the options of :class:`torchcomp.JointSp
 """
 
 import ast
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -75,6 +78,20 @@ def attach(method: str, module: nn.Module, course: Course, nodes: int | None = N
         _register_baseline(method, model, course.settled)
         return Trainee(model, optimizer)
     return Trainee(model, optimizer, _counter(method, model, optimizer, course, nodes))
+
+
+@contextmanager
+def attached(
+    method: str, module: nn.Module, course: Course, nodes: int | None = None
+) -> Iterator[Trainee]:
+    """A context in which `method` is attached to `module`: see :func:`attach`."""
+    # Objects in reference cycles would otherwise keep the model before in memory.
+    gc.collect()
+    trainee = attach(method, module, course, nodes)
+    try:
+        yield trainee
+    finally:
+        trainee.close()
 
 
 def in_ddp(module: nn.Module, **options: Any) -> DistributedDataParallel:

@@ -100,12 +100,13 @@ def conditions() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "revision": revision(),
         "torch": version("torch"),
-        "device": _processor(),
+        "device": processor(),
         "cpus": len(os.sched_getaffinity(0)),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

@@ -1,6 +1,5 @@
 """Measure the time and bytes of a training step with one method, on one rank."""
 
-import gc
 import resource
 import time
 from dataclasses import asdict, dataclass
@@ -10,7 +9,7 @@ import torch.distributed as dist
 
 from benchmarks.net import counters, data, models
 from benchmarks.net.job import Job
-from benchmarks.net.methods import Course, Trainee, attach
+from benchmarks.net.methods import Course, Trainee, attached
 
 _MOST_STEPS = 40
 # Fewest and most steps of warm-up. After _WARM_UP_SECONDS, the fewest are enough.
@@ -49,14 +48,9 @@ class StepBench:
     def measure(self, method: str, levels: int) -> RankSteps:
         module = models.build(self.job.model, seed=0)
         course = Course(lr=0.01, total_steps=1000, settled=True)
-        trainee = attach(method, module, course, self.job.ranks if levels == 2 else None)
-        try:
+        nodes = self.job.ranks if levels == 2 else None
+        with attached(method, module, course, nodes) as trainee:
             return self._measure(trainee)
-        finally:
-            trainee.close()
-            # Objects in reference cycles would otherwise keep this model in memory.
-            del trainee, module
-            gc.collect()
 
     def _measure(self, trainee: Trainee) -> RankSteps:
         steps = self._warm_up(trainee)
