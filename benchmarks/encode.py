@@ -9,11 +9,8 @@ Rows of the output:
     subtract                subtracting what is sent
     encode warm, cold       all of the above, as ``ef(topk(...))`` calls it
     decode 8                adding up 8 messages, as a receiver does
-    decode 8 in turn        the same with one call per message
-    decode 8, pass repeated     decode 8 and the pass, each repeated back to back
     add + np.partition      the reference implementation, without Numba
-    add + torch.topk, add + torch.kthvalue     (at 1 % only, because they take seconds)
-    PowerSGD                rank 1 on a square view: add, two products, orthogonalise, subtract
+    add + torch.topk        (at 1 % only, because it takes seconds)
 
 Encoding is compared with the *floor*. Error feedback with TopK must read the gradient and the
 residual and write the new residual: 12 bytes per entry. The floor is the time for this at the speed
@@ -28,7 +25,6 @@ residual is the one that error feedback makes of them, so thresholds drift as th
 import argparse
 import csv
 import datetime
-import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -40,7 +36,6 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from benchmarks.net.rows import processor
 from torchcomp.compressors import TopK
@@ -86,7 +81,7 @@ def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
             # The first two steps compile and find a threshold. They are not recorded.
             run.step(clock if step >= 2 else Clock(), start)
     decode(clock, run, steps)
-    baselines(clock, run, slow=ratio == 0.01)
+    alternatives(clock, run, slow=ratio == 0.01)
     times = clock.medians()
     # A copy moves 8 bytes per entry and the floor 12.
     times["floor"] = 1.5 * times.pop("copy")
@@ -142,31 +137,24 @@ def decode(clock: Clock, run: Training, times: int) -> None:
     """Add up the messages of the last 8 steps, as if they came from 8 ranks."""
     messages = list(run.messages)
 
-    def call_per_message() -> None:
-        for message in messages:
-            run.topk.accumulate([message], run.x, run.vectors, KEY)
-
-    def one_call() -> None:
+    def add_up() -> None:
         run.topk.accumulate(messages, run.x, run.vectors, KEY)
 
     def dense() -> None:
         in_threads(negate, run.x.numpy())
 
     assert len(messages) == 8
-    cases = {"pass": dense, "decode 8": one_call, "decode 8 in turn": call_per_message}
     # Like with like: each case comes after a new gradient was drawn and the vector was set to zero,
-    # as in a step. The repeated cases below come back to back, each one separately.
+    # as in a step.
     for _ in range(times):
-        for name, work in cases.items():
+        for name, work in {"pass": dense, "decode 8": add_up}.items():
             run.g.normal_()
             run.x.zero_()
             clock(name, work)
-    for name, work in {"pass": dense, "decode 8": one_call}.items():
-        for _ in range(times):
-            clock(f"{name} repeated", work)
 
 
-def baselines(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
+def alternatives(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
+    """Other ways to select."""
     g, e, x = run.g, run.e, run.x
     k = run.topk.kept(g.numel())
     whole = [Segment(0, g.numel(), k)]
@@ -174,29 +162,10 @@ def baselines(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
     def added(select: Callable[[], object]) -> Callable[[], object]:
         return lambda: (torch.add(g, e, out=x), select())
 
-    q = torch.randn(math.isqrt(g.numel()), 1)
     for _ in range(times):
         clock("add + np.partition", added(lambda: select.largest(x, whole)))
-        clock("PowerSGD", lambda: power_sgd(g, e, x, q))
         if slow:
             clock("add + torch.topk", added(lambda: torch.topk(x.abs(), k, sorted=False)))
-            clock("add + torch.kthvalue", added(lambda: kth_value(x, k)))
-
-
-def kth_value(x: Tensor, k: int) -> Tensor:
-    magnitude = x.abs()
-    return torch.nonzero(magnitude >= torch.kthvalue(magnitude, x.numel() - k + 1).values)
-
-
-def power_sgd(g: Tensor, e: Tensor, x: Tensor, q: Tensor) -> None:
-    """The computation of PyTorch's hook for a square matrix, without its two all-reduces."""
-    side = q.numel()
-    torch.add(g, e, out=x)
-    matrix = x[: side * side].view(side, side)
-    p = matrix @ q
-    p /= p.norm()
-    q = matrix.t() @ p
-    matrix.addmm_(p, q.t(), alpha=-1.0)
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -213,8 +182,7 @@ def rows(n: int, ratio: float, times: dict[str, float]) -> list[dict[str, object
         "k": TopK(ratio).kept(n),
     }
     # The units of decoding. Everything else is compared with the floor.
-    units = dict.fromkeys(("pass", "decode 8", "decode 8 in turn"), "pass")
-    units |= dict.fromkeys(("pass repeated", "decode 8 repeated"), "pass repeated")
+    units = dict.fromkeys(("pass", "decode 8"), "pass")
     measured = []
     for what, milliseconds in times.items():
         of = units.get(what, "floor")

@@ -152,7 +152,8 @@ def times_to_accuracy(path: Path) -> list[Reached]:
         known = best.get((method, mbit), found)
         # A run that misses the target ends early: compare the number of misses before the time.
         best[method, mbit] = min(known, found, key=lambda each: (each.missed, each.seconds))
-    return [best[m, mbit] for m in in_order(m for m, _ in best) for mbit in (10, 100)]
+    order = in_order(method for method, _ in best)
+    return sorted(best.values(), key=lambda each: (each.mbit, order.index(each.method)))
 
 
 # --- Predictions ----------------------------------------------------------------------------------

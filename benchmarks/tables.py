@@ -43,13 +43,16 @@ def grid(
     columns: Sequence[tuple[str, C]],
     cell: Callable[[R, C], str | None],
 ) -> str:
-    """Return a table with a cell for each row and column, without the rows that have none."""
-    lines = []
-    for name, row in rows:
-        cells = [cell(row, column) for _, column in columns]
-        if any(cells):
-            lines.append([name, *(each or MISSING for each in cells)])
-    return markdown_table([corner, *(name for name, _ in columns)], lines)
+    """Return a table with a cell for each row and column, without those that have none."""
+    named = list(rows)
+    cells = [[cell(row, column) for _, column in columns] for _, row in named]
+    kept = [at for at in range(len(columns)) if any(line[at] for line in cells)]
+    lines = [
+        [name, *(line[at] or MISSING for at in kept)]
+        for (name, _), line in zip(named, cells, strict=True)
+        if any(line)
+    ]
+    return markdown_table([corner, *(columns[at][0] for at in kept)], lines)
 
 
 def labelled(methods: Iterable[str]) -> list[tuple[str, str]]:
@@ -105,7 +108,7 @@ def nodes(results: Path) -> str:
     def cell(method: str, column: tuple[str, str]) -> str | None:
         name, levels = column
         row = found.get((method, levels))
-        if row is None or (method == FLOOR and (name != "step_ms" or levels == "2")):
+        if row is None:
             return None
         return f"{float(row[name]):,.0f}" if name == "step_ms" else f"{float(row[name]) / 1e6:.2f}"
 
@@ -114,19 +117,23 @@ def nodes(results: Path) -> str:
         for what, name in (("MB over the link", "payload_bytes"), ("ms", "step_ms"))
         for count, levels in (("one level", "1"), ("two levels", "2"))
     ]
-    return grid("method", labelled(figures.in_order(m for m, _ in found)), columns, cell)
+    methods = figures.in_order(method for method, _ in found if method != FLOOR)
+    return grid("method", labelled(methods), columns, cell)
 
 
 def time_to_accuracy(results: Path) -> str:
     found = figures.times_to_accuracy(results / "time_to_accuracy.csv")
     by_link = {(each.method, each.mbit): each for each in found}
-    rows = []
-    for method in figures.in_order(each.method for each in found):
-        slow, fast = by_link[method, 10], by_link[method, 100]
-        cells = [f"{slow.seconds:.1f}", f"{fast.seconds:.1f}", f"{slow.steps:.0f}"]
-        rows.append([label(method), *cells, slow.missed or ""])
-    heads = ["method", "seconds, 10 Mbit/s", "100 Mbit/s", "steps", "runs missed"]
-    return markdown_table(heads, rows)
+
+    def cell(method: str, column: tuple[int, str]) -> str | None:
+        mbit, text = column
+        each = by_link.get((method, mbit))
+        return text.format(each) if each else None
+
+    columns = [(f"seconds, {mbit} Mbit/s", (mbit, "{0.seconds:.1f}")) for mbit in (10, 100)]
+    columns += [("steps", (10, "{0.steps:.0f}")), ("runs missed", (10, "{0.missed}"))]
+    methods = dict.fromkeys(method for method, _ in by_link)
+    return grid("method", labelled(methods), columns, cell)
 
 
 def nbytes(results: Path) -> str:
@@ -212,19 +219,20 @@ def gpu_kernels(rows: list[Row]) -> str:
 
 
 def gpu_buckets(rows: list[Row]) -> str:
-    found = {(row["what"], row["ranks"]): row for row in rows if row["part"] == "method"}
+    found = {(row["what"], row["part"]): row for row in rows if row["ranks"] == "8"}
 
     def cell(method: str, column: tuple[str, str, int]) -> str | None:
-        ranks, name, digits = column
-        row = found.get((method, ranks))
+        part, name, digits = column
+        row = found.get((method, part))
         return f"{float(row[name]):,.{digits}f}" if row and row[name] else None
 
     columns = [
-        ("GPU, ms", ("8", "gpu_ms", 2)),
-        ("CPU, µs", ("8", "cpu_us", 0)),
-        ("launches", ("8", "launches", 0)),
+        ("GPU, ms", ("method", "gpu_ms", 2)),
+        ("CPU, µs", ("method", "cpu_us", 0)),
+        ("CPU of a step, µs", ("host", "cpu_us", 0)),
+        ("launches", ("method", "launches", 0)),
     ]
-    return grid("method", labelled(dict.fromkeys(m for m, _ in found)), columns, cell)
+    return grid("method", labelled(dict.fromkeys(method for method, _ in found)), columns, cell)
 
 
 def gpu_steps(rows: list[Row]) -> str:

@@ -23,7 +23,10 @@ def test_encode_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         measured = list(csv.DictReader(file))
     with (RESULTS / "encode.csv").open(newline="") as file:
         committed = {row["what"] for row in csv.DictReader(file)}
-    assert {row["what"] for row in measured} == committed
+    assert {row["what"] for row in measured} <= committed
+    assert {"encode cold", "encode warm", "decode 8", "add + torch.topk", "floor"} <= {
+        row["what"] for row in measured
+    }
     # 0.1, 1 and 10 % of 5000.
     assert {row["k"] for row in measured} == {"5", "50", "500"}
     assert all(float(row["ms"]) > 0 for row in measured)
