@@ -67,9 +67,9 @@ class Steps:
             link = row["model"], int(row["hosts"]), int(row["mbit"])
             self._by_link[link][row["method"]] = row
         self.methods = in_order(row["method"] for row in self._rows)
-        self.models, self.hosts, self.speeds = (
-            sorted({link[part] for link in self._by_link}) for part in range(3)
-        )
+        self.models = sorted({model for model, _, _ in self._by_link})
+        self.hosts = sorted({hosts for _, hosts, _ in self._by_link})
+        self.speeds = sorted({mbit for _, _, mbit in self._by_link})
 
     def milliseconds(self, link: Link, method: str) -> float | None:
         row = self._by_link.get(link, {}).get(method)

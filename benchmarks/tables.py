@@ -6,7 +6,7 @@ Each is a function from the folder of the results to markdown: see recipes/page_
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 from benchmarks import figures
 from benchmarks.figures import Link, Row, Steps, latest
@@ -29,8 +29,6 @@ _VECTOR = 25_000_000, 250_000
 _WHOLE = ("encode", "decode", "step", "add + torch.topk", "quantise", "dequantise")
 """How the names of kernels begin that are not a part of another one."""
 
-R, C = TypeVar("R"), TypeVar("C")
-
 
 def label(method: str) -> str:
     """The name of a method in a table."""
@@ -39,9 +37,9 @@ def label(method: str) -> str:
 
 def grid(
     corner: str,
-    rows: Iterable[tuple[str, R]],
-    columns: Sequence[tuple[str, C]],
-    cell: Callable[[R, C], str | None],
+    rows: Iterable[tuple[str, Any]],
+    columns: Sequence[tuple[str, Any]],
+    cell: Callable[[Any, Any], str | None],
 ) -> str:
     """Return a table with a cell for each row and column, without those that have none."""
     named = list(rows)
