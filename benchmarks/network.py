@@ -20,7 +20,7 @@ from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 
-from benchmarks.arguments import table_folder, table_parser
+from benchmarks.arguments import parsed_by, table_parser
 from benchmarks.net import program
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
@@ -97,13 +97,12 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = table_parser(__doc__)
+    parser = table_parser(__doc__, quick="a test run of half a minute")
     add = parser.add_argument
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--nodes", action="store_true", help="several ranks behind each link")
     mode.add_argument("--accuracy", action="store_true", help="time to a test accuracy")
     mode.add_argument("--loopback", action="store_true", help="two ranks, links not shaped")
-    add("--quick", action="store_true", help="a test run of half a minute")
     add("--hosts", type=int, nargs="+", metavar="N")
     add("--ranks", type=int, nargs="+", help="--nodes: ranks of each host [2 4]")
     add("--levels", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="--nodes [1 2]")
@@ -121,7 +120,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     rates = "--accuracy: peak learning rates to try [0.1]"
     add("--rates", type=float, nargs="+", default=[0.1], help=rates)
     add("--timeout", type=float, default=600.0, help="seconds without a result [600]")
-    parsed = parser.parse_args(words)
+    parsed = parsed_by(parser, words, "benchmarks")
     for name, value in _defaults(parsed).items():
         if getattr(parsed, name) is None:
             setattr(parsed, name, value)
@@ -133,7 +132,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
     """Values for the arguments that were not passed; they depend on the mode."""
     values = {
-        "out": table_folder(parsed.quick, "benchmarks"),
         "methods": [*BASELINES, OURS],
         "hosts": [4, 8, 16],
         "ranks": [2, 4],

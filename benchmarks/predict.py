@@ -20,7 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import table_folder, table_parser
+from benchmarks.arguments import parsed_by, table_parser
 from benchmarks.net import program, slices
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
@@ -107,9 +107,8 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = table_parser(__doc__)
+    parser = table_parser(__doc__, quick="a test run of a minute")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a test run of a minute")
     add("--again", action="store_true", help="predict again, without measuring")
     add("--hosts", type=int, nargs="+", metavar="N", help="only these numbers of hosts")
     add("--mbit", type=int, nargs="+", metavar="RATE", help="only these links")
@@ -121,10 +120,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=2, help="repetitions of all methods [2]")
     add("--least", type=int, default=3, help="fewest steps to measure [3]")
     add("--timeout", type=float, default=300.0, help="seconds without a result [300]")
-    parsed = parser.parse_args(words)
-    if parsed.out is None:
-        parsed.out = table_folder(parsed.quick, "benchmarks")
-    return parsed
+    return parsed_by(parser, words, "benchmarks")
 
 
 def chosen(arguments: argparse.Namespace) -> list[Setup]:

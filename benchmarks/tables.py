@@ -181,16 +181,15 @@ def encode(results: Path) -> str:
 # --- GPUs -----------------------------------------------------------------------------------------
 
 
-def each_gpu(table: Callable[[list[Row]], str]) -> TableMaker:
-    """A table for each GPU that has rows, below its name and its versions."""
+def each_gpu(table: Callable[[list[Row]], str], *columns: str) -> TableMaker:
+    """A table for each GPU that has rows, below its name and the values of some columns."""
 
     def tables(results: Path) -> str:
         shown = []
         for path in sorted(results.glob("gpu-*.csv")):
             rows = latest(path, "part", "model", "what", "n", "k", "form", "ranks")
-            versions = f"torch {distinct(rows, 'torch')}, Triton {distinct(rows, 'triton')}"
-            head = f"{distinct(rows, 'device')}, {versions}, {distinct(rows, 'date')}:"
-            shown.append(f"{head}\n\n{table(rows)}")
+            named = (f", {name} {distinct(rows, name)}" for name in columns)
+            shown.append(f"{distinct(rows, 'device')}{''.join(named)}:\n\n{table(rows)}")
         return "\n\n".join(shown) or "No GPU has run it yet."
 
     return tables
@@ -343,7 +342,7 @@ TABLES: dict[str, TableMaker] = {
     "encode": encode,
     "gpu_kernels": each_gpu(gpu_kernels),
     "gpu_buckets": each_gpu(gpu_buckets),
-    "gpu_steps": each_gpu(gpu_steps),
+    "gpu_steps": each_gpu(gpu_steps, "torch", "cuda", "triton", "date"),
     "prediction_methods": prediction_methods,
     "prediction_links": prediction_links,
     "prediction_choices": prediction_choices,

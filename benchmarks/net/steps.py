@@ -3,6 +3,7 @@
 import resource
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,6 @@ _MOST_STEPS = 40
 # Fewest and most steps of warm-up. After _WARM_UP_SECONDS, the fewest are enough.
 _WARM_UP = (2, 5)
 _WARM_UP_SECONDS = 20.0
-Pair = tuple[float, float]
 
 
 @dataclass(frozen=True)
@@ -64,11 +64,9 @@ class StepBench:
         dist.barrier()
         after = self._counters(trainee)
         dist.barrier()
-        (user, system), (counted, inside) = (
-            [now - then for then, now in zip(*each, strict=True)]
-            for each in zip(before[:2], after[:2], strict=True)
+        user, system, counted, inside, sent = (
+            now - then for then, now in zip(before, after, strict=True)
         )
-        sent = after[2] - before[2]
         return RankSteps(
             times=times,
             user=user,
@@ -109,9 +107,9 @@ class StepBench:
         trainee.optimizer.step()
         return time.perf_counter() - started
 
-    def _counters(self, trainee: Trainee) -> tuple[Pair, Pair, counters.Counters]:
+    def _counters(self, trainee: Trainee) -> tuple[Any, ...]:
         """CPU seconds of this process, bytes by torchcomp's handle, and those of the kernel."""
         used, kernel = resource.getrusage(resource.RUSAGE_SELF), counters.Counters()
         if self.job.counted:
             kernel = counters.read(self.job.interface, self.job.port)
-        return (used.ru_utime, used.ru_stime), trainee.counted(), kernel
+        return used.ru_utime, used.ru_stime, *trainee.counted(), kernel
