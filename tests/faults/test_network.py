@@ -43,6 +43,7 @@ class LossyHosts(Hosts):
         super().close()
         if switch is not None:
             switch.stdin.close()
+            switch.stdout.close()
 
     def tell(self, line: str) -> int:
         """Command the switch, and return the number of frames that it has lost."""
