@@ -9,11 +9,8 @@ Rows of the output:
     subtract                subtracting what is sent
     encode warm, cold       all of the above, as ``ef(topk(...))`` calls it
     decode 8                adding up 8 messages, as a receiver does
-    decode 8 in turn        the same with one call per message
-    decode 8, pass repeated     decode 8 and the pass, each repeated back to back
     add + np.partition      the reference implementation, without Numba
-    add + torch.topk, add + torch.kthvalue     (at 1 % only, because they take seconds)
-    PowerSGD                rank 1 on a square view: add, two products, orthogonalise, subtract
+    add + torch.topk        (at 1 % only, because it takes seconds)
 
 Encoding is compared with the *floor*. Error feedback with TopK must read the gradient and the
 residual and write the new residual: 12 bytes per entry. The floor is the time for this at the speed
@@ -25,56 +22,9 @@ for candidates. Gradients are new in every step, normal with one of two scales p
 residual is the one that error feedback makes of them, so thresholds drift as they do in training.
 """
 
-# Designs that were tried. Their times are not rows of the CSV.
-#
-# The pass over the vector, at 1 %, each measured separately:
-# - A branch per 16 entries in plain Numba: 1.9 times torch.add at n = 25e6, two threads. LLVM does
-#   not vectorise the comparison.
-# - 64 entries compared together, the addition in a loop over absolute indices: 78 us for 100,000
-#   entries on one thread. The addition takes 62 of these, because it is not vectorised either.
-# - The same with the addition over slices: 28 us.
-# - Both in plain Numba loops over blocks of 256 to 2,048: a whole encoding takes 1.1 to 1.9 times
-#   as long (minima, AVX2).
-# - Candidates stored one by one, with a branch after each: storing four without a branch in between
-#   takes 15.7 us instead of 20.2 for 1e5 entries of which 1.3 % pass, and 25.9 instead of 34.2 at
-#   13 % (one thread, minima). 8 or 16 at a time are slower at 1.3 % and no faster at 13 %.
-# - Candidates' memory from NumPy instead of torch: cold 20 to 40 ms at n = 25e6 instead of 20,
-#   because NumPy requests huge pages.
-#
-# Adding up 8 messages of 1 % of 25e6 entries: CPU time of all threads as a multiple of the pass
-# (1.9 ms on two threads), both repeated back to back:
-# - Message after message, with all indices decoded to int64 before they are added: 9.
-# - Checked first, then decoded again for each block of the vector while adding: 2.4.
-# - Decoded to 32 bits in one loop that reads and checks bit by bit, then added in blocks: 2.1.
-# - The same in three loops: 1.9. Blocks of 64 KiB to 1 MiB take equally long. Loading or
-#   prefetching each block beforehand is slower.
-# - The same three loops for one block after another, without a table of all indices, the current
-#   design: as fast for few entries, 1.2 to 1.7 times as fast for 8 messages of 10 % of 1e7 (minima,
-#   in turn on a shared machine). There, the table took 32 MB of fresh memory per call.
-# - Low parts joined to the high parts as four lanes of one vector: no difference.
-#
-# Selection in training: four processes of one thread each on four cores, the vectors of ResNet-18's
-# shards, 1 %, caches emptied. Milliseconds of CPU time per step, 16.8 before and 8.2 after:
-# - Bounds that follow how much thresholds move: of the warm guesses 41 % were too tight, now 5 %.
-# - Adding and comparing in one vector loop, with the first digit counted on the way: 17.1 to 10.7.
-# - Stores that bypass the caches, above 512 KiB: 10.7 to 9.0; prefetching with them: 9.0 to 8.2.
-#   Both have been removed. On another, shared machine (AVX2), encoding without them took 0.88 to
-#   1.25 and 0.95 to 1.17 times as long, the most for the largest vectors. Without both, selecting
-#   from 1e7 or 2.5e7 entries takes 1.2 to 1.3 times as long (two threads, minima of three runs).
-# - One compiled call for a whole selection, now two: 60 to 20 us of fixed cost per call with one.
-#
-# Choosing among the candidates at 10 %, microseconds for n = 1e6 on one thread (minima):
-# - A radix search of three rounds over all candidates, then a branch per candidate: 500.
-# - The first histogram after each chunk's pass, later rounds within the bin of the threshold, and
-#   indices that are written always and overwritten if not chosen, the current design: 250.
-#
-# As a cold start, a radix histogram of the whole vector needs no guess but three more passes. A
-# sample of 32,768 entries takes a twelfth of one pass at n = 25e6.
-
 import argparse
 import csv
 import datetime
-import math
 import statistics
 import time
 from collections import defaultdict, deque
@@ -86,8 +36,8 @@ from typing import TypeVar
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
+from benchmarks.net.rows import processor
 from torchcomp.compressors import TopK
 from torchcomp.compressors.base import Message, Vectors
 from torchcomp.kernels import pool, select
@@ -131,7 +81,7 @@ def measure(n: int, ratio: float, steps: int) -> dict[str, float]:
             # The first two steps compile and find a threshold. They are not recorded.
             run.step(clock if step >= 2 else Clock(), start)
     decode(clock, run, steps)
-    baselines(clock, run, slow=ratio == 0.01)
+    alternatives(clock, run, slow=ratio == 0.01)
     times = clock.medians()
     # A copy moves 8 bytes per entry and the floor 12.
     times["floor"] = 1.5 * times.pop("copy")
@@ -187,31 +137,24 @@ def decode(clock: Clock, run: Training, times: int) -> None:
     """Add up the messages of the last 8 steps, as if they came from 8 ranks."""
     messages = list(run.messages)
 
-    def call_per_message() -> None:
-        for message in messages:
-            run.topk.accumulate([message], run.x, run.vectors, KEY)
-
-    def one_call() -> None:
+    def add_up() -> None:
         run.topk.accumulate(messages, run.x, run.vectors, KEY)
 
     def dense() -> None:
         in_threads(negate, run.x.numpy())
 
     assert len(messages) == 8
-    cases = {"pass": dense, "decode 8": one_call, "decode 8 in turn": call_per_message}
     # Like with like: each case comes after a new gradient was drawn and the vector was set to zero,
-    # as in a step. The repeated cases below come back to back, each one separately.
+    # as in a step.
     for _ in range(times):
-        for name, work in cases.items():
+        for name, work in {"pass": dense, "decode 8": add_up}.items():
             run.g.normal_()
             run.x.zero_()
             clock(name, work)
-    for name, work in {"pass": dense, "decode 8": one_call}.items():
-        for _ in range(times):
-            clock(f"{name} repeated", work)
 
 
-def baselines(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
+def alternatives(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
+    """Other ways to select."""
     g, e, x = run.g, run.e, run.x
     k = run.topk.kept(g.numel())
     whole = [Segment(0, g.numel(), k)]
@@ -219,29 +162,10 @@ def baselines(clock: Clock, run: Training, slow: bool, times: int = 3) -> None:
     def added(select: Callable[[], object]) -> Callable[[], object]:
         return lambda: (torch.add(g, e, out=x), select())
 
-    q = torch.randn(math.isqrt(g.numel()), 1)
     for _ in range(times):
         clock("add + np.partition", added(lambda: select.largest(x, whole)))
-        clock("PowerSGD", lambda: power_sgd(g, e, x, q))
         if slow:
             clock("add + torch.topk", added(lambda: torch.topk(x.abs(), k, sorted=False)))
-            clock("add + torch.kthvalue", added(lambda: kth_value(x, k)))
-
-
-def kth_value(x: Tensor, k: int) -> Tensor:
-    magnitude = x.abs()
-    return torch.nonzero(magnitude >= torch.kthvalue(magnitude, x.numel() - k + 1).values)
-
-
-def power_sgd(g: Tensor, e: Tensor, x: Tensor, q: Tensor) -> None:
-    """The computation of PyTorch's hook for a square matrix, without its two all-reduces."""
-    side = q.numel()
-    torch.add(g, e, out=x)
-    matrix = x[: side * side].view(side, side)
-    p = matrix @ q
-    p /= p.norm()
-    q = matrix.t() @ p
-    matrix.addmm_(p, q.t(), alpha=-1.0)
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -258,19 +182,13 @@ def rows(n: int, ratio: float, times: dict[str, float]) -> list[dict[str, object
         "k": TopK(ratio).kept(n),
     }
     # The units of decoding. Everything else is compared with the floor.
-    units = dict.fromkeys(("pass", "decode 8", "decode 8 in turn"), "pass")
-    units |= dict.fromkeys(("pass repeated", "decode 8 repeated"), "pass repeated")
+    units = dict.fromkeys(("pass", "decode 8"), "pass")
     measured = []
     for what, milliseconds in times.items():
         of = units.get(what, "floor")
         figures = {"ms": f"{milliseconds:.3f}", "of": of, "of_ms": f"{times[of]:.3f}"}
         measured.append({**conditions, "what": what, **figures})
     return measured
-
-
-def processor() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next(line.split(": ")[1] for line in lines if line.startswith("model name"))
 
 
 def numba_version() -> str:

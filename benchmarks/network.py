@@ -7,25 +7,35 @@
     python -m benchmarks.network --quick          # half a minute: does it work?
 
 Results are rows of CSV files in the folder --out, written as they are measured. --resume skips
-measurements that have a row. benchmarks/README.md explains the columns, and benchmarks/report.py
-writes docs/performance.md from them. Shaped links, which all but --loopback use, need root,
-iproute2 and gcc.
+measurements that have a row. benchmarks/README.md explains the columns. Shaped links, which all but
+--loopback use, need root, iproute2 and gcc.
 """
 
 import argparse
 import statistics
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.arguments import table_folder, table_parser
+from benchmarks.arguments import parsed_by, table_parser
 from benchmarks.net import program
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, free_port, results
 from benchmarks.net.names import BASELINES, BF16, FLOOR, PLAIN, POWERSGD
-from benchmarks.net.rows import ACCURACY, NODES, STEPS, Table, conditions
+from benchmarks.net.rows import (
+    ACCURACY,
+    NODES,
+    STEPS,
+    Table,
+    conditions,
+    milliseconds,
+    step_columns,
+    step_times,
+)
 
 # The port of the rendezvous. Every host is its own namespace, so no other program uses it.
 _PORT = 29500
@@ -48,11 +58,10 @@ BETWEEN_NODES = (
 MODELS = ("smallcnn", "resnet18", "mlp")
 
 
-@dataclass(frozen=True)
-class Link:
-    """A number of hosts and the links between them. 0 Mbit/s means the unshaped loopback.
+class Link(NamedTuple):
+    """A number of hosts, the links between them, and the ranks behind each link.
 
-    `ranks` is the number of ranks behind each link.
+    0 Mbit/s means the unshaped loopback.
     """
 
     hosts: int
@@ -69,13 +78,10 @@ class Link:
         return f"{self.hosts:2} hosts{ranks} {self.mbit:5} Mbit/s"
 
 
-@dataclass(frozen=True)
-class Way:
+class Way(NamedTuple):
     """A method, and the levels of its exchange.
 
-    Attributes:
-        method: a baseline's name or a spec.
-        levels: 1 for an exchange among all ranks, 2 for one inside the hosts and one between them.
+    1 is an exchange among all ranks, 2 one inside the hosts and one between them. Baselines have 1.
     """
 
     method: str
@@ -87,20 +93,16 @@ class Way:
 
 def main() -> None:
     arguments = parse(sys.argv[1:])
-    program.run(
-        lambda: loopback(arguments) if arguments.loopback else grid(arguments),
-        shaped=not arguments.loopback,
-    )
+    program.run(lambda: grid(arguments), shaped=not arguments.loopback)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = table_parser(__doc__)
+    parser = table_parser(__doc__, quick="a test run of half a minute")
     add = parser.add_argument
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--nodes", action="store_true", help="several ranks behind each link")
     mode.add_argument("--accuracy", action="store_true", help="time to a test accuracy")
     mode.add_argument("--loopback", action="store_true", help="two ranks, links not shaped")
-    add("--quick", action="store_true", help="a test run of half a minute")
     add("--hosts", type=int, nargs="+", metavar="N")
     add("--ranks", type=int, nargs="+", help="--nodes: ranks of each host [2 4]")
     add("--levels", type=int, nargs="+", choices=(1, 2), default=[1, 2], help="--nodes [1 2]")
@@ -115,15 +117,10 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="--loopback: repetitions of all methods [5]")
     add("--target", type=float, default=0.99, help="--accuracy: test accuracy to reach [0.99]")
     add("--seeds", type=int, default=3, help="--accuracy: runs per method [3]")
-    add(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=[0.1],
-        help="--accuracy: peak learning rates to try [0.1]",
-    )
+    rates = "--accuracy: peak learning rates to try [0.1]"
+    add("--rates", type=float, nargs="+", default=[0.1], help=rates)
     add("--timeout", type=float, default=600.0, help="seconds without a result [600]")
-    parsed = parser.parse_args(words)
+    parsed = parsed_by(parser, words, "benchmarks")
     for name, value in _defaults(parsed).items():
         if getattr(parsed, name) is None:
             setattr(parsed, name, value)
@@ -134,102 +131,105 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 def _defaults(parsed: argparse.Namespace) -> dict[str, Any]:
     """Values for the arguments that were not passed; they depend on the mode."""
-    out = table_folder(parsed.quick, "benchmarks")
-    both = {"out": out, "methods": [*BASELINES, OURS]}
-    if parsed.loopback:
-        return {**both, "methods": [PLAIN, BF16, "mean", OURS], "models": ["resnet18"]}
-    if parsed.quick:
-        return {**both, "hosts": [2], "ranks": [2], "mbit": [100], "models": ["smallcnn"]}
-    if parsed.accuracy:
-        methods = [*BASELINES, OURS, QSR]
-        return {**both, "methods": methods, "hosts": [4], "mbit": [10, 100], "models": ["smallcnn"]}
-    if parsed.nodes:
-        methods = [FLOOR, PLAIN, BF16, POWERSGD, *BETWEEN_NODES]
-        links = {"hosts": [2, 4], "ranks": [2, 4], "mbit": [100, 1000, 10000]}
-        return {**both, **links, "methods": methods, "models": ["smallcnn", "resnet18"]}
-    return {
-        **both,
+    values = {
+        "methods": [*BASELINES, OURS],
         "hosts": [4, 8, 16],
+        "ranks": [2, 4],
         "mbit": [10, 100, 1000],
         "models": ["smallcnn", "resnet18"],
     }
+    if parsed.loopback:
+        values |= {"methods": [PLAIN, BF16, "mean", OURS], "models": ["resnet18"]}
+    elif parsed.quick:
+        values |= {"hosts": [2], "ranks": [2], "mbit": [100], "models": ["smallcnn"]}
+    elif parsed.accuracy:
+        values |= {"methods": [*BASELINES, OURS, QSR]}
+        values |= {"hosts": [4], "mbit": [10, 100], "models": ["smallcnn"]}
+    elif parsed.nodes:
+        values |= {"methods": [FLOOR, PLAIN, BF16, POWERSGD, *BETWEEN_NODES]}
+        values |= {"hosts": [2, 4], "mbit": [100, 1000, 10000]}
+    return values
 
 
-# --- Shaped hosts ---------------------------------------------------------------------------------
+# --- Measurements ---------------------------------------------------------------------------------
 
 
 def grid(arguments: argparse.Namespace) -> list[str]:
     """Measure every combination; return the ones that failed."""
-    behind = arguments.ranks if arguments.nodes else [1]
-    failures = []
-    for hosts, ranks, mbit in product(arguments.hosts, behind, arguments.mbit):
-        link = Link(hosts, mbit, arguments.delay_us, ranks)
-        for model in arguments.models:
-            failures += measure(arguments, link, model)
-    return failures
-
-
-def ways(arguments: argparse.Namespace) -> list[Way]:
-    """What is measured on each link. The levels of a method follow each other."""
-    if not arguments.nodes:
-        return [Way(method) for method in arguments.methods]
-    # Baselines have one level.
+    links = [Link(hosts=2, mbit=0, delay_us=0)]
+    if not arguments.loopback:
+        behind = arguments.ranks if arguments.nodes else [1]
+        links = [
+            Link(hosts, mbit, arguments.delay_us, ranks)
+            for hosts, ranks, mbit in product(arguments.hosts, behind, arguments.mbit)
+        ]
     return [
-        Way(method, levels)
-        for method, levels in product(arguments.methods, arguments.levels)
-        if levels == 1 or method not in BASELINES
+        failure
+        for link, model in product(links, arguments.models)
+        for failure in measure(arguments, link, model)
     ]
 
 
 def measure(arguments: argparse.Namespace, link: Link, model: str) -> list[str]:
     """Measure the methods on one link; return the ones that failed."""
     table = table_of(arguments)
-    pending = [w for w in ways(arguments) if not _is_done(arguments, table, link, model, w)]
+    levels = arguments.levels if arguments.nodes else [1]
+    # The levels of a method follow each other.
+    ways = [Way(*each) for each in product(arguments.methods, levels)]
+    ways = [way for way in ways if way.levels == 1 or way.method not in BASELINES]
+    pending = [way for way in ways if not _is_done(arguments, table, link, model, way)]
     failures = []
     while pending:
         done: list[Way] = []
         try:
-            with Hosts(link.hosts, link.mbit, link.delay_us) as hosts:
-                # Ranks are numbered host by host, as torchrun numbers them.
-                prefixes = [hosts.inside(rank // link.ranks) for rank in range(link.world)]
-                job = shaped_job(arguments, link, model, hosts, pending)
+            with _job(arguments, link, model, pending) as (job, prefixes):
                 for result in results(job, prefixes):
                     record(table, arguments, link, model, result)
                     done.append(Way(result["method"], result.get("levels", 1)))
         except LaunchError as error:
-            # Methods run in order, so the first one without a result has failed. Launch the others
+            # Results arrive in order, so the method of the next one has failed. Launch the others
             # again without it, because its workers are gone.
-            culprit = next(way for way in pending if way not in done)
+            runs = len(arguments.rates) * arguments.seeds if arguments.accuracy else 1
+            culprit = pending[len(done) // runs % len(pending)]
             print(f"error: {culprit}: {error}", file=sys.stderr, flush=True)
             failures.append(f"{culprit} ({link}, {model})")
             done.append(culprit)
-        # Results of one launch arrive in order, and some can be missing after an error.
         pending = [way for way in pending if way not in done]
     return failures
 
 
-def shaped_job(
-    arguments: argparse.Namespace, link: Link, model: str, hosts: Hosts, pending: list[Way]
-) -> Job:
-    return Job(
+@contextmanager
+def _job(
+    arguments: argparse.Namespace, link: Link, model: str, ways: list[Way]
+) -> Iterator[tuple[Job, list[list[str]]]]:
+    """A context with the hosts of a link: the job, and the prefix of each rank's command."""
+    rounds = arguments.rounds if arguments.loopback else 1
+    job = partial(
+        Job,
         task="accuracy" if arguments.accuracy else "steps",
         model=model,
         batch=arguments.batch,
-        methods=tuple(way.method for way in pending),
-        levels=tuple(way.levels for way in pending),
+        methods=tuple(way.method for way in ways),
+        levels=tuple(way.levels for way in ways),
         ranks=link.ranks,
         world=link.world,
-        address=hosts.address(0),
-        port=_PORT,
-        interface=hosts.interface,
-        counted=True,
-        seconds=arguments.seconds,
+        counted=not arguments.loopback,
+        # The time per method is divided over the rounds.
+        seconds=arguments.seconds / rounds,
         least=arguments.least,
+        rounds=rounds,
         seeds=tuple(range(arguments.seeds)),
         rates=tuple(arguments.rates),
         target=arguments.target,
         timeout=arguments.timeout,
     )
+    if arguments.loopback:
+        yield job(address="127.0.0.1", port=free_port(), interface="lo"), [[]] * link.world
+        return
+    with Hosts(link.hosts, link.mbit, link.delay_us) as hosts:
+        # Ranks are numbered host by host, as torchrun numbers them.
+        prefixes = [hosts.inside(rank // link.ranks) for rank in range(link.world)]
+        yield job(address=hosts.address(0), port=_PORT, interface=hosts.interface), prefixes
 
 
 # --- Rows -----------------------------------------------------------------------------------------
@@ -284,13 +284,8 @@ def record(
 def steps_columns(ranks: list[dict[str, Any]], *, counted: bool) -> dict[str, Any]:
     """The columns of a step benchmark: means over the ranks, and the median time over the steps."""
     count = len(ranks[0]["times"])
-    # The mean over the ranks per step, then the quartiles over the steps.
-    times = [statistics.mean(step) for step in zip(*(r["times"] for r in ranks), strict=True)]
-    low, middle, high = _quartiles(times)
-    each = {name: _mean(ranks, name) for name in ("user", "system", "collective")}
-    row: dict[str, Any] = {"steps": count, "step_ms": _ms(middle)}
-    row |= {"step_ms_low": _ms(low), "step_ms_high": _ms(high)}
-    row |= {f"{k}_ms": "" if v is None else _ms(v / count) for k, v in each.items()}
+    row: dict[str, Any] = {"steps": count, **step_columns(step_times(ranks))}
+    row |= {f"{name}_ms": milliseconds(_mean(ranks, name) / count) for name in ("user", "system")}
     sent = {"wire_bytes": "wire", "packets": "packets", "payload_bytes": "payload"}
     sent |= {"tcp_bytes": "tcp"}
     row |= {k: round(_mean(ranks, v) / count) if counted else "" for k, v in sent.items()}
@@ -318,52 +313,8 @@ def accuracy_columns(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
-def _mean(ranks: list[dict[str, Any]], name: str) -> Any:
-    """The mean over the ranks; None if a rank has no value."""
-    values = [rank[name] for rank in ranks]
-    return None if None in values else statistics.mean(values)
-
-
-def _quartiles(times: list[float]) -> list[float]:
-    # statistics.quantiles raises for a single value.
-    return statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)
-
-
-# --- Loopback -------------------------------------------------------------------------------------
-
-
-def loopback(arguments: argparse.Namespace) -> list[str]:
-    """Measure two ranks on the loopback: every method in every round, one row for each."""
-    table, link = table_of(arguments), Link(hosts=2, mbit=0, delay_us=0)
-    failures = []
-    for model in arguments.models:
-        job = Job(
-            task="steps",
-            model=model,
-            batch=arguments.batch,
-            methods=tuple(arguments.methods),
-            world=link.hosts,
-            address="127.0.0.1",
-            port=free_port(),
-            interface="lo",
-            counted=False,
-            # The time per method is divided over the rounds.
-            seconds=arguments.seconds / arguments.rounds,
-            least=arguments.least,
-            rounds=arguments.rounds,
-            timeout=arguments.timeout,
-        )
-        try:
-            for result in results(job, [[]] * link.hosts):
-                record(table, arguments, link, model, result)
-        except LaunchError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            failures.append(f"loopback, {model}")
-    return failures
+def _mean(ranks: list[dict[str, Any]], name: str) -> float:
+    return statistics.mean(rank[name] for rank in ranks)
 
 
 if __name__ == "__main__":

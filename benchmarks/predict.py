@@ -8,28 +8,25 @@ Before the methods are measured on a link, its collectives are, and for each mod
 any exchange and the work of each method. Predictions are made from these alone.
 
 Results are rows of predict.csv in the folder --out, written as they are measured, and what the
-predictions were made from is in predict.jsonl beside it. --resume skips what has a row.
-benchmarks/report_prediction.py writes docs/prediction.md from the rows. Needs root, iproute2 and
-gcc.
+predictions were made from is in predict.jsonl beside it. --resume skips what has a row. Needs
+root, iproute2 and gcc.
 """
 
 import argparse
 import json
 import sys
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import table_folder, table_parser
+from benchmarks.arguments import parsed_by, table_parser
 from benchmarks.net import program, slices
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.job import Job
 from benchmarks.net.launch import LaunchError, results
 from benchmarks.net.names import BF16, PLAIN
 from benchmarks.net.predicted import Known
-from benchmarks.net.prediction import collectives_seconds
 from benchmarks.net.rows import PREDICTIONS, Table, conditions
 
 _PORT = 29500
@@ -110,9 +107,8 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = table_parser(__doc__)
+    parser = table_parser(__doc__, quick="a test run of a minute")
     add = parser.add_argument
-    add("--quick", action="store_true", help="a test run of a minute")
     add("--again", action="store_true", help="predict again, without measuring")
     add("--hosts", type=int, nargs="+", metavar="N", help="only these numbers of hosts")
     add("--mbit", type=int, nargs="+", metavar="RATE", help="only these links")
@@ -124,10 +120,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     add("--rounds", type=int, default=2, help="repetitions of all methods [2]")
     add("--least", type=int, default=3, help="fewest steps to measure [3]")
     add("--timeout", type=float, default=300.0, help="seconds without a result [300]")
-    parsed = parser.parse_args(words)
-    if parsed.out is None:
-        parsed.out = table_folder(parsed.quick, "benchmarks")
-    return parsed
+    return parsed_by(parser, words, "benchmarks")
 
 
 def chosen(arguments: argparse.Namespace) -> list[Setup]:
@@ -150,36 +143,17 @@ def grid(arguments: argparse.Namespace) -> list[str]:
     """Measure every set-up; return the ones that failed."""
     slices.shorten()
     table = Table(arguments.out / "predict.csv", PREDICTIONS)
-    left = {setup: pending(arguments, table, setup) for setup in chosen(arguments)}
-    left = {setup: wanted for setup, wanted in left.items() if wanted}
-    failures, started = [], time.monotonic()
-    for number, (setup, wanted) in enumerate(left.items()):
-        passed = (time.monotonic() - started) / 60
-        to_go = sum(minutes(arguments, *each) for each in list(left.items())[number:])
-        print(
-            f"{setup}: {counted(wanted)} set-ups, link {number + 1} of {len(left)}; "
-            f"{passed:.0f} min so far, about {to_go:.0f} min to go",
-            flush=True,
-        )
+    left = [(setup, pending(arguments, table, setup)) for setup in chosen(arguments)]
+    left = [(setup, wanted) for setup, wanted in left if wanted]
+    failures = []
+    for number, (setup, wanted) in enumerate(left, 1):
+        print(f"{setup}: link {number} of {len(left)}", flush=True)
         try:
             measure(arguments, table, setup, wanted)
         except LaunchError as error:
             print(f"error: {setup}: {error}", file=sys.stderr, flush=True)
             failures.append(str(setup))
     return failures
-
-
-def counted(wanted: Wanted) -> int:
-    return sum(len(methods) for _, methods in wanted)
-
-
-def minutes(arguments: argparse.Namespace, setup: Setup, wanted: Wanted) -> float:
-    """About how long the measurements of a link take."""
-    # A launch imports torch once for each rank, all of them on the cores of this machine. Each
-    # set-up is also recorded and warmed up.
-    launch = 5 + 2 * setup.world + (3 if setup.ranks > 1 else 1) * collectives_seconds(setup.world)
-    once = arguments.seconds + 2 + 0.25 * setup.world
-    return (launch + arguments.rounds * counted(wanted) * once) / 60
 
 
 def pending(arguments: argparse.Namespace, table: Table, setup: Setup) -> Wanted:
@@ -203,12 +177,7 @@ def identity(setup: Setup, model: str) -> dict[str, Any]:
     return {**{name: getattr(setup, name) for name in names}, "model": model}
 
 
-def measure(
-    arguments: argparse.Namespace,
-    table: Table,
-    setup: Setup,
-    wanted: Wanted,
-) -> None:
+def measure(arguments: argparse.Namespace, table: Table, setup: Setup, wanted: Wanted) -> None:
     """Measure one link, and write a row for each method as soon as it is measured."""
     with (
         Hosts(setup.hosts, setup.mbit, setup.delay_us) as hosts,
@@ -232,23 +201,12 @@ def measure(
         )
         prefixes = [hosts.inside(rank // setup.ranks) for rank in range(setup.world)]
         base = {**conditions(), "batch": setup.batch, "setup": asdict(setup)}
-        for row in rows_of(base, results(job, prefixes), raw):
-            table.add(row)
-            print(described(row), flush=True)
-
-
-def rows_of(
-    base: Mapping[str, Any], measured: Iterator[dict[str, Any]], raw: Any
-) -> Iterator[dict[str, Any]]:
-    """Yield a row for each method; write what it was made from to the file `raw`."""
-    known = Known()
-    for result in measured:
-        each = {**base, **result, "ranks": [rank["values"] for rank in result["ranks"]]}
-        raw.write(json.dumps(each) + "\n")
-        raw.flush()
-        row = known.add(each)
-        if row is not None:
-            yield row
+        known = Known()
+        for result in results(job, prefixes):
+            each = {**base, **result, "ranks": [rank["values"] for rank in result["ranks"]]}
+            raw.write(json.dumps(each) + "\n")
+            raw.flush()
+            record(table, known.add(each))
 
 
 def again(folder: Path) -> list[str]:
@@ -260,19 +218,20 @@ def again(folder: Path) -> list[str]:
     table, known = Table(folder / "predict.csv", PREDICTIONS), Known()
     with path.open() as lines:
         for line in lines:
-            row = known.add(json.loads(line))
-            if row is not None:
-                table.add(row)
-                print(described(row), flush=True)
+            record(table, known.add(json.loads(line)))
     return []
 
 
-def described(row: Mapping[str, Any]) -> str:
+def record(table: Table, row: Mapping[str, Any] | None) -> None:
+    """Write and print the row of a method, once there is one."""
+    if row is None:
+        return
+    table.add(dict(row))
     link = f"{row['hosts']:2} x {row['ranks']} {row['mbit']:5} Mbit/s {row['delay_us']:3} us"
-    link += f" {row['model']:8}"
     times = f"measured {row['step_ms']:9.1f} ms, predicted {row['predicted_ms']:9.1f} ms"
     error = row["predicted_ms"] / row["step_ms"] - 1
-    return f"{link} {times} ({error:+6.1%}, {row['other_cores']} cores busy)  {row['method']}"
+    others = f"{row['other_cores']} cores busy"
+    print(f"{link} {row['model']:8} {times} ({error:+6.1%}, {others})  {row['method']}", flush=True)
 
 
 if __name__ == "__main__":

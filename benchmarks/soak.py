@@ -6,7 +6,6 @@
 
 A part is a family that trains for 20,000 steps on four ranks, or a target of mutations. Each adds a
 row to soak.csv or mutations.csv in the folder --out. The exit status is 1 if a part does not pass.
-benchmarks/report_soak.py writes the tables of docs/reliability.md from them.
 """
 
 import argparse
@@ -15,11 +14,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from benchmarks.arguments import table_folder, table_parser
+from benchmarks.arguments import parsed_by, table_parser
 from benchmarks.net.rows import MUTATIONS, SOAK, Table, TableError, conditions
 from benchmarks.soak_fuzz import SLOW, Messages, Outcome, Specs, fuzz
 from benchmarks.soak_states import CLIENTS, mutate_states
 from benchmarks.soak_training import EVERY, FAMILIES, RANKS, STEPS, Verdict, run
+from recipes.errors import exit_on_user_error
+from recipes.result_files import make_folder
 
 CASES = 1_000_000
 MESSAGES, BOUNDS, SPECS = "messages", "messages, bounds checked", "specs"
@@ -27,10 +28,6 @@ PARTS = (*FAMILIES, MESSAGES, BOUNDS, SPECS, *CLIENTS)
 
 
 def main() -> None:
-    # Here, because the report imports this module, and should not have to import torch.
-    from recipes.errors import exit_on_user_error
-    from recipes.result_files import make_folder
-
     arguments = parse(sys.argv[1:])
     with exit_on_user_error(TableError):
         make_folder(arguments.out)
@@ -40,15 +37,12 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    parser = table_parser(__doc__)
+    parser = table_parser(__doc__, quick="few steps and cases, in a minute")
     add = parser.add_argument
-    add("--quick", action="store_true", help="few steps and cases, in a minute")
     add("--only", nargs="+", metavar="PART", choices=PARTS, default=PARTS, help="; ".join(PARTS))
     add("--seed", type=int, default=0, help="seed of the mutations [0]")
     add("--workers", type=int, default=2, help="processes for the mutations [2]")
-    parsed = parser.parse_args(words)
-    parsed.out = parsed.out or table_folder(parsed.quick, "soak")
-    return parsed
+    return parsed_by(parser, words, "soak")
 
 
 def soak(arguments: argparse.Namespace) -> list[str]:

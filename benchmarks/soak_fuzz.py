@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import product
 from multiprocessing.context import SpawnContext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -271,24 +271,8 @@ class Specs:
 # --- Workers --------------------------------------------------------------------------------------
 
 
-class Target(Protocol):
-    """What makes and runs cases. Its class is passed to the workers, so it is in a module.
-
-    Attributes:
-        RESULTS: the names of all results.
-    """
-
-    RESULTS: ClassVar[tuple[str, ...]]
-
-    def prepare(self) -> None:
-        """Do what no case should take the time of."""
-
-    def in_batch(self, number: int) -> Any:
-        """Return the context in which the cases of a batch run."""
-
-    def run(self, dice: random.Random) -> str:
-        """Run a case. Return one of RESULTS, or raise."""
-
+Target = type[Messages] | type[Specs]
+"""What makes and runs cases. The class is passed to the workers, so it is in a module."""
 
 # Numbers that a worker shares: the next case, its start in nanoseconds, the largest CPU time of a
 # case in nanoseconds, and then the number of cases by result.
@@ -296,7 +280,7 @@ _NEXT, _BEGAN, _SLOWEST, _COUNTS = range(4)
 
 
 def fuzz(
-    target: type[Target],
+    target: Target,
     cases: int,
     seed: int,
     *,
@@ -356,7 +340,7 @@ class _Worker:
     def __init__(
         self,
         context: SpawnContext,
-        target: type[Target],
+        target: Target,
         seed: int,
         hang: float,
         first: int,
@@ -402,7 +386,7 @@ class _Worker:
         self._process.join()
 
 
-def _work(kind: type[Target], seed: int, last: int, shared: Any, problems: Any) -> None:
+def _work(kind: Target, seed: int, last: int, shared: Any, problems: Any) -> None:
     torch.set_num_threads(1)
     target = kind()
     target.prepare()

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -38,8 +38,8 @@ GROWTH_KIB, TREND, LOST = 2048.0, 64.0, 1e-9
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-class Method(Protocol):
-    """What differs between the families.
+class Method:
+    """A method that trains a model.
 
     Attributes:
         source: the object that is saved and loaded.
@@ -47,24 +47,25 @@ class Method(Protocol):
     """
 
     source: Any
-    unit: float
+    unit = -LR
 
     def begin(self, step: int) -> dict[str, float]:
         """Prepare a step. Return the factor of each parameter's gradient in `moved`."""
+        raise NotImplementedError
 
     def replicas_are_equal(self) -> bool:
         """Whether all ranks have the same parameters now."""
+        return True
 
     def swap(self, back: bool) -> bool:
         """Change to another method, or back. Return False if there is none."""
+        return False
 
 
-class Compressed:
+class Compressed(Method):
     """Compressed gradients, through :func:`torchcomp.register`."""
 
-    unit = -LR
-
-    def __init__(self, model: DistributedDataParallel, optimizer: Any, spec: str, **options: Any):
+    def __init__(self, model: DistributedDataParallel, spec: str, **options: Any):
         self.source = torchcomp.register(model, spec, checksum=True, **options)
         self._specs = spec, "mean" if "nodes" in options else "ef(randk(0.2))"
         self._factors = {name: -LR for name, _ in model.module.named_parameters()}
@@ -72,15 +73,12 @@ class Compressed:
     def begin(self, step: int) -> dict[str, float]:
         return self._factors
 
-    def replicas_are_equal(self) -> bool:
-        return True
-
     def swap(self, back: bool) -> bool:
         self.source.swap(self._specs[not back])
         return True
 
 
-class Local:
+class Local(Method):
     """Local steps with QSR, at a learning rate that falls to a tenth."""
 
     unit = 1.0
@@ -101,16 +99,11 @@ class Local:
     def replicas_are_equal(self) -> bool:
         return self.source.next_sync is None
 
-    def swap(self, back: bool) -> bool:
-        return False
 
-
-class Sampled:
+class Sampled(Method):
     """JointSpar with a residual: each step keeps some layers, and divides them by p."""
 
-    unit = -LR
-
-    def __init__(self, model: DistributedDataParallel, optimizer: Any, spec: str):
+    def __init__(self, model: DistributedDataParallel, spec: str):
         self.source = torchcomp.JointSpar(model, budget=0.5, compress=spec)
 
     def begin(self, step: int) -> dict[str, float]:
@@ -120,12 +113,6 @@ class Sampled:
             for layer, names in self.source.layers.items()
             for name in names
         }
-
-    def replicas_are_equal(self) -> bool:
-        return True
-
-    def swap(self, back: bool) -> bool:
-        return False
 
 
 @dataclass(frozen=True)
@@ -145,7 +132,7 @@ def _compressed(spec: str, **options: Any) -> Family:
     more = "".join(f", {name}={value}" for name, value in options.items())
     return Family(
         f"register(model, '{spec}'{more})",
-        lambda model, optimizer, steps: Compressed(model, optimizer, spec, **options),
+        lambda model, optimizer, steps: Compressed(model, spec, **options),
     )
 
 
@@ -160,7 +147,7 @@ def _local(compress: str) -> Family:
 def _sampled(compress: str) -> Family:
     return Family(
         f"JointSpar(model, budget=0.5, compress='{compress}')",
-        lambda model, optimizer, steps: Sampled(model, optimizer, compress),
+        lambda model, optimizer, steps: Sampled(model, compress),
     )
 
 
@@ -226,13 +213,7 @@ class Rank:
 def run(family: str, steps: int = STEPS, every: int = EVERY) -> list[Rank]:
     """Train on processes of this machine, over gloo. Return the results of all ranks.
 
-    Args:
-        family: a key of FAMILIES.
-        steps: number of steps.
-        every: number of steps between two samples.
-
-    Raises:
-        Exception: what a rank raises; TimeoutError after a tenth of a second per step.
+    A sample is taken after every so many steps. TimeoutError after a tenth of a second per step.
     """
     return on_processes(RANKS, _train_alone, family, steps, every, timeout=60 + 0.1 * steps)
 

@@ -9,7 +9,8 @@ A page marks where a table belongs:
     <!-- end -->
 
 The text between the two lines is ``TABLES["accuracy"]`` of ``recipes/qsr/tables.py``, a function
-from the folder of the results to markdown. A test compares all pages with the results.
+from the folder of the results to markdown. The folder ``benchmarks`` is beside the recipes. A test
+compares all pages with the results.
 """
 
 import argparse
@@ -69,21 +70,28 @@ def _written(match: re.Match[str]) -> str:
     folder, name = match[2], match[3]
     tables = tables_of(folder)
     if name not in tables:
-        raise RecipeError(f"recipes/{folder}/tables.py has no table {name!r}, only {[*tables]}")
-    table = tables[name](_HERE / folder / "results").strip()
+        raise RecipeError(f"{folder}/tables.py has no table {name!r}, only {[*tables]}")
+    table = tables[name](_place(folder) / "results").strip()
     return f"{match[1]}{table}\n{match[4]}"
 
 
 def tables_of(folder: str) -> Mapping[str, TableMaker]:
-    """Return the tables that a folder of recipes makes, by name.
+    """Return the tables that a folder makes, by name.
 
     Raises:
         RecipeError: if the folder has no ``tables.py``.
     """
-    if not (_HERE / folder / "tables.py").is_file():
-        raise RecipeError(f"recipes/{folder}/tables.py does not exist")
-    tables: Mapping[str, TableMaker] = importlib.import_module(f"recipes.{folder}.tables").TABLES
+    place = _place(folder).relative_to(_HERE.parent)
+    if not (_place(folder) / "tables.py").is_file():
+        raise RecipeError(f"{place}/tables.py does not exist")
+    tables: Mapping[str, TableMaker] = importlib.import_module(
+        f"{'.'.join(place.parts)}.tables"
+    ).TABLES
     return tables
+
+
+def _place(folder: str) -> Path:
+    return _HERE.parent / folder if folder == "benchmarks" else _HERE / folder
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -4,7 +4,6 @@ All of it also works on the CPU, where a rehearsal runs the same benchmarks with
 numbers of a rehearsal mean nothing.
 """
 
-import datetime
 import importlib
 import re
 import statistics
@@ -199,7 +198,7 @@ def described(device: Device, command: str, seed: int) -> dict[str, Any]:
     common = conditions()
     name = torch.cuda.get_device_name(device.place) if device.kind == "cuda" else common["device"]
     return {
-        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "date": common["date"],
         "revision": common["revision"],
         "device": name,
         "torch": torch.__version__,

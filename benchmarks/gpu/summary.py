@@ -2,8 +2,8 @@
 
 from collections.abc import Iterator
 
+from benchmarks.figures import Row
 from benchmarks.net.names import BASELINES, PLAIN
-from benchmarks.report_data import MISSING, Row
 
 _WIDTH = 80
 _FIGURES = (9, 12)  # widths of the two columns of numbers
@@ -23,7 +23,7 @@ def _steps(rows: list[Row]) -> Iterator[str]:
         yield _line("method", "ms", "over plain")
         for what in sorted(each, key=lambda what: what not in BASELINES):
             step = float(each[what]["step_ms"])
-            yield _line(what, f"{step:.2f}", f"{step / plain:.3f}" if plain else MISSING)
+            yield _line(what, f"{step:.2f}", f"{step / plain:.3f}" if plain else "–")
 
 
 def _host(rows: list[Row]) -> Iterator[str]:

@@ -34,16 +34,8 @@ def digits(size: int) -> tuple[Images, Images]:
     images = (images - images.mean()) / images.std()
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
     every = Images(images[order], torch.from_numpy(labels).long()[order])
-    return Images(*every.take(torch.arange(_TEST, len(every)))), Images(
-        *every.take(torch.arange(_TEST))
-    )
-
-
-def hold_out(train: Images) -> tuple[Images, Images]:
-    """Training images without every sixth one, and those that are held out."""
-    rows = torch.arange(len(train))
-    held = rows % 6 == 0
-    return Images(*train.take(rows[~held])), Images(*train.take(rows[held]))
+    train, test = torch.arange(_TEST, len(every)), torch.arange(_TEST)
+    return Images(*every.take(train)), Images(*every.take(test))
 
 
 def shard(data: Images, batch: int, rank: int, world: int, step: int, seed: int) -> Tensor:

@@ -67,6 +67,8 @@ class Hosts:
         if self._switch is not None:
             self._switch.terminate()
             self._switch.wait(timeout=10)
+            if self._switch.stdout is not None:
+                self._switch.stdout.close()
             self._switch = None
         _remove(name for name in _namespaces() if name.startswith(self._prefix))
 

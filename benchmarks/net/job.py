@@ -9,13 +9,10 @@ class Job:
     """One launch: methods measured one after another by the same processes.
 
     Attributes:
-        task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy), "final"
-            (accuracy at the end of the schedule), "prediction" (what predictions need, and the
-            times to compare them with) or "auto" (what auto chooses, and the times of its
-            candidates alone).
-        model: The model, for all tasks but "prediction" and "auto".
-        models: The models of these tasks and, for "prediction", the methods that each is measured
-            with.
+        task: "steps" (time and bytes of a step), "accuracy" (time to a test accuracy) or
+            "prediction" (what predictions need, and the times to compare them with).
+        model: The model; for "prediction", the first of `models`.
+        models: For "prediction", the models, and the methods that each is measured with.
         levels: For each of `methods`, 1 for an exchange among all ranks or 2 for one inside the
             hosts and one between them. By default, 1.
         ranks: Number of ranks of each host.
@@ -24,10 +21,7 @@ class Job:
         least: Smallest number of measured steps per method.
         rounds: How often the list of methods is repeated. If the machine slows down, this slows
             all methods.
-        rates: Peak learning rates to try, for the task "accuracy".
-        runs: (method, peak learning rate, seed) of each run. By default, every combination of
-            `methods`, `rates` and `seeds`.
-        held_out: For the task "final", whether to test on held-out training images.
+        rates: Peak learning rates to try, for the task "accuracy", with each of `seeds`.
         timeout: Seconds after which a worker without a result is ended.
     """
 
@@ -48,8 +42,6 @@ class Job:
     seeds: tuple[int, ...] = (0,)
     rates: tuple[float, ...] = (0.1,)
     target: float = 0.99
-    runs: tuple[tuple[str, float, int], ...] = ()
-    held_out: bool = False
     models: tuple[tuple[str, tuple[str, ...]], ...] = ()
     timeout: float = 600.0
 

@@ -5,6 +5,9 @@ local steps, or ``jointspar(...)`` with the options of :class:`torchcomp.JointSp
 """
 
 import ast
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -25,19 +28,6 @@ LAYERS = "jointspar("
 _ONE_BUCKET_MB = 4096
 
 
-@dataclass(frozen=True)
-class Counted:
-    """Bytes of messages that this rank has sent, as torchcomp counts them; 0 for a baseline.
-
-    Attributes:
-        sent: all bytes; with two levels, those between nodes.
-        inside: with two levels, those inside the node.
-    """
-
-    sent: int = 0
-    inside: int = 0
-
-
 @dataclass
 class Trainee:
     """A model in training. `counter` is torchcomp's handle, which counts bytes, if there is one."""
@@ -46,12 +36,13 @@ class Trainee:
     optimizer: SGD
     counter: Any = None
 
-    def counted(self) -> Counted:
+    def counted(self) -> tuple[int, int]:
+        """Bytes of messages that this rank has sent, and those inside the node with two levels."""
         if self.counter is None:
-            return Counted()
+            return 0, 0
         stats = self.counter.stats
         # Methods without a second level do not count it.
-        return Counted(stats.total_bytes_sent, getattr(stats, "total_inside_bytes_sent", 0))
+        return stats.total_bytes_sent, getattr(stats, "total_inside_bytes_sent", 0)
 
     def close(self) -> None:
         if self.counter is not None:
@@ -87,6 +78,20 @@ def attach(method: str, module: nn.Module, course: Course, nodes: int | None = N
         _register_baseline(method, model, course.settled)
         return Trainee(model, optimizer)
     return Trainee(model, optimizer, _counter(method, model, optimizer, course, nodes))
+
+
+@contextmanager
+def attached(
+    method: str, module: nn.Module, course: Course, nodes: int | None = None
+) -> Iterator[Trainee]:
+    """A context in which `method` is attached to `module`: see :func:`attach`."""
+    # Objects in reference cycles would otherwise keep the model before in memory.
+    gc.collect()
+    trainee = attach(method, module, course, nodes)
+    try:
+        yield trainee
+    finally:
+        trainee.close()
 
 
 def in_ddp(module: nn.Module, **options: Any) -> DistributedDataParallel:

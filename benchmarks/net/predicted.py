@@ -1,11 +1,12 @@
 """Predict the step times of a link, from what its ranks measured without an exchange."""
 
 import statistics
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.net.prediction import has_our_hook, period_of
+from benchmarks.net.rows import milliseconds, step_columns, step_times
 from torchcomp.step_model import (
     CollectiveTimes,
     Compute,
@@ -21,33 +22,11 @@ _SETUP = ("hosts", "ranks", "mbit", "delay_us")
 # Between two ranks of a host, over TCP.
 _LOOPBACK_GBIT = 8.0
 _LABELS = ("model", "parameters", "method", "levels")
+_MEANS = ("compute", "predicted", "hook", "formula")
 
 
 Levels = Mapping[str, Times]
 """The collectives "flat", among all ranks, and with two levels "between" and "inside"."""
-
-
-@dataclass(frozen=True)
-class _Compared:
-    """The steps of a method in one round, and what was predicted, in seconds.
-
-    Attributes:
-        key: of the method and the model.
-        times: seconds per step, each averaged over a few steps.
-        predicted: from what was measured, without the cost of the hook.
-        hook: the cost of the hook.
-        computed: from the numbers of the link.
-        alone: of a step without any exchange.
-        others: cores that other processes kept busy.
-    """
-
-    key: tuple[str, str]
-    times: list[float]
-    predicted: float
-    hook: float
-    computed: float
-    alone: float
-    others: float
 
 
 class Known:
@@ -60,7 +39,8 @@ class Known:
         # Seconds of a step that its parts do not explain, from the probes: with a hook of PyTorch,
         # and with one of ours.
         self._hooks = {False: 0.0, True: 0.0}
-        self._measured: list[_Compared] = []  # methods that have another round
+        # The seconds of a method that has another round, by what they are of.
+        self._rounds: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
 
     def add(self, result: Mapping[str, Any]) -> dict[str, Any] | None:
         """Take a result of a job; return the row of a method, once it was measured."""
@@ -76,51 +56,42 @@ class Known:
             cost = max(0.0, statistics.median(step_times(ranks)) - predicted)
             self._hooks[has_our_hook(result["method"])] = cost
         else:
-            self._measured.append(self._compared(result))
+            key = result["model"], result["method"]
+            self._rounds[key].append(self._round(result))
             if not result.get("rounds_left"):
-                return self._row(result)
+                return self._row(result, self._rounds.pop(key))
         return None
 
-    def _compared(self, result: Mapping[str, Any]) -> "_Compared":
-        """Predict a method's step in one round."""
+    def _round(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        """The steps of a method in one round, and what was predicted."""
         predicted, computed = self._predicted(result)
         method = result["method"]
+        # Local steps have no hook.
+        hook = self._hooks[has_our_hook(method)] if period_of(method) == 1 else 0.0
         alone = statistics.mean(rank["compute"]["total"] for rank in self._compute)
         cores = self._cores(result["cpus"] / len(result["ranks"]))
-        return _Compared(
-            _key(result),
-            step_times(result["ranks"]),
-            predicted,
-            # Local steps have no hook.
-            self._hooks[has_our_hook(method)] if period_of(method) == 1 else 0.0,
-            computed,
-            alone / min(1, cores),
-            other_cores(result["ranks"]),
-        )
+        return {
+            "times": step_times(result["ranks"]),
+            "compute": alone / min(1, cores),
+            "predicted": predicted + hook,
+            "hook": hook,
+            "formula": computed,
+            "others": other_cores(result["ranks"]),
+        }
 
-    def _row(self, result: Mapping[str, Any]) -> dict[str, Any]:
-        rounds = [each for each in self._measured if each.key == _key(result)]
-        self._measured = [each for each in self._measured if each.key != _key(result)]
-        times = [seconds for each in rounds for seconds in each.times]
-        low, middle, high = (
-            statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
-        )
-
-        def mean(name: str) -> float:
-            return statistics.mean(getattr(each, name) for each in rounds)
-
+    @staticmethod
+    def _row(result: Mapping[str, Any], rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        times = [seconds for each in rounds for seconds in each["times"]]
+        mean = {
+            name: statistics.mean(each[name] for each in rounds) for name in (*_MEANS, "others")
+        }
         return {
             **{name: result[name] for name in (*_COPIED, *_LABELS)},
             **{name: result["setup"][name] for name in _SETUP},
             "steps": len(times) * result["ranks"][0]["length"],
-            "step_ms": _ms(middle),
-            "step_ms_low": _ms(low),
-            "step_ms_high": _ms(high),
-            "compute_ms": _ms(mean("alone")),
-            "predicted_ms": _ms(mean("predicted") + mean("hook")),
-            "hook_ms": _ms(mean("hook")),
-            "formula_ms": _ms(mean("computed")),
-            "other_cores": round(mean("others"), 2),
+            **step_columns(times),
+            **{f"{name}_ms": milliseconds(mean[name]) for name in _MEANS},
+            "other_cores": round(mean["others"], 2),
         }
 
     def _predicted(self, result: Mapping[str, Any]) -> tuple[float, float]:
@@ -159,16 +130,6 @@ class Known:
         return simulate(recorded, compute, between, inside, cores=cores).seconds
 
 
-def _key(result: Mapping[str, Any]) -> tuple[str, str]:
-    return result["model"], result["method"]
-
-
-def step_times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
-    """The seconds of a step in each round, the mean over the ranks."""
-    by_rank = [rank["times"] for rank in ranks]
-    return [statistics.mean(step) for step in zip(*by_rank, strict=True)]
-
-
 def _formulas(setup: Mapping[str, Any]) -> Levels:
     """The collectives of a link, from its bandwidth and latency."""
     world = setup["hosts"] * setup["ranks"]
@@ -186,7 +147,3 @@ def other_cores(ranks: Sequence[Mapping[str, Any]]) -> float:
     """The cores that other processes than the ranks kept busy: the switch, and other programs."""
     busy, wall = ranks[0]["busy"], ranks[0]["wall"]
     return round((busy - sum(rank["worked"] for rank in ranks)) / wall, 2)
-
-
-def _ms(seconds: float) -> float:
-    return round(1e3 * seconds, 3)

@@ -5,7 +5,6 @@ each method, and a step in which a rank sends one value. It never reads the time
 other exchange.
 """
 
-import gc
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -19,9 +18,8 @@ from torch.optim import SGD
 
 import torchcomp
 from benchmarks.net import data, models
-from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
-from benchmarks.net.methods import Course, Trainee, attach, in_ddp
+from benchmarks.net.methods import Course, Trainee, attached, in_ddp
 from benchmarks.net.names import BASELINES, BF16, ONE_VALUE, PLAIN
 from benchmarks.net.steps import StepBench
 from torchcomp.batchnorm import statistics_of, updated_layers
@@ -178,18 +176,13 @@ class PredictionBench:
     def _step(self, name: str, method: str, levels: int) -> dict[str, Any]:
         """The mean seconds of a step with the method, over each round."""
         job = replace(self._job, model=name)
-        bench = StepBench(job, self._rank, CollectiveClock())
+        bench = StepBench(job, self._rank)
         course = Course(lr=0.01, total_steps=1000, settled=True)
         module = models.build(name, seed=0)
-        trainee = attach(method, module, course, job.ranks if levels == 2 else None)
         period = period_of(method)
-        try:
-            return self._rounds(bench, trainee, period if period > 1 else more_of(module))
-        finally:
-            trainee.close()
-            # Objects in reference cycles would otherwise keep this model in memory.
-            del trainee
-            gc.collect()
+        length = period if period > 1 else more_of(module)
+        with attached(method, module, course, job.ranks if levels == 2 else None) as trainee:
+            return self._rounds(bench, trainee, length)
 
     def _rounds(self, bench: StepBench, trainee: Trainee, length: int) -> dict[str, Any]:
         """Measure rounds of `length` steps."""

@@ -3,6 +3,8 @@
 import csv
 import os
 import platform
+import statistics
+from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -12,37 +14,21 @@ from recipes.result_files import revision
 _COMMON = ["date", "revision", "torch", "device", "cpus"]
 _RUN = ["hosts", "mbit", "delay_us", "model", "parameters", "batch", "method"]
 _STEP = ["steps", "step_ms", "step_ms_low", "step_ms_high", "user_ms", "system_ms"]
+# collective_ms is empty in new rows: the time in blocking collectives is no longer measured.
 _STEP += ["collective_ms", "wire_bytes", "packets", "payload_bytes", "tcp_bytes", "counted_bytes"]
 STEPS = [*_COMMON, *_RUN, *_STEP]
 NODES = [*_COMMON, "ranks", "levels", *_RUN, *_STEP, "inside_bytes", "counted_inside_bytes"]
 ACCURACY = [*_COMMON, *_RUN, "rate", "seed", "target", "reached", "accuracy", "steps", "seconds"]
 ACCURACY += ["wire_bytes", "payload_bytes"]
-FINAL = [*_COMMON, "ranks", "model", "parameters", "batch", "method", "images", "lr", "seed"]
-FINAL += ["steps", "accuracy", "loss"]
 PREDICTIONS = [*_COMMON, "ranks", "levels", *_RUN, "steps", "step_ms", "step_ms_low"]
-PREDICTIONS += [
-    "step_ms_high",
-    "compute_ms",
-    "predicted_ms",
-    "hook_ms",
-    "formula_ms",
-    "other_cores",
-]
-AUTO = [*_COMMON, *_RUN, "trial_ms", "steps", "step_ms", "chosen", "trial_steps", "other_cores"]
+PREDICTIONS += ["step_ms_high", "compute_ms", "predicted_ms", "hook_ms", "formula_ms"]
+PREDICTIONS += ["other_cores"]
 SOAK = [*_COMMON, "part", "method", "ranks", "steps", "step_ms", "seconds"]
 SOAK += ["swaps", "loads", "samples"]
 SOAK += ["resident_mib", "growth_kib", "trend", "descriptors", "threads", "equal", "lost", "unsent"]
 SOAK += ["passed"]
-DOCTOR = [*_COMMON, "case", "kind", "ranks", "mbit", "expected", "found", "status"]
-DOCTOR += ["doctor_s", "job_s", "load", "passed"]
 MUTATIONS = [*_COMMON, "part", "seed", "cases", "problems", "slowest_ms", "results", "seconds"]
 MUTATIONS += ["passed"]
-GUARD_FAULTS = [*_COMMON, "fault", "method", "ranks", "seed", "planted", "found", "after"]
-GUARD_FAULTS += ["kinds", "parameters", "named_ranks", "passed"]
-GUARD_CLEAN = [*_COMMON, "run", "ranks", "flags", "steps", "comparisons", "alarms", "accuracy"]
-GUARD_CLEAN += ["bytes", "control_bytes"]
-GUARD_COST = [*_COMMON, "model", "parameters", "batch", "ranks", "method", "every", "pairs"]
-GUARD_COST += ["step_ms", "inside", "time", "time_low", "time_high", "bytes"]
 
 
 class TableError(ValueError):
@@ -89,6 +75,23 @@ class Table:
         return any(all(row[name] == text for name, text in texts.items()) for row in self.read())
 
 
+def step_times(ranks: Sequence[Mapping[str, Any]]) -> list[float]:
+    """The seconds of each step: the mean over the ranks."""
+    return [statistics.mean(step) for step in zip(*(rank["times"] for rank in ranks), strict=True)]
+
+
+def step_columns(times: Sequence[float]) -> dict[str, float]:
+    """The median and the quartiles of the seconds of steps, in milliseconds."""
+    # statistics.quantiles raises for a single value.
+    each = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else [*times] * 3
+    names = ("step_ms_low", "step_ms", "step_ms_high")
+    return {name: milliseconds(seconds) for name, seconds in zip(names, each, strict=True)}
+
+
+def milliseconds(seconds: float) -> float:
+    return round(1e3 * seconds, 3)
+
+
 def conditions() -> dict[str, Any]:
     """The columns that record when, where and with which versions a row was measured."""
     from importlib.metadata import version
@@ -97,12 +100,13 @@ def conditions() -> dict[str, Any]:
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
         "revision": revision(),
         "torch": version("torch"),
-        "device": _processor(),
+        "device": processor(),
         "cpus": len(os.sched_getaffinity(0)),
     }
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The name of the CPU."""
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             return line.partition(":")[2].strip()

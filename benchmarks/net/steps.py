@@ -1,33 +1,21 @@
 """Measure the time and bytes of a training step with one method, on one rank."""
 
-import gc
 import resource
 import time
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.net import counters, data, models
-from benchmarks.net.collectives import CollectiveClock
 from benchmarks.net.job import Job
-from benchmarks.net.methods import Counted, Course, Trainee, attach
+from benchmarks.net.methods import Course, Trainee, attached
 
 _MOST_STEPS = 40
 # Fewest and most steps of warm-up. After _WARM_UP_SECONDS, the fewest are enough.
 _WARM_UP = (2, 5)
 _WARM_UP_SECONDS = 20.0
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """The values of all counters at one moment."""
-
-    user: float
-    system: float
-    collective: float | None
-    sent: counters.Counters
-    counted: Counted
 
 
 @dataclass(frozen=True)
@@ -41,7 +29,6 @@ class RankSteps:
     times: list[float]
     user: float
     system: float
-    collective: float | None
     wire: int
     payload: int
     packets: int
@@ -54,45 +41,39 @@ class RankSteps:
 class StepBench:
     """Trains as a user's loop does, and measures each method."""
 
-    def __init__(self, job: Job, rank: int, clock: CollectiveClock) -> None:
-        self.job, self.rank, self.clock = job, rank, clock
+    def __init__(self, job: Job, rank: int) -> None:
+        self.job, self.rank = job, rank
         self.train, _ = data.digits(models.SIZES[job.model])
 
     def measure(self, method: str, levels: int) -> RankSteps:
         module = models.build(self.job.model, seed=0)
         course = Course(lr=0.01, total_steps=1000, settled=True)
-        trainee = attach(method, module, course, self.job.ranks if levels == 2 else None)
-        try:
+        nodes = self.job.ranks if levels == 2 else None
+        with attached(method, module, course, nodes) as trainee:
             return self._measure(trainee)
-        finally:
-            trainee.close()
-            # Objects in reference cycles would otherwise keep this model in memory.
-            del trainee, module
-            gc.collect()
 
     def _measure(self, trainee: Trainee) -> RankSteps:
         steps = self._warm_up(trainee)
         dist.barrier()
-        self.clock.reset()
-        before = self._snapshot(trainee)
+        before = self._counters(trainee)
         # The ranks of a host share its counters: none may send before all have read them.
         dist.barrier()
         times = [self.step(trainee, number) for number in range(steps)]
-        collective = self.clock.seconds
         # The last messages of this rank can still be in its queue when its step has ended. After
         # the barrier they have been sent.
         dist.barrier()
-        after = self._snapshot(trainee)
+        after = self._counters(trainee)
         dist.barrier()
-        sent = after.sent - before.sent
+        user, system, counted, inside, sent = (
+            now - then for then, now in zip(before, after, strict=True)
+        )
         return RankSteps(
             times=times,
-            user=after.user - before.user,
-            system=after.system - before.system,
-            collective=collective,
+            user=user,
+            system=system,
             payload=sent.payload,
-            counted=after.counted.sent - before.counted.sent,
-            counted_inside=after.counted.inside - before.counted.inside,
+            counted=counted,
+            counted_inside=inside,
             **asdict(sent),
         )
 
@@ -126,17 +107,9 @@ class StepBench:
         trainee.optimizer.step()
         return time.perf_counter() - started
 
-    def _snapshot(self, trainee: Trainee) -> Snapshot:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return Snapshot(
-            user=used.ru_utime,
-            system=used.ru_stime,
-            collective=self.clock.seconds,
-            sent=self._sent(),
-            counted=trainee.counted(),
-        )
-
-    def _sent(self) -> counters.Counters:
-        if not self.job.counted:
-            return counters.Counters()
-        return counters.read(self.job.interface, self.job.port)
+    def _counters(self, trainee: Trainee) -> tuple[Any, ...]:
+        """CPU seconds of this process, bytes by torchcomp's handle, and those of the kernel."""
+        used, kernel = resource.getrusage(resource.RUSAGE_SELF), counters.Counters()
+        if self.job.counted:
+            kernel = counters.read(self.job.interface, self.job.port)
+        return used.ru_utime, used.ru_stime, *trainee.counted(), kernel

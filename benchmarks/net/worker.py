@@ -17,16 +17,11 @@ from benchmarks.net.job import Job
 def main() -> None:
     rank, job = int(sys.argv[1]), Job.from_json(sys.argv[2])
     pin(rank, job.world)
-    # Import torch after pinning, so that its threads inherit the cores. Install the clock before
-    # torchcomp is imported, and import torchcomp before the process group is made
-    # (docs/assumptions.md).
+    # Import torch after pinning, so that its threads inherit the cores, and torchcomp before the
+    # process group is made (docs/assumptions.md).
     import torch
     import torch.distributed as dist
 
-    from benchmarks.net.collectives import CollectiveClock
-
-    clock = CollectiveClock()
-    clock.install()
     import torchcomp  # noqa: F401
 
     torch.set_num_threads(1)
@@ -39,7 +34,7 @@ def main() -> None:
     )
     # A worker without a result for this long prints its stack and exits.
     faulthandler.dump_traceback_later(job.timeout, exit=True)
-    for labels, outcome in measured(job, rank, clock):
+    for labels, outcome in measured(job, rank):
         faulthandler.dump_traceback_later(job.timeout, exit=True)
         outcomes: list[Any] = [None] * job.world
         dist.all_gather_object(outcomes, asdict(outcome))
@@ -67,41 +62,27 @@ def parameters(model: str) -> int:
     return sum(parameter.numel() for parameter in build(model, seed=0).parameters())
 
 
-def measured(job: Job, rank: int, clock: Any) -> Iterator[tuple[dict[str, Any], Any]]:
+def measured(job: Job, rank: int) -> Iterator[tuple[dict[str, Any], Any]]:
     """Yield every measurement of the job, with the labels that identify it."""
     if job.task == "prediction":
         from benchmarks.net.prediction import PredictionBench
 
         yield from PredictionBench(job, rank).measured()
-        return
-    if job.task == "auto":
-        from benchmarks.net.auto import AutoBench
+    elif job.task == "accuracy":
+        from benchmarks.net.accuracy import AccuracyBench
 
-        yield from AutoBench(job, rank, clock).measured()
-        return
-    if job.task != "steps":
-        trainer = trainer_of(job, rank)
-        for method, rate, seed in job.runs or product(job.methods, job.rates, job.seeds):
+        trainer = AccuracyBench(job, rank)
+        for method, rate, seed in product(job.methods, job.rates, job.seeds):
             labels = {"method": method, "rate": rate, "seed": seed}
             yield labels, trainer.measure(method, seed, rate)
-        return
-    from benchmarks.net.steps import StepBench
+    else:
+        from benchmarks.net.steps import StepBench
 
-    bench = StepBench(job, rank, clock)
-    for round_index in range(job.rounds):
-        for method, levels in zip(job.methods, job.levels or repeat(1), strict=False):
-            labels = {"method": method, "levels": levels, "round": round_index}
-            yield labels, bench.measure(method, levels)
-
-
-def trainer_of(job: Job, rank: int) -> Any:
-    if job.task == "final":
-        from benchmarks.net.final import FinalBench
-
-        return FinalBench(job, rank)
-    from benchmarks.net.accuracy import AccuracyBench
-
-    return AccuracyBench(job, rank)
+        bench = StepBench(job, rank)
+        for round_index in range(job.rounds):
+            for method, levels in zip(job.methods, job.levels or repeat(1), strict=False):
+                labels = {"method": method, "levels": levels, "round": round_index}
+                yield labels, bench.measure(method, levels)
 
 
 if __name__ == "__main__":

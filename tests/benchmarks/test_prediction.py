@@ -1,4 +1,4 @@
-"""benchmarks/predict.py without shaped hosts, and the page that is made from its rows."""
+"""benchmarks/predict.py without shaped hosts."""
 
 import json
 from pathlib import Path
@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from benchmarks import predict, report_prediction, utilisation
-from benchmarks.net.names import BF16, PLAIN
+from benchmarks import predict
+from benchmarks.net.names import PLAIN
 from benchmarks.net.predicted import Known
 from benchmarks.net.rows import PREDICTIONS, Table
 from torchcomp.step_model import ALL_REDUCE, ALL_TO_ALL, CollectiveTimes, Compute, Point
@@ -16,13 +16,6 @@ from torchcomp.step_model.activities import Call, Recording, Submitted, Work
 TOPK = "ef(topk(0.01))"
 COMMON = {"date": "2026-01-02", "revision": "0", "torch": "2", "device": "cpu", "cpus": 2}
 COMMON |= {"batch": 16, "setup": {"hosts": 2, "ranks": 1, "mbit": 100, "delay_us": 500}}
-
-
-def test_the_grid_has_enough_set_ups() -> None:
-    count = sum(len(setup.models) for setup in predict.GRID) * len(predict.METHODS)
-    assert count >= 200
-    assert {setup.mbit for setup in predict.GRID} >= {10, 100, 1000, 10000}
-    assert {setup.world for setup in predict.GRID} == {2, 4, 8, 16}
 
 
 def test_rows_that_exist_are_skipped(tmp_path: Path) -> None:
@@ -77,93 +70,3 @@ def test_local_steps_share_their_average() -> None:
     *_, row = [known.add(result) for result in results("every(4)", recording)]
     assert row is not None
     assert row["predicted_ms"] == pytest.approx(1750.0, rel=1e-3)
-
-
-# --- The page -------------------------------------------------------------------------------------
-
-
-def add(path: Path, method: str, step_ms: float, predicted_ms: float, **other: object) -> None:
-    row = {"hosts": 2, "ranks": 1, "mbit": 100, "delay_us": 500, "model": "mlp", "batch": 16}
-    row |= {"method": method, "levels": 1, "step_ms": step_ms, "predicted_ms": predicted_ms}
-    row |= {"formula_ms": predicted_ms, "date": "2026-01-02T03:04:05Z", **other}
-    Table(path / "predict.csv", PREDICTIONS).add(dict.fromkeys(PREDICTIONS, "") | row)
-
-
-def goals(path: Path) -> list[list[str]]:
-    rows = report_prediction.latest(path / "predict.csv")
-    return report_prediction.goals(rows, report_prediction.groups(rows))
-
-
-def test_a_group_is_named_by_its_link_its_model_and_unusual_batches(tmp_path: Path) -> None:
-    for batch in (16, 128):
-        add(tmp_path, BF16, 100, 110, batch=batch)
-        add(tmp_path, TOPK, 100, 110, batch=batch)
-    found = report_prediction.groups(report_prediction.latest(tmp_path / "predict.csv"))
-    assert [group.name.partition("us, ")[2] for group in found] == ["mlp", "mlp, 128 images"]
-
-
-def test_errors_and_their_percentiles(tmp_path: Path) -> None:
-    for number in range(10):
-        add(tmp_path, TOPK, 100, 101 + number, mbit=number)
-    rows = report_prediction.latest(tmp_path / "predict.csv")
-    errors = report_prediction.errors(rows)
-    assert errors == pytest.approx([0.01 * each for each in range(1, 11)])
-    assert report_prediction.percentile(errors, 0.9) == pytest.approx(0.09)
-    assert report_prediction.percentile(errors, 1.0) == pytest.approx(0.1)
-
-
-@pytest.mark.parametrize(("topk", "reached"), [(105, True), (106, False)])
-def test_the_chosen_method_is_close_to_the_best(topk: int, reached: bool, tmp_path: Path) -> None:
-    add(tmp_path, BF16, 100, 110)
-    add(tmp_path, TOPK, topk, 100)
-    # Local steps take no part.
-    add(tmp_path, "every(4)", 10, 10)
-    assert (goals(tmp_path)[3][2] == "yes") == reached
-
-
-def test_when_nothing_beats_the_bf16_hook(tmp_path: Path) -> None:
-    times = {  # measured and predicted time of TopK; those of the bf16 hook are 100
-        1: (120, 130),  # said and true
-        2: (80, 130),  # said and not true
-        3: (102, 90),  # true and not said, a draw
-        4: (50, 60),  # neither
-    }
-    for mbit, (measured, predicted) in times.items():
-        add(tmp_path, BF16, 100, 100, mbit=mbit)
-        add(tmp_path, PLAIN, 10, 10, mbit=mbit)
-        add(tmp_path, TOPK, measured, predicted, mbit=mbit)
-    found = report_prediction.dont(
-        report_prediction.groups(report_prediction.latest(tmp_path / "predict.csv"))
-    )
-    assert (found.right, found.wrong, found.missed) == (1, 1, 1)
-    assert (found.draws_wrong, found.draws_missed) == (0, 1)
-    assert (found.precision, found.recall) == (0.5, 0.5)
-    assert (found.precision_without_draws, found.recall_without_draws) == (0.5, 1.0)
-
-
-def test_the_last_row_of_a_set_up_counts(tmp_path: Path) -> None:
-    add(tmp_path, TOPK, 100, 200)
-    add(tmp_path, TOPK, 100, 101)
-    assert goals(tmp_path)[1][1] == "1.0%"
-
-
-def test_a_page_has_every_row_and_every_loss(tmp_path: Path) -> None:
-    assert "Not measured yet" in report_prediction.page(tmp_path)
-    add(tmp_path, BF16, 100, 110)
-    add(tmp_path, TOPK, 150, 100)
-    page = report_prediction.page(tmp_path)
-    assert "1.50 **lost**" in page
-    assert f"| `{TOPK}` | 150.0 | 100.0 | -33.3% |" in page
-
-
-def test_the_committed_page_matches_its_rows() -> None:
-    assert report_prediction.PAGE.read_text() == report_prediction.page(report_prediction.RESULTS)
-
-
-def test_a_picture_has_a_line_for_each_method() -> None:
-    pytest.importorskip("matplotlib")
-    lines = {method: [0.5] * len(utilisation.GBITS) for method in (PLAIN, BF16, TOPK)}
-    (axes,) = utilisation.draw(lines, "title").axes
-    assert sorted(line.get_label() for line in axes.lines) == sorted(
-        ["plain DDP", "DDP's bf16 hook", TOPK]
-    )

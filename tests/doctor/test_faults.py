@@ -2,8 +2,8 @@
 
 import pytest
 
-from benchmarks.doctor_cases import FAULTS, HEALTHY, Case, examined
 from benchmarks.net.shell import missing
+from tests.doctor.planted import FAULTS, HEALTHY, Case, examined
 
 pytestmark = pytest.mark.soak
 

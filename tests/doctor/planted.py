@@ -20,7 +20,7 @@ from typing import Any
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.shell import run as shell
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 _PORT = "29500"
 _LIMIT = 240  # seconds for a job
 _EPHEMERAL = "0x8000"  # the ports that systems choose have this bit
