@@ -92,7 +92,6 @@ class SparseFrames(Sparse):
                 self.vectors.dtype,
                 self.vectors.device,
                 None if frames is None else frames.offsets,
-                wait=False,
             )
         return self._made
 

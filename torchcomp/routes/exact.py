@@ -20,12 +20,15 @@ from torchcomp.codec import Codec
 from torchcomp.compressors.base import Encoded, Vector, Vectors
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
+from torchcomp.kernels.segments import Segment
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
 from torchcomp.profiling import OFF, span
 from torchcomp.routes.digits import DigitSearch
 from torchcomp.routes.shards import Direction
 from torchcomp.routes.threshold import HostSearch
+from torchcomp.state import Kind
+from torchcomp.wire import counted_signature
 
 _END = 2**63 - 1
 """Above every index."""
@@ -44,9 +47,7 @@ class ExactUplink:
         self._exchange, self._selector = exchange, up.selector
         self._selects = Vectors(up.whole, device, up.shape.dtype)
         everyone = range(exchange.world_size)
-        self._messages = _messages(
-            bucket, up, everyone, [exchange.rank] * exchange.world_size, up.kept
-        )
+        self._messages = _messages(bucket, up, everyone, [exchange.rank] * exchange.world_size)
         starts = [
             part.start + piece.start
             for part, pieces in zip(shards, up.pieces, strict=True)
@@ -73,9 +74,9 @@ class ExactUplink:
         self._messages.subtract(x, key, weight)
 
     def mean(self, out: Tensor, key: Key) -> None:
-        messages = self._messages
-        received = self._exchange.all_to_all(messages.outgoing, messages.sizes, messages.arriving)
-        messages.mean(received, out, key, self._exchange.world_size)
+        exchange, messages = self._exchange, self._messages
+        received = exchange.all_to_all(messages.outgoing, messages.sizes, messages.arriving)
+        _decode(messages, received, out, key, exchange, exchange.world_size)
 
     def _count(self, index: Tensor) -> None:
         """Exchange how many entries there are in each piece of the shards."""
@@ -95,20 +96,23 @@ class ExactDownlink:
 
     def __init__(self, bucket: Prepared, down: Direction) -> None:
         self._bucket, self._exchange = bucket, bucket.exchange
-        rank, pieces = self._exchange.rank, down.pieces
-        self._messages = _messages(
-            bucket, down, [rank], range(self._exchange.world_size), down.candidates
-        )
-        like = torch.empty(0, device=bucket.device)
+        rank, ranks = self._exchange.rank, range(self._exchange.world_size)
+        self._messages = _messages(bucket, down, [rank], ranks)
         self._search: Any
-        if self._messages.form is not None:
-            self._search = self._messages.form.Search(down, self._exchange, bucket.device)
-        elif host.can_read(like):
+        if host.can_read(torch.empty(0, device=bucket.device)):
             self._search = HostSearch(down, self._exchange)
         else:
-            self._search = DigitSearch(down, self._exchange, bucket.device)
-        before = sum(len(own) for own in pieces[:rank])
-        self._own = slice(before, before + len(pieces[rank]))
+            search = DigitSearch if self._messages.form is None else self._messages.form.Search
+            self._search = search(
+                [Segment(*down.place(v, rank), k) for v, k in enumerate(down.kept)],
+                [piece.vector + o * len(down.kept) for o in ranks for piece in down.pieces[o]],
+                down.sizes,
+                down.searched,
+                self._exchange,
+                bucket.device,
+            )
+        before = sum(len(own) for own in down.pieces[:rank])
+        self._own = slice(before, before + len(down.pieces[rank]))
 
     def encode(self, mean: Tensor, key: Key) -> None:
         e, x = self._bucket.open("server_error")
@@ -119,4 +123,123 @@ class ExactDownlink:
     def mean(self, out: Tensor, key: Key) -> None:
         messages = self._messages
         received = self._exchange.all_gather_v(messages.outgoing, messages.arriving)
-        messages.mean(received, out, key, 1)
+        _decode(messages, received, out, key, self._exchange, 1)
+
+
+class Messages:
+    """Messages of counted entries in plain torch or, on a CPU, in Numba.
+
+    Args:
+        direction: how entries are encoded.
+        sends: the owners of the shards from which this rank sends entries, a frame for each.
+        reads: the owners of the shards of which this rank receives entries, likewise.
+        device: device of the bucket.
+        checksum: whether frames have a checksum.
+
+    Attributes:
+        form: the module of these kernels and of the search, if it is that of an accelerator.
+        frames: the frames that this rank receives in this step.
+        outgoing: those that it sends.
+        sizes: the sizes of the frames that it sends in bytes.
+        arriving: those of the frames that it receives.
+    """
+
+    form: Any = None
+
+    def __init__(
+        self,
+        direction: Direction,
+        sends: Sequence[int],
+        reads: Sequence[int],
+        device: torch.device,
+        checksum: bool,
+    ) -> None:
+        self._direction, self._device, self._checksum = direction, device, checksum
+        self._sends, self._reads = sends, reads
+
+    def begin(self, mine: Tensor, theirs: Tensor) -> None:
+        """Prepare the messages of this step. The host waits for the counts, once for all of them.
+
+        Args:
+            mine: number of entries of each piece that this rank sends; integers.
+            theirs: number of entries of each piece that it receives.
+        """
+        numbers = torch.cat([mine, theirs]).tolist()
+        up, sent = self._direction.role == "up", mine.numel()
+        self._written = self._codec(self._sends, numbers[:sent], up)
+        self._read = self._codec(self._reads, numbers[sent:], not up)
+        self.frames, self.sizes = self._read.frames, self._written.frames.sizes
+        self.arriving = self.frames.sizes
+
+    def _codec(self, owners: Sequence[int], counts: Sequence[int], in_bucket: bool) -> Codec:
+        direction, rest = self._direction, iter(counts)
+        vectors: list[Vector] = []
+        numbers, signatures = [], []
+        for owner in owners:
+            own = list(islice(rest, len(direction.pieces[owner])))
+            found = direction.counted(owner, own, in_bucket)
+            vectors += found
+            numbers.append(len(found))
+            signatures.append(counted_signature(direction.signatures[owner], own))
+        dtype = direction.shape.dtype
+        return Codec(vectors, self._device, dtype, numbers, self._checksum, signatures)
+
+    def write(self, x: Tensor, index: Tensor, key: Key, subtract: bool) -> None:
+        """Write the frames with the entries of `x` at `index`.
+
+        Args:
+            x: 1-D. The message is subtracted from it, if `subtract`.
+            index: 1-D int64, at least as many as were counted. The others are not read.
+            key: key of the encoding.
+            subtract: see above.
+        """
+        codec, self._message = self._written, Encoded(())
+        if codec.vectors:
+            index = index[: sum(segment.k for segment in codec.vectors.segments)]
+            values = narrow(x, codec.vectors.dtype)
+            # The next step will need other numbers of draws: draw nothing ahead.
+            plain, selector = replace(key, ahead=None), self._direction.selector
+            message = selector.encode_selected(values, index, codec.vectors, plain)
+            self._message = codec.pack(message)
+        self.outgoing = codec.frames.outgoing()
+        if subtract:
+            self.subtract(x, key, 1.0)
+
+    def subtract(self, x: Tensor, key: Key, weight: float) -> None:
+        """Subtract `weight` times the message that was written from `x`."""
+        self._written.subtract(self._message, x, key, weight)
+
+    def mean(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
+        """Write the sum of the messages, in order, divided by `divisor`, to `out`."""
+        self._read.mean_of(received.view(1, -1), out, key, divisor)
+
+
+def _messages(
+    bucket: Prepared, direction: Direction, sends: Sequence[int], reads: Sequence[int]
+) -> Any:
+    """Return the fastest form of :class:`Messages` for a bucket."""
+    checksum, shape = bucket.exchange.checksum, direction.shape
+    form = direction.selector.counted_form(bucket.device)
+    dtypes = {shape.dtype, *(s.dtype for s in bucket.slots.values() if s.kind is not Kind.CACHE)}
+    if form is None or checksum or shape.numel >= form.LIMIT or not dtypes <= {*form.DTYPES}:
+        return Messages(direction, sends, reads, bucket.device, checksum)
+    up = direction.role == "up"
+    return form.Counted(
+        direction.selector,
+        [direction.places(owner, up) for owner in sends],
+        [direction.places(owner, not up) for owner in reads],
+        [direction.signatures[owner] for owner in (*sends, *reads)],
+        len(reads) if up else 1,
+        max((k / n for k, n in zip(direction.kept, direction.sizes, strict=True) if n), default=0),
+        shape.dtype,
+        bucket.device,
+    )
+
+
+def _decode(
+    messages: Any, received: Tensor, out: Tensor, key: Key, exchange: Exchange, divisor: int
+) -> None:
+    with span("decode") if profiler._is_profiler_enabled else OFF:
+        # In rank order on every rank, as in AllGatherRoute.
+        messages.mean(received, out, key, divisor)
+    exchange.check(messages.frames, received.view(1, -1), range(exchange.world_size))

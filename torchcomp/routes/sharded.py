@@ -42,7 +42,6 @@ class ShardedRoute:
         rank = bucket.exchange.rank
         own = up.shards[rank]
         self._total = torch.empty(own.stop - own.start, dtype=dtype, device=bucket.device)
-        dtypes = {dtype, up.shape.dtype, *(s.dtype for s in bucket.slots.values() if s.name != "thresholds")}
         self._up = (ExactUplink if up.exact else _Uplink)(bucket, up)
         exact = down.exact and "server_error" in bucket.slots
         self._down = (ExactDownlink if exact else _Downlink)(bucket, down)

@@ -117,6 +117,16 @@ class Direction:
         """By vector, whether its entries are chosen among the candidates of several owners."""
         return [k < sum(each) for k, each in zip(self.kept, self.candidates, strict=True)]
 
+    def place(self, vector: int, owner: int) -> tuple[int, int]:
+        """Return where a vector begins in a shard, and how many elements of it are there."""
+        found = [p for p in self.pieces[owner] if p.vector == vector]
+        return (found[0].start, found[0].stop - found[0].start) if found else (0, 0)
+
+    def places(self, owner: int, in_bucket: bool) -> list[tuple[int, int]]:
+        """Return where each piece of a shard begins, there or in the bucket, and its length."""
+        start = self.shards[owner].start if in_bucket else 0
+        return [(start + p.start, p.stop - p.start) for p in self.pieces[owner]]
+
     @cached_property
     def signatures(self) -> list[int]:
         """By owner, what the signature of a message with counted entries begins with."""

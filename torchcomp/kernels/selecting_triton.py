@@ -1,0 +1,151 @@
+"""Selecting: the entries of largest magnitude of the segments of a vector in Triton, for CUDA.
+
+Prepared once, with 8 launches in the first step and 7 in others. The kernels are in
+:mod:`.selection_triton`.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcomp.kernels import selection_triton as selection
+from torchcomp.kernels.launch import Launch
+from torchcomp.kernels.table_triton import SIZES, Table
+
+_MARGIN = 1 << 20
+"""First margin below the last threshold, in units of float32's last place: 6 to 12 %."""
+
+
+class Selecting:
+    """Selection from the segments of a vector. Workspaces are for one stream at a time.
+
+    Args:
+        table: the segments.
+        bits: bits of the magnitudes that a launch decides. Histograms with more than 256 bins are
+            slow before Triton 3.7.
+    """
+
+    shared = False
+    """Whether other ranks select from other parts of the same segments."""
+
+    def __init__(self, table: Table, bits: int = 8) -> None:
+        self._table, self._bits, rows, device = table, bits, table.count, table.device
+        self._rounds = 32 // bits
+        self._counters = torch.zeros(
+            rows * (3 + (self._rounds << bits)), dtype=torch.int32, device=device
+        )
+        self._found, self._pairs, self._counts = torch.split(
+            self._counters, [rows, 2 * rows, self._rounds * rows << bits]
+        )
+        self._clean = True
+        self._bound = torch.full((2 * rows,), _MARGIN, dtype=torch.int32, device=device)
+        self._bounded = False
+        lengths = [
+            4 * table.programs["block"], 2 * table.programs["group"],
+            2 * self._rounds * rows, 3 * rows,
+        ]  # fmt: skip
+        memory = torch.empty(sum(lengths), dtype=torch.int32, device=device)
+        self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
+        self._launches: dict[object, list[Launch]] = {}
+
+    def __call__(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
+        """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is.
+
+        Args:
+            g: 1-D, contiguous, fp16, bf16 or fp32.
+            e: likewise.
+            x: likewise.
+            frame: receives the bits of the index codes, if any.
+
+        Returns:
+            1-D int64, within `x`, ascending in each segment: those of the first one, and so on.
+        """
+        if not self._table.programs["block"]:
+            return self._empty()
+        if not self._bounded:
+            kind = "sample", g is not x
+            (sample,) = self._launches.get(kind) or self._sampling(kind)
+            sample(g, e)
+            self._bounded = True
+        return self._run(g, e, x, frame, self._bound)
+
+    def _run(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None, bound: Tensor) -> Tensor:
+        index = self._empty()
+        kind = "select", g is not x, frame is not None
+        collect, *counts, tally, write = self._launches.get(kind) or self._selection(kind)
+        if not self._clean:  # an earlier call did not end
+            self._counters.zero_()
+        self._clean = False
+        size = 2 * self._table.capacity
+        work, out = torch.empty(size, dtype=torch.int32, device=x.device), x
+        if frame is not None:
+            out = frame
+        collect(g, e, x, work, bound)
+        summed = self._summed()
+        for done, count in enumerate(counts):
+            count(x, work, summed)
+            self._add_up(done)
+        tally(x, work, out, summed)
+        self._decide()
+        write(x, work, out, index)
+        self._clean = True
+        return index
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self._table.entries, dtype=torch.int64, device=self._table.device)
+
+    # What others do who select together.
+
+    def _summed(self) -> Tensor:
+        return self._found
+
+    def _add_up(self, done: int) -> None:
+        """Add up the counts of a round."""
+
+    def _decide(self) -> None:
+        """Share the entries."""
+
+    # Preparations of launches, each once.
+
+    def _sampling(self, kind: tuple[Any, ...]) -> list[Launch]:
+        rows = self._table.count
+        made = self._launches[kind] = [
+            Launch(
+                selection.sample, (rows,), self._table.rows, rows, self._bound, _MARGIN,
+                ADD=kind[1], SAMPLE=SIZES["sample"], warps=16,
+            )
+        ]  # fmt: skip
+        return made
+
+    def _selection(self, kind: tuple[Any, ...]) -> list[Launch]:
+        _, add, frame = kind
+        table, counts = self._table, self._counts
+        found, blocks, groups = self._found, self._blocks, self._groups
+        place, grid = (table.rows, table.count), (table.programs["block"],)
+        tallied = {"BLOCK": SIZES["block"], "GROUPED": SIZES["group"]}
+        every = {**tallied, "FRAME": frame, "DONE": self._rounds, "CHUNK": SIZES["chunk"]}
+        made = self._launches[kind] = [
+            Launch(
+                selection.collect, grid, *place, self._bound[table.count :], found, blocks, groups,
+                ADD=add, STEP=table.step, warps=8, **tallied,
+            ),
+            *(
+                Launch(
+                    selection.count_digits, (table.programs["count"],),
+                    *place, found, counts, self._state,
+                    DONE=done, BLOCK=SIZES["count"], BITS=self._bits, warps=8,
+                )
+                for done in range(self._rounds if table.entries or self.shared else 0)
+            ),
+            Launch(
+                selection.tally, grid, *place, self._bound, found, blocks, groups, self._pairs,
+                counts, self._state, self._result,
+                SHARED=self.shared, BINS=1 << self._bits, warps=2, **every,
+            ),
+            Launch(
+                selection.write, grid, *place, found, blocks, groups, counts, self._result,
+                BINS=1 << self._bits, warps=2, **every,
+            ),
+        ]  # fmt: skip
+        return made
