@@ -101,9 +101,12 @@ class Selector(Sparsifier):
         The values are rounded to ``vectors.dtype`` first.
         """
 
-    def counted_form(self, device: torch.device) -> Any:
-        """Return a module for messages whose number of entries only the device knows, or None."""
-        return None
+    def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
+        """Return a module for messages whose number of entries only the device knows, if any.
+
+        Also return the format of the values.
+        """
+        return None, None
 
     def exactly(self, count: int) -> "Selector":
         """Return the same compressor with ``k=count``, at least 1."""

@@ -84,11 +84,11 @@ class TopK(Selector):
     ) -> None:
         vectors.kernels.mean(messages, out, divisor)
 
-    def counted_form(self, device: torch.device) -> Any:
+    def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
         # The number of random draws would have to be known.
-        if self.rounding == "stochastic":
-            return None
-        return backend.device_form("counted", torch.empty(0, device=device))
+        random = self.rounding == "stochastic"
+        form = backend.device_form("counted", torch.empty(0, device=device))
+        return None if random else form, self.values
 
     def alpha(self, numel: int) -> float:
         if not numel:  # nothing is lost of an empty vector

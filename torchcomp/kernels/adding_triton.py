@@ -95,7 +95,7 @@ def fields_at(row: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     return tl.load(row + VALUES), tl.load(row + CODES), column(row, FIRST)
 
 
-@kernel("rows", "entries", "counts", "messages", "stride", "step")
+@kernel("rows", "entries", "messages", "stride", "step")
 def add_up(
     received: tl.tensor,
     work: tl.tensor,
@@ -105,7 +105,6 @@ def add_up(
     table: tl.tensor,
     rows: tl.tensor,
     entries: tl.tensor,
-    counts: tl.tensor,
     messages: tl.tensor,
     stride: tl.tensor,
     step: tl.tensor,
@@ -130,7 +129,6 @@ def add_up(
         table: the segments, which cover the vector.
         rows: number of segments of each message.
         entries: number of entries of each message.
-        counts: how many numbers of set bits `work` has.
         messages: number of messages.
         stride: bytes from one message to the next.
         step: number of rows from one message to the next, if COUNTED.
@@ -155,7 +153,7 @@ def add_up(
         at = part + tl.arange(0, PART)
         tl.store(out + at, tl.zeros((PART,), out.dtype.element_ty), mask=at < end)
 
-    ranges = work + 1 + counts + 2 * many * program
+    ranges = work + 1 + 2 * many * program
     find(index, entries, messages, row, step, begin, ranges, LANES)
     find(index, entries, messages, row, step, end, ranges + many, LANES)
     # Other threads of this program read what this one has written, here and below.

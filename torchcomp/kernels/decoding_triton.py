@@ -15,7 +15,7 @@ All messages have the same segments at the same places of their rows. A step ove
 The kernels pass on the indices, (messages, entries), and in `work`, also int32:
 
 - 1 if a code is damaged, otherwise 0;
-- the number of set bits, (messages, blocks);
+- the number of set bits, (messages, blocks); and after they were used,
 - each message's first and last entry of each tile, (tiles, 2, messages).
 
 If only the device knows how many entries messages have, each message has segments of its own in one

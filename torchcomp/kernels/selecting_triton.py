@@ -4,14 +4,18 @@ Prepared once, with 8 launches in the first step and 7 in others. The kernels ar
 :mod:`.selection_triton`.
 """
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.kernels import selection_triton as selection
+from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.launch import Launch
-from torchcomp.kernels.table_triton import SIZES, Table
+from torchcomp.kernels.segments import Segment, digit_bits
+from torchcomp.kernels.table_triton import SIZES, Table, tabled
 
 _MARGIN = 1 << 20
 """First margin below the last threshold, in units of float32's last place: 6 to 12 %."""
@@ -30,7 +34,7 @@ class Selecting:
     """Whether other ranks select from other parts of the same segments."""
 
     def __init__(self, table: Table, bits: int = 8) -> None:
-        self._table, self._bits, rows, device = table, bits, table.count, table.device
+        self._table, self._bits, rows, device = table, bits, table.count, table.rows.device
         self._rounds = 32 // bits
         self._counters = torch.zeros(
             rows * (3 + (self._rounds << bits)), dtype=torch.int32, device=device
@@ -49,7 +53,7 @@ class Selecting:
         self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
         self._launches: dict[object, list[Launch]] = {}
 
-    def __call__(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
+    def select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
         """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is.
 
         Args:
@@ -93,7 +97,7 @@ class Selecting:
         return index
 
     def _empty(self) -> Tensor:
-        return torch.empty(self._table.entries, dtype=torch.int64, device=self._table.device)
+        return torch.empty(self._table.entries, dtype=torch.int64, device=self._table.rows.device)
 
     # What others do who select together.
 
@@ -149,3 +153,86 @@ class Selecting:
             ),
         ]  # fmt: skip
         return made
+
+
+class Owners(Protocol):
+    """The exchange of the owners of shards."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Replace `values` with their sum over the owners."""
+
+    def all_gather_rows(self, message: Tensor) -> Tensor:
+        """Return every owner's `message`, a row for each."""
+
+
+class Search(Selecting):
+    """The search for the entries that several owners keep together.
+
+    Args:
+        segments: by vector, which elements of this owner's shard belong to it, if any; and the
+            number of its entries that all owners keep together.
+        at: for each piece of all shards, its owner times the number of vectors, plus its vector.
+        sizes: by vector, the number of its elements in all shards.
+        searched: by vector, whether to remember its threshold.
+        exchange: the owners.
+        device: device of the shard.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        at: Sequence[int],
+        sizes: Sequence[int],
+        searched: Sequence[bool],
+        exchange: Owners,
+        device: torch.device,
+    ) -> None:
+        # Whatever the format: nothing is written to frames here.
+        table = tabled([(s, 0) for s in segments], Format(None, torch.float32), device, sizes)
+        super().__init__(table, digit_bits(len(segments)))
+        places = torch.full((exchange.world_size * len(segments),), -1, dtype=torch.int64)
+        places[torch.tensor(at, dtype=torch.int64)] = torch.arange(len(at))
+        self._exchange, self._pieces = exchange, len(at)
+        self._share = Launch(
+            selection.share, (len(segments),), table.rows, len(segments),
+            self._pairs, self._result,
+            host.copy_to(torch.tensor(searched, dtype=torch.int32), device),
+            host.copy_to(places, device), exchange.world_size, exchange.rank,
+        )  # fmt: skip
+        self._each = self._counts.split(len(segments) << self._bits)
+
+    def __call__(
+        self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``g + e`` to `x`, and select from all shards, together with all owners.
+
+        Args:
+            g: this owner's shard; 1-D, contiguous, fp16, bf16 or fp32.
+            e: likewise.
+            x: likewise.
+            before: int64, the threshold of each vector in the last step, or 0.
+            after: receives those of this step.
+
+        Returns:
+            The indices of this owner's entries in `x`, int64, where each vector has as many places
+            as this owner can keep entries of it; and the number of entries in each piece, int64.
+        """
+        numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
+        self._outcome = numbers, after
+        return self._run(g, e, x, None, before), numbers
+
+    def _summed(self) -> Tensor:
+        summed = self._found.clone()
+        self._exchange.all_reduce(summed)
+        return summed
+
+    def _add_up(self, done: int) -> None:
+        self._exchange.all_reduce(self._each[done])
+
+    def _decide(self) -> None:
+        self._share(*self._outcome, self._exchange.all_gather_rows(self._pairs))

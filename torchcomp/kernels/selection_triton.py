@@ -402,7 +402,9 @@ def share(
         taken = tl.minimum(tl.load(pair + 1), left)
         left -= taken
         place = tl.load(places + owner * rows + segment)
-        tl.store(counts + place, (tl.load(pair) + taken).to(counts.dtype.element_ty), mask=place >= 0)
+        tl.store(
+            counts + place, (tl.load(pair) + taken).to(counts.dtype.element_ty), mask=place >= 0
+        )
         if owner == rank:
             tl.store(result + 3 * segment + 1, taken)
 

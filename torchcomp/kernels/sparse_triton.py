@@ -25,7 +25,7 @@ from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.selecting_triton import Selecting
-from torchcomp.kernels.table_triton import SIZES, Table, covering
+from torchcomp.kernels.table_triton import SIZES, Table, covering, tabled
 
 # Offsets are 32-bit, also those of bits in an index code.
 LIMIT = 2**30
@@ -67,7 +67,7 @@ class SparseTriton:
         at = [offset for offset, s in zip(offsets, segments, strict=True) if s.k]
         self._aligned = all(offset % self._format.width == 0 for offset in at)
         self._densest = max((s.k / s.n for s in segments if s.n), default=0.0)
-        self._table = Table(covering(segments, offsets, numel), self._format, device)
+        self._table = tabled(covering(segments, offsets, numel), self._format, device)
         self._selecting = Selecting(self._table)
         self._launches: dict[object, Any] = {}
 
@@ -82,11 +82,11 @@ class SparseTriton:
         Returns:
             1-D int64, within `x`, ascending in each segment: those of the first one, and so on.
         """
-        return self._selecting(x, x, x)
+        return self._selecting.select(x, x, x)
 
     def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
         """Write ``g + e`` to `out`, and :meth:`select` from it. All are like `x` there."""
-        return self._selecting(g, e, out)
+        return self._selecting.select(g, e, out)
 
     def encode(self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
         """Write the message of given entries to `frame`.
@@ -118,7 +118,7 @@ class SparseTriton:
         Returns:
             The indices.
         """
-        index = self._selecting(g, e, rest, frame)
+        index = self._selecting.select(g, e, rest, frame)
         self._fill(rest, index, frame, noise, True)
         return index
 
@@ -174,7 +174,7 @@ class SparseTriton:
         kind = "mean", count, stride
         launches = self._launches.get(kind) or self._decoding(kind)
         empty, device = torch.empty if bits else torch.zeros, out.device
-        work = empty(1 + count * (bits + 2 * tiles), dtype=torch.int32, device=device)
+        work = empty(1 + count * max(bits, 2 * tiles), dtype=torch.int32, device=device)
         index = torch.empty(count * self._table.entries, dtype=torch.int32, device=device)
         if bits:
             launches[0](messages, work, work)
@@ -196,7 +196,7 @@ class SparseTriton:
             ),
             adding_up(
                 table, self._format, self._aligned, self._densest,
-                table.count, table.entries, count * bits, count, stride, 0,
+                table.count, table.entries, count, stride, 0,
             ),
         ]  # fmt: skip
         return made
@@ -205,9 +205,7 @@ class SparseTriton:
 # --- Launches that others prepare as well ---------------------------------------------------------
 
 
-def filling(
-    table: Table, values: Format, aligned: bool, subtract: bool, random: bool
-) -> Launch:
+def filling(table: Table, values: Format, aligned: bool, subtract: bool, random: bool) -> Launch:
     """Prepare :func:`.coding_triton.fill`."""
     return Launch(
         coding.fill, (table.programs["fill"],), table.rows, table.count,
@@ -224,9 +222,7 @@ def subtraction(table: Table, values: Format, aligned: bool) -> Launch:
     )  # fmt: skip
 
 
-def adding_up(
-    table: Table, values: Format, aligned: bool, densest: float, *numbers: int
-) -> Launch:
+def adding_up(table: Table, values: Format, aligned: bool, densest: float, *numbers: int) -> Launch:
     """Prepare :func:`.adding_triton.add_up`.
 
     Args:
@@ -239,7 +235,7 @@ def adding_up(
     # Enough for the entries of most tiles.
     most = triton.next_power_of_2(ceil(2 * densest * SIZES["tile"]))
     chunk = min(max(most, 32), 512)
-    messages, step = numbers[3], numbers[5]
+    messages, step = numbers[2], numbers[4]
     return Launch(
         adding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
         STEP=table.step, LANES=triton.next_power_of_2(max(messages, 2)), TILE=SIZES["tile"],

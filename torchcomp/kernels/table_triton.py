@@ -1,11 +1,13 @@
 """The table of a vector's segments, in memory of the device: what kernels need to know of each."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, sqrt
 
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from torchcomp import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
@@ -103,38 +105,56 @@ def covering(
     return covered
 
 
+@dataclass(frozen=True)
 class Table:
     """The table of a vector's segments on a device.
+
+    Attributes:
+        rows: the table, int64.
+        count: number of segments.
+        programs: how many programs or groups there are of each kind.
+        step: what all starts and lengths are multiples of: wide accesses need 16.
+        capacity: number of candidates that fit into the workspace.
+        entries: number of entries, at most.
+    """
+
+    rows: Tensor
+    count: int
+    programs: Mapping[str, int]
+    step: int
+    capacity: int = 0
+    entries: int = 0
+
+
+def tabled(
+    covered: Sequence[tuple[Segment, int]],
+    values: Format,
+    device: torch.device,
+    wholes: Sequence[int] = (),
+) -> Table:
+    """Make the table of segments. Only the stream that is current now may use it.
 
     Args:
         covered: the segments, with the bytes of a message at which their fields begin.
         values: the format of their values.
-        device: device of the table. Only the stream that is current now may use it.
+        device: device of the table.
         wholes: number of elements that the k entries of each segment are selected from, if they
             are more than its own. Even an empty one then has a program.
-
-    Attributes:
-        rows: the table.
-        count: number of segments.
-        programs: how many programs or groups there are of each kind.
-        capacity: number of candidates that fit into the workspace.
-        entries: number of entries, at most.
-        step: what all starts and lengths are multiples of: wide accesses need 16.
     """
+    rows, programs = _placed(covered, values, wholes)
+    return Table(
+        host.copy_to(torch.tensor(rows, dtype=torch.int64), device),
+        len(rows),
+        programs,
+        step_of([s for s, _ in covered]),
+        sum(row[6] for row in rows),
+        sum(min(s.n, s.k) for s, _ in covered),
+    )
 
-    def __init__(
-        self,
-        covered: Sequence[tuple[Segment, int]],
-        values: Format,
-        device: torch.device,
-        wholes: Sequence[int] = (),
-    ) -> None:
-        rows, self.programs = _placed(covered, values, wholes)
-        self.count, self.device = len(rows), device
-        self.capacity = sum(row[6] for row in rows)
-        self.entries = sum(min(s.n, s.k) for s, _ in covered)
-        self.step = 16 if all(s.start % 16 == s.n % 16 == 0 for s, _ in covered) else 1
-        self.rows = host.copy_to(torch.tensor(rows, dtype=torch.int64), device)
+
+def step_of(segments: Iterable[Segment]) -> int:
+    """Return what all starts and lengths are multiples of, at most 16."""
+    return 16 if all(s.start % 16 == s.n % 16 == 0 for s in segments) else 1
 
 
 def _placed(

@@ -20,7 +20,6 @@ from torchcomp.codec import Codec
 from torchcomp.compressors.base import Encoded, Vector, Vectors
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import Segment
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
 from torchcomp.profiling import OFF, span
@@ -102,9 +101,8 @@ class ExactDownlink:
         if host.can_read(torch.empty(0, device=bucket.device)):
             self._search = HostSearch(down, self._exchange)
         else:
-            search = DigitSearch if self._messages.form is None else self._messages.form.Search
-            self._search = search(
-                [Segment(*down.place(v, rank), k) for v, k in enumerate(down.kept)],
+            self._search = self._messages.search(
+                [down.place(v, rank) for v in range(len(down.kept))],
                 [piece.vector + o * len(down.kept) for o in ranks for piece in down.pieces[o]],
                 down.sizes,
                 down.searched,
@@ -137,14 +135,14 @@ class Messages:
         checksum: whether frames have a checksum.
 
     Attributes:
-        form: the module of these kernels and of the search, if it is that of an accelerator.
+        search: the class of the search for entries on an accelerator.
         frames: the frames that this rank receives in this step.
         outgoing: those that it sends.
         sizes: the sizes of the frames that it sends in bytes.
         arriving: those of the frames that it receives.
     """
 
-    form: Any = None
+    search = DigitSearch
 
     def __init__(
         self,
@@ -219,13 +217,13 @@ def _messages(
 ) -> Any:
     """Return the fastest form of :class:`Messages` for a bucket."""
     checksum, shape = bucket.exchange.checksum, direction.shape
-    form = direction.selector.counted_form(bucket.device)
+    form, fmt = direction.selector.counted_form(bucket.device)
     dtypes = {shape.dtype, *(s.dtype for s in bucket.slots.values() if s.kind is not Kind.CACHE)}
     if form is None or checksum or shape.numel >= form.LIMIT or not dtypes <= {*form.DTYPES}:
         return Messages(direction, sends, reads, bucket.device, checksum)
     up = direction.role == "up"
     return form.Counted(
-        direction.selector,
+        fmt,
         [direction.places(owner, up) for owner in sends],
         [direction.places(owner, not up) for owner in reads],
         [direction.signatures[owner] for owner in (*sends, *reads)],
@@ -233,6 +231,7 @@ def _messages(
         max((k / n for k, n in zip(direction.kept, direction.sizes, strict=True) if n), default=0),
         shape.dtype,
         bucket.device,
+        not up,
     )
 
 

@@ -12,6 +12,7 @@ from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.base import Vector
 from torchcomp.compressors.sparse import Selector
+from torchcomp.kernels.segments import Segment
 
 
 @dataclass(frozen=True)
@@ -117,15 +118,18 @@ class Direction:
         """By vector, whether its entries are chosen among the candidates of several owners."""
         return [k < sum(each) for k, each in zip(self.kept, self.candidates, strict=True)]
 
-    def place(self, vector: int, owner: int) -> tuple[int, int]:
-        """Return where a vector begins in a shard, and how many elements of it are there."""
-        found = [p for p in self.pieces[owner] if p.vector == vector]
-        return (found[0].start, found[0].stop - found[0].start) if found else (0, 0)
+    def place(self, vector: int, owner: int) -> Segment:
+        """Return what an owner has of a vector, and how many entries all owners keep of it."""
+        found = [(p.start, p.stop - p.start) for p in self.pieces[owner] if p.vector == vector]
+        return Segment(*(found or [(0, 0)])[0], self.kept[vector])
 
-    def places(self, owner: int, in_bucket: bool) -> list[tuple[int, int]]:
-        """Return where each piece of a shard begins, there or in the bucket, and its length."""
+    def places(self, owner: int, in_bucket: bool) -> list[Segment]:
+        """Return each piece of a shard, there or in the bucket, and how many entries it can have."""
         start = self.shards[owner].start if in_bucket else 0
-        return [(start + p.start, p.stop - p.start) for p in self.pieces[owner]]
+        return [
+            Segment(start + p.start, p.stop - p.start, self.candidates[p.vector][owner])
+            for p in self.pieces[owner]
+        ]
 
     @cached_property
     def signatures(self) -> list[int]:
@@ -145,7 +149,9 @@ class Direction:
             device: device of the bucket.
             checksum: whether frames have a checksum.
         """
-        vectors = [v for part, own in zip(self.shards, by_owner, strict=True) for v in _in(part, own)]
+        vectors = [
+            v for part, own in zip(self.shards, by_owner, strict=True) for v in _in(part, own)
+        ]
         return Codec(vectors, device, self.shape.dtype, [len(own) for own in by_owner], checksum)
 
     def counted(
@@ -167,9 +173,7 @@ class Direction:
 def _in(part: Shard, vectors: Sequence[Vector]) -> tuple[Vector, ...]:
     """Return vectors of a shard as vectors of the bucket."""
     start = part.start
-    return tuple(
-        replace(v, span=slice(start + v.span.start, start + v.span.stop)) for v in vectors
-    )
+    return tuple(replace(v, span=slice(start + v.span.start, start + v.span.stop)) for v in vectors)
 
 
 @lru_cache(maxsize=1024)

@@ -64,7 +64,7 @@ def triton_on_the_cpu():
 def test_the_bits_are_those_of_the_host(method, dtype):
     expected = steps(method, dtype)
     with triton_on_the_cpu():
-        forms = [backend.fast_form(stem, "cpu") for stem in ("sparse", "elementwise")]
+        forms = [backend.fast_form(stem, "cpu") for stem in ("sparse", "elementwise", "counted")]
         assert all(form.__name__.endswith("_triton") for form in forms)
         found = steps(method, dtype)
         # A kernel that failed would have been replaced by plain torch.
