@@ -112,7 +112,8 @@ class Counted:
         firsts = [0, *accumulate(piece.k for piece in sent)] if spaced else [-1] * len(sent)
         firsts = firsts[: len(sent)] + [-1] * len(read)
         tile = [0] * len(sent) + [0, *accumulate(tiles)][:step] * messages
-        pieces, frames = [], []
+        pieces: list[tuple[int, ...]] = []
+        frames: list[tuple[int, ...]] = []
         for side in (sends, reads):
             count = 0
             for frame, own in enumerate(side):

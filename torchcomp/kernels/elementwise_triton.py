@@ -7,7 +7,6 @@ message: 13 for int8 and 14 for bf16. A mean reads all messages and writes 4.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -20,7 +19,7 @@ from torchcomp.kernels.fields_triton import TYPES, Format, aligned, values_of, w
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.table_triton import row_of
+from torchcomp.kernels.table_triton import offsets_of, row_of
 from torchcomp.kernels.triton_jit import (
     clamped,
     kernel,
@@ -67,8 +66,7 @@ class ElementwiseTriton:
         offsets: Sequence[int] | None = None,
     ) -> None:
         self._format = Format(fmt, dtype)
-        if offsets is None:
-            offsets = [0, *accumulate(self._format.nbytes(n) for _, n, _ in segments)][:-1]
+        offsets = offsets_of(segments, self._format) if offsets is None else offsets
         rows, program = [], 0
         for (start, n, _), offset in zip(segments, offsets, strict=True):
             if n:

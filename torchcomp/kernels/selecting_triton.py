@@ -204,7 +204,7 @@ class Search(Selecting):
             host.copy_to(torch.tensor(searched, dtype=torch.int32), device),
             host.copy_to(places, device), exchange.world_size, exchange.rank,
         )  # fmt: skip
-        self._each = self._counts.split(len(segments) << self._bits)
+        self._each = torch.split(self._counts, len(segments) << self._bits)
 
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor

@@ -8,7 +8,6 @@ bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton`,
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import ceil
 from typing import Any
 
@@ -19,13 +18,12 @@ from torch import Tensor
 from torchcomp.kernels import adding_triton as adding
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
-from torchcomp.kernels.elias_fano import nbytes
 from torchcomp.kernels.fields_triton import TYPES, Format, aligned
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.selecting_triton import Selecting
-from torchcomp.kernels.table_triton import SIZES, Table, covering, tabled
+from torchcomp.kernels.table_triton import SIZES, Table, covering, offsets_of, tabled
 
 # Offsets are 32-bit, also those of bits in an index code.
 LIMIT = 2**30
@@ -61,9 +59,7 @@ class SparseTriton:
         offsets: Sequence[int] | None = None,
     ) -> None:
         self._format = Format(fmt, dtype)
-        if offsets is None:
-            ends = accumulate(self._format.nbytes(k) + nbytes(n, k) for _, n, k in segments)
-            offsets = [0, *ends][:-1]
+        offsets = offsets_of(segments, self._format) if offsets is None else offsets
         at = [offset for offset, s in zip(offsets, segments, strict=True) if s.k]
         self._aligned = all(offset % self._format.width == 0 for offset in at)
         self._densest = max((s.k / s.n for s in segments if s.n), default=0.0)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.fields_triton import Format
-from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.segments import Segment, starts
 from torchcomp.kernels.triton_jit import kernel
 
 SIZES = {
@@ -89,6 +89,11 @@ def segment_of(
 ) -> tl.tensor:
     """Return the row of the segment of a program; `first` is the column of the first programs."""
     return row_of(program, table + first, rows, WIDTH) - first
+
+
+def offsets_of(segments: Sequence[Segment], values: Format) -> list[int]:
+    """Return where the fields of each segment begin in a message without anything else."""
+    return starts([values.nbytes(k) + nbytes(n, k) for _, n, k in segments])
 
 
 def covering(

@@ -124,7 +124,7 @@ class Direction:
         return Segment(*(found or [(0, 0)])[0], self.kept[vector])
 
     def places(self, owner: int, in_bucket: bool) -> list[Segment]:
-        """Return each piece of a shard, there or in the bucket, and how many entries it can have."""
+        """Return the pieces of a shard, there or in the bucket, with the most entries of each."""
         start = self.shards[owner].start if in_bucket else 0
         return [
             Segment(start + p.start, p.stop - p.start, self.candidates[p.vector][owner])

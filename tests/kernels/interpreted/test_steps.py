@@ -43,7 +43,11 @@ def steps(method, dtype):
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
             averager.average_all(tensors)
             means.append(tensors)
-        return means, averager.state_dict()
+        state = averager.state_dict()
+        if '"exact"' in method:
+            # On an accelerator, the search for the entries of a downlink sends other messages.
+            del state["traffic"]
+        return means, state
 
     return run_in_process(RANKS, body)
 
