@@ -69,7 +69,6 @@ EXCEPTIONS = {
     "host.py copy_from": "starts a copy to pinned memory",
     "host.py copy_from.wait": "the caller asks for numbers",
     # The lengths of the messages of exact selections: one in a bucket, or two.
-    "kernels/counted_triton.py Counted.begin": "the lengths of messages",
     "routes/exact.py Messages.begin": "the counts of entries",
     "routes/threshold.py find_largest": "histograms, and the last candidates",
     "routes/threshold.py _Search.narrow": "histograms, on the CPU",

@@ -198,11 +198,24 @@ def add_up(
             )  # fmt: skip
             add(out, target, added, inside)
         tl.debug_barrier()
+    divide(out, begin, end, divisor, damaged, PART)
+
+
+@kernel()
+def divide(
+    out: tl.tensor,
+    begin: tl.tensor,
+    end: tl.tensor,
+    divisor: tl.tensor,
+    damaged: tl.tensor,
+    PART: tl.constexpr,
+) -> None:
+    """Divide a tile of sums. If a code is damaged, write NaN."""
     for part in range(begin, end, PART):
         at = part + tl.arange(0, PART)
         total = number(tl.load(out + at, mask=at < end, other=0.0))
         mean = tl.div_rn(total, tl.zeros_like(total) + divisor)
-        # All of it, if a code is damaged: each rank looks at a part for a NaN.
+        # All of it: each rank looks at a part for a NaN.
         mean = tl.where(damaged, float("nan"), mean)
         tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=at < end)
 

@@ -19,7 +19,7 @@ from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.selecting_triton import Search
+from torchcomp.kernels.selecting_triton import Owners, Search
 from torchcomp.kernels.sparse_triton import DTYPES, LIMIT, adding_up, filling, subtraction
 from torchcomp.kernels.table_triton import (
     BIT_PROGRAM,
@@ -77,13 +77,13 @@ class Counted:
         messages: number of messages in the frames that it receives. All have the same pieces.
         densest: the share of the entries that are expected in a message.
         dtype: values are first rounded to this one of DTYPES.
+        exchange: the ranks, which send and receive in their order.
         device: device of the vectors.
         spaced: whether each piece that is sent has k places in the list of indices. Otherwise, they
             follow each other.
 
     Attributes:
         search: the class of the search for entries.
-        frames: the frames that this rank receives in this step.
         outgoing: those that it sends.
         sizes: the sizes of the frames that it sends in bytes.
         arriving: those of the frames that it receives.
@@ -100,12 +100,13 @@ class Counted:
         messages: int,
         densest: float,
         dtype: torch.dtype,
+        exchange: Owners,
         device: torch.device,
         spaced: bool,
     ) -> None:
-        self._device, self._messages = device, messages
+        self._device, self._exchange, self._messages = device, exchange, messages
         self._sides = len(sends), len(reads)
-        self.frames = _Received(len(reads), device)
+        self._frames = _Received(len(reads), device)
         sent, read = ([piece for own in side for piece in own] for side in (sends, reads))
         rows, step = (len(sent), len(read)), len(read) // messages
         tiles = [triton.cdiv(piece.n, SIZES["tile"]) for piece in read[:step]]
@@ -195,7 +196,9 @@ class Counted:
             self._subtract(x, self.outgoing, self._index, float(weight), programs=self._fills)
 
     def mean(self, received: Tensor, out: Tensor, key: object, divisor: int) -> None:
-        """Write the sum of the messages, in order, divided by `divisor`, to `out`.
+        """Check received frames, and write the sum of their messages, in order, to `out`.
+
+        It is divided by `divisor`. If an index code is damaged, all of `out` becomes NaN.
 
         Args:
             received: the frames, 1-D uint8, aligned to 8 bytes.
@@ -203,12 +206,13 @@ class Counted:
             key: not used: nothing was drawn.
             divisor: at least 1.
         """
-        frames, tiles, bits = self.frames, self._tiles, self._bits
+        frames, tiles, bits = self._frames, self._tiles, self._bits
         size = 1 + max(bits, 2 * self._messages * tiles)
         work = torch.empty(size, dtype=torch.int32, device=self._device)
         index = torch.empty(self._entries, dtype=torch.int32, device=self._device)
         frames.differences = torch.empty_like(frames.expected)
         self._count_bits(received, work, frames.differences, programs=bits)
+        self._exchange.check(frames, received.view(1, -1), range(self._exchange.world_size))
         self._decode(received, work, index, programs=bits)
         if tiles:
             self._add_up(received, work, index, out, float(divisor))
@@ -289,27 +293,14 @@ def lay_out(
     # Other threads of this program read what this one has written, here and below.
     tl.debug_barrier()
 
-    f = tl.arange(0, FRAMES)
-    live = f < count
-    frame = frames + 3 * (side * sent + f)
-    first, stop = tl.load(frame, mask=live, other=0), tl.load(frame + 1, mask=live, other=0)
-    before = tl.load(ends + 2 * first - 2, mask=live & (first > 0), other=0)
-    signed = tl.load(frame + 2, mask=live, other=0)
-    signed -= tl.load(ends + 2 * first - 1, mask=live & (first > 0), other=0)
-    signed += tl.load(ends + 2 * stop - 1, mask=live & (stop > 0), other=0)
-    length = tl.load(ends + 2 * stop - 2, mask=live & (stop > 0), other=0) - before
-    size = tl.where(length > 0, HEADER_BYTES + (length + 7) // 8 * 8, 0)
-    begin = tl.cumsum(size, 0) - size
-    header = headers + 3 * (side * sent + f)
-    tl.store(header, tl.where(length > 0, begin, -1), mask=live)
-    tl.store(header + 1, WORD | (length << 16), mask=live)
-    tl.store(header + 2, signed, mask=live)
-    tl.store(origins + side * sent + f, begin + HEADER_BYTES - before, mask=live)
-    tl.store(numbers + side * sent + f, size, mask=live)
+    numbers += side * sent
+    frames, headers = frames + 3 * side * sent, headers + 3 * side * sent
+    origins += side * sent
+    lay_out_frames(ends, numbers, frames, headers, origins, count, FRAMES, WORD)
     tl.debug_barrier()
 
     of_frame = tl.load(piece + 4, mask=inside, other=0)
-    at = tl.load(origins + side * sent + of_frame, mask=inside, other=0)
+    at = tl.load(origins + of_frame, mask=inside, other=0)
     at += end - values - code_bytes
     high, code = at + values + (k * low + 7) // 8, at + values
     bits = tl.where(coded, code + code_bytes - high, (k + 7) // 8)
@@ -331,12 +322,42 @@ def lay_out(
     tl.store(row + BIT_PROGRAM, tl.cumsum(bits, 0) - bits, mask=inside)
     tl.store(row + BIT_PROGRAMS, bits, mask=inside)
     tl.store(row + TILE_PROGRAM, tl.load(piece + 3, mask=inside, other=0), mask=inside)
-    numbers += sent + read
     if side == 0:
-        tl.store(numbers, tl.maximum(tl.sum(fills, 0), 1))
+        tl.store(numbers + sent + read, tl.maximum(tl.sum(fills, 0), 1))
     else:
-        tl.store(numbers + 1, tl.maximum(tl.sum(bits, 0), 1))
-        tl.store(numbers + 2, tl.sum(k, 0))
+        tl.store(numbers + read + 1, tl.maximum(tl.sum(bits, 0), 1))
+        tl.store(numbers + read + 2, tl.sum(k, 0))
+
+
+@kernel()
+def lay_out_frames(
+    ends: tl.tensor,
+    numbers: tl.tensor,
+    frames: tl.tensor,
+    headers: tl.tensor,
+    origins: tl.tensor,
+    count: tl.tensor,
+    FRAMES: tl.constexpr,
+    WORD: tl.constexpr,
+) -> None:
+    """Lay out `count` frames. `ends` has the sums of bytes, and of signatures, up to each piece."""
+    f = tl.arange(0, FRAMES)
+    live = f < count
+    frame = frames + 3 * f
+    first, stop = tl.load(frame, mask=live, other=0), tl.load(frame + 1, mask=live, other=0)
+    before = tl.load(ends + 2 * first - 2, mask=live & (first > 0), other=0)
+    signed = tl.load(frame + 2, mask=live, other=0)
+    signed -= tl.load(ends + 2 * first - 1, mask=live & (first > 0), other=0)
+    signed += tl.load(ends + 2 * stop - 1, mask=live & (stop > 0), other=0)
+    length = tl.load(ends + 2 * stop - 2, mask=live & (stop > 0), other=0) - before
+    size = tl.where(length > 0, HEADER_BYTES + (length + 7) // 8 * 8, 0)
+    begin = tl.cumsum(size, 0) - size
+    header = headers + 3 * f
+    tl.store(header, tl.where(length > 0, begin, -1), mask=live)
+    tl.store(header + 1, WORD | (length << 16), mask=live)
+    tl.store(header + 2, signed, mask=live)
+    tl.store(origins + f, begin + HEADER_BYTES - before, mask=live)
+    tl.store(numbers + f, size, mask=live)
 
 
 @kernel()

@@ -38,7 +38,8 @@ class _InFrames(Kernels):
         """
         kernels = self._for(out)
         if kernels is None:
-            self.mean(self._frames.unpack(received), out, divisor)
+            self.accumulate(self._frames.unpack(received), out.zero_())
+            out.div_(divisor)
         else:
             kernels.mean(received, out, divisor)
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from torchcomp import host
@@ -16,6 +17,8 @@ from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.kernels.table_triton import SIZES, Table, tabled
+from torchcomp.kernels.triton_jit import kernel
+from torchcomp.wire import Frames
 
 _MARGIN = 1 << 20
 """First margin below the last threshold, in units of float32's last place: 6 to 12 %."""
@@ -156,7 +159,7 @@ class Selecting:
 
 
 class Owners(Protocol):
-    """The exchange of the owners of shards."""
+    """The exchange of the ranks that own shards."""
 
     rank: int
     world_size: int
@@ -166,6 +169,9 @@ class Owners(Protocol):
 
     def all_gather_rows(self, message: Tensor) -> Tensor:
         """Return every owner's `message`, a row for each."""
+
+    def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
+        """Check the headers of frames from these ranks."""
 
 
 class Search(Selecting):
@@ -199,7 +205,7 @@ class Search(Selecting):
         places[torch.tensor(at, dtype=torch.int64)] = torch.arange(len(at))
         self._exchange, self._pieces = exchange, len(at)
         self._share = Launch(
-            selection.share, (len(segments),), table.rows, len(segments),
+            share, (len(segments),), table.rows, len(segments),
             self._pairs, self._result,
             host.copy_to(torch.tensor(searched, dtype=torch.int32), device),
             host.copy_to(places, device), exchange.world_size, exchange.rank,
@@ -236,3 +242,50 @@ class Search(Selecting):
 
     def _decide(self) -> None:
         self._share(*self._outcome, self._exchange.all_gather_rows(self._pairs))
+
+
+@kernel("rows", "ranks", "rank")
+def share(
+    counts: tl.tensor,
+    after: tl.tensor,
+    gathered: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    pairs: tl.tensor,
+    result: tl.tensor,
+    searched: tl.tensor,
+    places: tl.tensor,
+    ranks: tl.tensor,
+    rank: tl.tensor,
+) -> None:
+    """Share the k entries of a segment among the owners: of equal ones, the lowest ranks keep some.
+
+    Args:
+        counts: receives the number of entries of each owner's part.
+        after: receives the threshold of each segment for the next step, or 0.
+        gathered: for each owner and segment, how many entries are above and equal to the threshold.
+        table: the segments.
+        rows: number of segments.
+        pairs: those of this owner, which become 0.
+        result: receives how many equal ones this owner keeps.
+        searched: by segment, whether `after` receives a threshold.
+        places: where the parts of each segment are in `counts`, for each owner; -1 for none.
+        ranks: number of owners.
+        rank: this one.
+    """
+    segment = tl.program_id(0)
+    tl.store(pairs + 2 * segment, 0)
+    tl.store(pairs + 2 * segment + 1, 0)
+    left = tl.load(result + 3 * segment + 1)
+    remembered = tl.load(result + 3 * segment) * tl.load(searched + segment)
+    tl.store(after + segment, remembered.to(after.dtype.element_ty))
+    for owner in range(0, ranks):
+        pair = gathered + 2 * (owner * rows + segment)
+        taken = tl.minimum(tl.load(pair + 1), left)
+        left -= taken
+        place = tl.load(places + owner * rows + segment)
+        tl.store(
+            counts + place, (tl.load(pair) + taken).to(counts.dtype.element_ty), mask=place >= 0
+        )
+        if owner == rank:
+            tl.store(result + 3 * segment + 1, taken)

@@ -15,8 +15,8 @@ For each segment:
    and subtracts them.
 
 Owners of shards can select together, each from its own part of the segments. The counts of steps 1
-and 2 are then added up over them, and `share` tells each, after step 3, how many of the equal
-magnitudes it keeps. The k of a segment is that of all owners.
+and 2 are then added up over them. After step 3, `share` of :mod:`.selecting_triton` tells each how
+many of the equal magnitudes it keeps. The k of a segment is that of all owners.
 
 If the bound was too high, there are fewer than k candidates. If it was far too low, they do not fit
 into their memory. Steps 2 to 4 then read the whole segment instead. The device decides this from
@@ -169,19 +169,24 @@ def entries(row: tl.tensor, found: tl.tensor, summed: tl.tensor) -> tuple[tl.ten
 
 
 @kernel()
-def keys_at(
+def keys_from(
     row: tl.tensor,
     x: tl.tensor,
     work: tl.tensor,
-    at: tl.tensor,
+    first: tl.tensor,
     stop: tl.tensor,
     whole: tl.tensor,
-) -> tl.tensor:
-    """Return the magnitudes below `stop`, in the whole segment or in its list of candidates."""
+    SIZE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return SIZE positions from `first` on, which of them are below `stop`, and their magnitudes.
+
+    They are positions in the whole segment, or in its list of candidates.
+    """
+    at = first + tl.arange(0, SIZE)
     value = tl.load(x + (column(row, START) + at), mask=at < tl.where(whole, stop, 0), other=0.0)
     listed = work + 2 * (column(row, CANDIDATE) + at)
     key = tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0)
-    return tl.where(whole, magnitude(value), key)
+    return at, at < stop, tl.where(whole, magnitude(value), key)
 
 
 # --- The k-th largest magnitude -------------------------------------------------------------------
@@ -245,9 +250,7 @@ def count_digits(
         digits = tl.arange(0, BINS)
         # Enough programs for the candidates. For a whole segment, each reads several blocks.
         for first in range(own * BLOCK, total, column(row, COUNT_PROGRAMS) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            matches = at < total
-            key = keys_at(row, x, work, at, total, whole)
+            _, matches, key = keys_from(row, x, work, first, total, whole, BLOCK)
             if DONE > 0:
                 matches = matches & (key >> (32 - BITS * DONE) == prefix)
             digit = (key >> (32 - BITS - BITS * DONE)) & (BINS - 1)
@@ -326,9 +329,7 @@ def tally(
     equal = tl.zeros((CHUNK,), tl.int32)
     start, stop = block_range(row, block, blocks, whole, BLOCK)
     for first in range(start, stop, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        inside = at < stop
-        key = keys_at(row, x, work, at, stop, whole)
+        _, inside, key = keys_from(row, x, work, first, stop, whole, CHUNK)
         larger += (inside & (key > threshold)).to(tl.int32)
         equal += (inside & (key == threshold)).to(tl.int32)
     above, tied = tl.sum(larger, 0), tl.sum(equal, 0)
@@ -360,53 +361,6 @@ def follow(
     tl.store(bound + segment, threshold)
     # At least a thousandth of an octave, so that it can grow, and at most eight octaves.
     tl.store(bound + rows + segment, tl.minimum(tl.maximum(margin, 1 << 13), 1 << 26))
-
-
-@kernel("rows", "ranks", "rank")
-def share(
-    counts: tl.tensor,
-    after: tl.tensor,
-    gathered: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    pairs: tl.tensor,
-    result: tl.tensor,
-    searched: tl.tensor,
-    places: tl.tensor,
-    ranks: tl.tensor,
-    rank: tl.tensor,
-) -> None:
-    """Share the k entries of a segment among the owners: of equal ones, the lowest ranks keep some.
-
-    Args:
-        counts: receives the number of entries of each owner's part.
-        after: receives the threshold of each segment for the next step, or 0.
-        gathered: for each owner and segment, how many entries are above and equal to the threshold.
-        table: the segments.
-        rows: number of segments.
-        pairs: those of this owner, which become 0.
-        result: receives how many equal ones this owner keeps.
-        searched: by segment, whether `after` receives a threshold.
-        places: where the parts of each segment are in `counts`, for each owner; -1 for none.
-        ranks: number of owners.
-        rank: this one.
-    """
-    segment = tl.program_id(0)
-    tl.store(pairs + 2 * segment, 0)
-    tl.store(pairs + 2 * segment + 1, 0)
-    left = tl.load(result + 3 * segment + 1)
-    remembered = tl.load(result + 3 * segment) * tl.load(searched + segment)
-    tl.store(after + segment, remembered.to(after.dtype.element_ty))
-    for owner in range(0, ranks):
-        pair = gathered + 2 * (owner * rows + segment)
-        taken = tl.minimum(tl.load(pair + 1), left)
-        left -= taken
-        place = tl.load(places + owner * rows + segment)
-        tl.store(
-            counts + place, (tl.load(pair) + taken).to(counts.dtype.element_ty), mask=place >= 0
-        )
-        if owner == rank:
-            tl.store(result + 3 * segment + 1, taken)
 
 
 @kernel()
@@ -466,9 +420,7 @@ def write(
     offset, quota = above + tl.minimum(ties, rank), tl.maximum(rank - ties, 0)
     start, stop = block_range(row, block, blocks, whole, BLOCK)
     for first in range(start, stop, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        inside = at < stop
-        key = keys_at(row, x, work, at, stop, whole)
+        at, inside, key = keys_from(row, x, work, first, stop, whole, CHUNK)
         equal = (inside & (key == threshold)).to(tl.int32)
         keep = inside & ((key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= quota)))
         listed = work + 2 * (column(row, CANDIDATE) + at) + 1

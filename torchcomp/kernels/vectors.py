@@ -53,9 +53,3 @@ class Kernels(ABC):
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
     ) -> None:
         """Add `weight` times each decoded message to `out`, in order."""
-
-    def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
-        self.accumulate(messages, out.zero_())
-        if divisor != 1:
-            out.div_(divisor)

@@ -85,8 +85,9 @@ class DigitSearch:
         counts = self._digits.new_zeros(len(keys), len(self._digits), dtype=torch.int32)
         for own, key, known in zip(counts, keys, prefix, strict=True):
             # In two steps: a shift by all bits of a number is not defined.
-            matches = (key >> shift >> self._bits) == known
-            own.index_add_(0, (key >> shift) & (len(self._digits) - 1), matches.int())
+            digits = key >> shift
+            matches = (digits >> self._bits) == known
+            own.index_add_(0, digits & (len(self._digits) - 1), matches.int())
         return counts
 
     def _chosen(self, keys: Sequence[Tensor], thresholds: Tensor, taken: Tensor) -> Tensor:

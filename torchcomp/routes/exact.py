@@ -18,7 +18,6 @@ from torch.autograd import profiler
 from torchcomp import host
 from torchcomp.codec import Codec
 from torchcomp.compressors.base import Encoded, Vector, Vectors
-from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
@@ -75,7 +74,9 @@ class ExactUplink:
     def mean(self, out: Tensor, key: Key) -> None:
         exchange, messages = self._exchange, self._messages
         received = exchange.all_to_all(messages.outgoing, messages.sizes, messages.arriving)
-        _decode(messages, received, out, key, exchange, exchange.world_size)
+        with span("decode") if profiler._is_profiler_enabled else OFF:
+            # In rank order on every rank, as in AllGatherRoute.
+            messages.mean(received, out, key, exchange.world_size)
 
     def _count(self, index: Tensor) -> None:
         """Exchange how many entries there are in each piece of the shards."""
@@ -121,7 +122,8 @@ class ExactDownlink:
     def mean(self, out: Tensor, key: Key) -> None:
         messages = self._messages
         received = self._exchange.all_gather_v(messages.outgoing, messages.arriving)
-        _decode(messages, received, out, key, self._exchange, 1)
+        with span("decode") if profiler._is_profiler_enabled else OFF:
+            messages.mean(received, out, key, 1)
 
 
 class Messages:
@@ -131,12 +133,10 @@ class Messages:
         direction: how entries are encoded.
         sends: the owners of the shards from which this rank sends entries, a frame for each.
         reads: the owners of the shards of which this rank receives entries, likewise.
-        device: device of the bucket.
-        checksum: whether frames have a checksum.
+        bucket: the bucket.
 
     Attributes:
         search: the class of the search for entries on an accelerator.
-        frames: the frames that this rank receives in this step.
         outgoing: those that it sends.
         sizes: the sizes of the frames that it sends in bytes.
         arriving: those of the frames that it receives.
@@ -149,10 +149,9 @@ class Messages:
         direction: Direction,
         sends: Sequence[int],
         reads: Sequence[int],
-        device: torch.device,
-        checksum: bool,
+        bucket: Prepared,
     ) -> None:
-        self._direction, self._device, self._checksum = direction, device, checksum
+        self._direction, self._device, self._exchange = direction, bucket.device, bucket.exchange
         self._sends, self._reads = sends, reads
 
     def begin(self, mine: Tensor, theirs: Tensor) -> None:
@@ -166,8 +165,7 @@ class Messages:
         up, sent = self._direction.role == "up", mine.numel()
         self._written = self._codec(self._sends, numbers[:sent], up)
         self._read = self._codec(self._reads, numbers[sent:], not up)
-        self.frames, self.sizes = self._read.frames, self._written.frames.sizes
-        self.arriving = self.frames.sizes
+        self.sizes, self.arriving = self._written.frames.sizes, self._read.frames.sizes
 
     def _codec(self, owners: Sequence[int], counts: Sequence[int], in_bucket: bool) -> Codec:
         direction, rest = self._direction, iter(counts)
@@ -180,7 +178,7 @@ class Messages:
             numbers.append(len(found))
             signatures.append(counted_signature(direction.signatures[owner], own))
         dtype = direction.shape.dtype
-        return Codec(vectors, self._device, dtype, numbers, self._checksum, signatures)
+        return Codec(vectors, self._device, dtype, numbers, self._exchange.checksum, signatures)
 
     def write(self, x: Tensor, index: Tensor, key: Key, subtract: bool) -> None:
         """Write the frames with the entries of `x` at `index`.
@@ -208,19 +206,29 @@ class Messages:
         self._written.subtract(self._message, x, key, weight)
 
     def mean(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
-        """Write the sum of the messages, in order, divided by `divisor`, to `out`."""
-        self._read.mean_of(received.view(1, -1), out, key, divisor)
+        """Check received frames, and write the sum of their messages, in order, to `out`.
+
+        It is divided by `divisor`.
+        """
+        rows, exchange = received.view(1, -1), self._exchange
+        exchange.check(self._read.frames, rows, range(exchange.world_size))
+        self._read.mean_of(rows, out, key, divisor)
 
 
 def _messages(
     bucket: Prepared, direction: Direction, sends: Sequence[int], reads: Sequence[int]
 ) -> Any:
     """Return the fastest form of :class:`Messages` for a bucket."""
-    checksum, shape = bucket.exchange.checksum, direction.shape
+    exchange, shape = bucket.exchange, direction.shape
     form, fmt = direction.selector.counted_form(bucket.device)
     dtypes = {shape.dtype, *(s.dtype for s in bucket.slots.values() if s.kind is not Kind.CACHE)}
-    if form is None or checksum or shape.numel >= form.LIMIT or not dtypes <= {*form.DTYPES}:
-        return Messages(direction, sends, reads, bucket.device, checksum)
+    if (
+        form is None
+        or exchange.checksum
+        or shape.numel >= form.LIMIT
+        or not dtypes <= {*form.DTYPES}
+    ):
+        return Messages(direction, sends, reads, bucket)
     up = direction.role == "up"
     return form.Counted(
         fmt,
@@ -230,15 +238,7 @@ def _messages(
         len(reads) if up else 1,
         max((k / n for k, n in zip(direction.kept, direction.sizes, strict=True) if n), default=0),
         shape.dtype,
+        exchange,
         bucket.device,
         not up,
     )
-
-
-def _decode(
-    messages: Any, received: Tensor, out: Tensor, key: Key, exchange: Exchange, divisor: int
-) -> None:
-    with span("decode") if profiler._is_profiler_enabled else OFF:
-        # In rank order on every rank, as in AllGatherRoute.
-        messages.mean(received, out, key, divisor)
-    exchange.check(messages.frames, received.view(1, -1), range(exchange.world_size))

@@ -419,7 +419,7 @@ def test_damage_is_found(code):
     kernels, rows, index, values = received(segments, None, torch.float32, 2, 1)
     begin = kernels._table.rows[1, 16]
     expected, verdicts = added(torch.zeros(109 + n), index, values).div_(2), []
-    for number, content in enumerate(damaged(n, k, np.random.default_rng(n))):
+    for content in damaged(n, k, np.random.default_rng(n)):
         broken = rows.clone()
         broken[1, begin : begin + len(content)] = torch.tensor(content)
         out = torch.empty(109 + n)
