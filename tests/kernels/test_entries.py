@@ -237,6 +237,11 @@ def test_segments_are_added_one_after_the_other(device, fmt, segments):
     kernels = sparse_kernels(*segments, fmt=fmt, device=device)
     kernels.accumulate(there, out, 1 / 3)
     assert same_bits(out, expected)
+    mean = torch.full_like(out, torch.nan)
+    kernels.mean(there, mean, 3)
+    zeros = torch.zeros_like(out)
+    kernels.accumulate(there, zeros)
+    assert same_bits(mean, zeros.div_(3))
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 3, (torch.bfloat16,) * 2 + (torch.float32,)])

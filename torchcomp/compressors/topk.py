@@ -79,6 +79,11 @@ class TopK(Selector):
     ) -> None:
         vectors.kernels.accumulate(messages, out, weight)
 
+    def mean(
+        self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, divisor: int
+    ) -> None:
+        vectors.kernels.mean(messages, out, divisor)
+
     def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
         # The number of random draws would have to be known.
         random = self.rounding == "stochastic"

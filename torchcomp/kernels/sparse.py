@@ -114,3 +114,9 @@ class Sparse(Kernels):
     ) -> None:
         """Add `weight` times each message to `out`, in order; see :func:`.entries.accumulate`."""
         entries.accumulate(messages, self.segments, out, weight)
+
+    def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
+        self.accumulate(messages, out.zero_())
+        if divisor != 1:
+            out.div_(divisor)
