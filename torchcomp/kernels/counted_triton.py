@@ -82,11 +82,7 @@ class Counted:
         spaced: whether each piece that is sent has k places in the list of indices. Otherwise, they
             follow each other.
 
-    Attributes:
-        search: the class of the search for entries.
-        outgoing: those that it sends.
-        sizes: the sizes of the frames that it sends in bytes.
-        arriving: those of the frames that it receives.
+    Methods and attributes are those of :class:`torchcomp.routes.exact.Messages`.
     """
 
     search = Search
@@ -163,12 +159,7 @@ class Counted:
         return torch.split(memory, list(lengths))
 
     def begin(self, mine: Tensor, theirs: Tensor) -> None:
-        """Lay out the messages of this step. The host waits for their lengths.
-
-        Args:
-            mine: number of entries of each piece that this rank sends; integers.
-            theirs: number of entries of each piece that it receives.
-        """
+        """Lay out the messages of this step. The host waits for their lengths."""
         sent, read = self._sides
         numbers = torch.empty(sent + read + 3, dtype=torch.int64, device=self._device)
         self._lay_out(mine, theirs, numbers)
@@ -176,14 +167,7 @@ class Counted:
         self.sizes, self.arriving = sizes[:sent], sizes[sent:]
 
     def write(self, x: Tensor, index: Tensor, key: object, subtract: bool) -> None:
-        """Write the frames with the entries of `x` at `index`.
-
-        Args:
-            x: 1-D, contiguous, of one of DTYPES. The message is subtracted from it, if `subtract`.
-            index: 1-D int64, the indices of all entries.
-            key: not used: nothing is drawn.
-            subtract: see above.
-        """
+        """Write the frames with the entries of `x`, contiguous and of one of DTYPES."""
         self._index, nbytes = index, sum(self.sizes)
         self.outgoing = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         if nbytes:
@@ -196,15 +180,9 @@ class Counted:
             self._subtract(x, self.outgoing, self._index, float(weight), programs=self._fills)
 
     def mean(self, received: Tensor, out: Tensor, key: object, divisor: int) -> None:
-        """Check received frames, and write the sum of their messages, in order, to `out`.
+        """Check received frames, aligned to 8 bytes, and write the mean of their messages.
 
-        It is divided by `divisor`. If an index code is damaged, all of `out` becomes NaN.
-
-        Args:
-            received: the frames, 1-D uint8, aligned to 8 bytes.
-            out: 1-D, contiguous, of one of DTYPES.
-            key: not used: nothing was drawn.
-            divisor: at least 1.
+        If an index code is damaged, all of `out` becomes NaN.
         """
         frames, tiles, bits = self._frames, self._tiles, self._bits
         size = 1 + max(bits, 2 * self._messages * tiles)

@@ -215,18 +215,9 @@ class Search(Selecting):
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Write ``g + e`` to `x`, and select from all shards, together with all owners.
+        """Do as :class:`torchcomp.routes.threshold.HostSearch` does.
 
-        Args:
-            g: this owner's shard; 1-D, contiguous, fp16, bf16 or fp32.
-            e: likewise.
-            x: likewise.
-            before: int64, the threshold of each vector in the last step, or 0.
-            after: receives those of this step.
-
-        Returns:
-            The indices of this owner's entries in `x`, int64, where each vector has as many places
-            as this owner can keep entries of it; and the number of entries in each piece, int64.
+        In the indices, each vector has as many places as this owner can keep entries of it.
         """
         numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
         self._outcome = numbers, after

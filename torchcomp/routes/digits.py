@@ -5,7 +5,7 @@ of the next digit of their magnitudes' bits, among those with the digits that ar
 end, they all-gather how many of their magnitudes are above and equal to the threshold. Ties go to
 the lowest rank, and within a rank to the lowest index.
 
-This is plain torch. With Triton, :class:`torchcomp.kernels.counted_triton.Search` runs. Both send
+This is plain torch. With Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs. Both send
 the same messages.
 """
 
@@ -23,14 +23,7 @@ from torchcomp.routes.threshold import order_bits
 class DigitSearch:
     """The search for the entries of a bucket's downlink.
 
-    Args:
-        segments: by vector of the bucket, which elements of this shard belong to it, if any; and
-            the number of its entries that all owners keep together.
-        at: for each piece of all shards, its owner times the number of vectors, plus its vector.
-        sizes: by vector, the number of its elements in all shards.
-        searched: by vector, whether to remember its threshold.
-        exchange: the owners.
-        device: device of the bucket.
+    The arguments are those of :class:`torchcomp.kernels.selecting_triton.Search`.
     """
 
     def __init__(
