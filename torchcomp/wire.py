@@ -98,7 +98,7 @@ def counted_signature(base: int, counts: Iterable[int]) -> int:
         base: half the signature of the message with one entry of each vector.
         counts: number of entries of each vector.
     """
-    return base + sum((2 * i + 1) * count for i, count in enumerate(counts))
+    return base + sum([(2 * i + 1) * count for i, count in enumerate(counts)])
 
 
 def checksum(words: Tensor) -> Tensor:
