@@ -308,7 +308,7 @@ def tally(
     program = tl.program_id(0)
     row = segment_of(program, table, rows, BLOCK_PROGRAM)
     block = program - column(row, BLOCK_PROGRAM)
-    whole, _ = entries(row, found, summed)
+    whole, _total = entries(row, found, summed)
     threshold, rank = chosen(row, rows, counts, state, DONE, BINS)
     if block == 0:
         segment = column(row, SEGMENT)
