@@ -8,7 +8,7 @@
 from typing import TYPE_CHECKING, Any
 
 from torchcomp._version import __version__
-from torchcomp.auto import Auto, Choice
+from torchcomp.auto import Auto
 from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
 from torchcomp.ddp.handle import Handle
@@ -37,6 +37,7 @@ from torchcomp.step_model import Link
 from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 if TYPE_CHECKING:
+    from torchcomp.advisor.auto import Choice
     from torchcomp.guard import Alarm, Guard, watch
 
 __all__ = [
@@ -85,4 +86,8 @@ def __getattr__(name: str) -> Any:
         from torchcomp import guard
 
         return getattr(guard, name)
+    if name == "Choice":
+        from torchcomp.advisor.auto import Choice
+
+        return Choice
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

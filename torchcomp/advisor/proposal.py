@@ -7,10 +7,10 @@ from statistics import median
 
 import torch
 
-from torchcomp.auto import Mark, mark, seconds_between
+from torchcomp.advisor.moments import Moment, now, seconds
 from torchcomp.exchange import Exchange
 
-_log = logging.getLogger(__package__)
+_log = logging.getLogger(__name__)
 
 STEPS = 50
 """Number of steps that are measured."""
@@ -79,25 +79,25 @@ class Proposing:
 
     def __init__(self, exchange: Exchange, logs: bool) -> None:
         self._exchange, self._logs = exchange, logs
-        self._steps: list[tuple[Mark, Mark]] = []  # begin and end of each average
-        self._begin: Mark = 0.0
+        self._steps: list[tuple[Moment, Moment]] = []  # begin and end of each average
+        self._begin = now(exchange.device)
         self.proposal: Proposal | None = None
 
     def begin(self) -> None:
         """Note that an average begins."""
         if self.proposal is None:
-            self._begin = mark(self._exchange.device)
+            self._begin = now(self._exchange.device)
 
     def end(self) -> None:
         """Note that it has ended. All ranks call this after the same step."""
         if self.proposal is not None:
             return
-        self._steps.append((self._begin, mark(self._exchange.device)))
+        self._steps.append((self._begin, now(self._exchange.device)))
         if len(self._steps) < STEPS:
             return
         counted, self._steps = self._steps[_FIRST - 1 :], []
-        averages = [seconds_between(*each) for each in counted[1:]]
-        alone = [seconds_between(last, begin) for (_, last), (begin, _) in pairwise(counted)]
+        averages = [seconds(*each) for each in counted[1:]]
+        alone = [seconds(last, begin) for (_, last), (begin, _) in pairwise(counted)]
         # The shortest average is that of the rank that the others wait for.
         mine = [round(1e9 * median(alone)), -round(1e9 * median(averages))]
         numbers = torch.tensor(mine, dtype=torch.int64, device=self._exchange.device)
