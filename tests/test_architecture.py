@@ -53,13 +53,14 @@ LAYERS = [
     {"register"},
     {"plan", "comparison", "named_models", "flags", "step_model"},
     {"explain", "catalogue", "local_sgd", "jointspar", "doctor"},
-    {"guard"},
+    {"guard", "advisor"},
     {"__init__"},
     {"__main__", "integrations"},
 ]
 # What hangs on the core. A few functions import it when it is asked for, and nothing else does.
-ANNEX = {"guard"}
+ANNEX = {"guard", "advisor"}
 DOORS = {"ddp/arguments.py", "ddp/register.py", "fsdp/register.py", "register.py"}
+DOORS |= {"local_sgd/local_steps.py"}
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
 # Functions that send data or wait for other ranks. Process groups can be created in any file.
@@ -182,6 +183,7 @@ def test_imports_have_no_cycle():
             "averager imports guard",
         ),
         ("ddp/register.py", "from torchcomp.guard import watch", "ddp imports guard"),
+        ("ddp/handle.py", "from torchcomp.advisor.auto import Choice", "ddp imports advisor"),
     ],
 )
 def test_an_upward_import_is_found(path, text, found):
@@ -198,10 +200,12 @@ def test_the_annex_is_imported_when_it_is_asked_for():
     script = """
 import sys, torchcomp
 torchcomp.Averager
-assert not any(name.startswith("torchcomp.guard") for name in sys.modules)
+annex = ("torchcomp.guard", "torchcomp.advisor")
+assert not any(name.startswith(annex) for name in sys.modules)
 assert torchcomp.Guard(every=3).every == 3
 from torchcomp import *
 assert watch is sys.modules["torchcomp.guard"].watch
+assert Choice is sys.modules["torchcomp.advisor.auto"].Choice
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
 

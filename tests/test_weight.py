@@ -13,7 +13,7 @@ import torchcomp
 from tests.support.ranks import on_processes
 
 PACKAGE = Path(torchcomp.__file__).parent
-ANNEX = ("advisor/", "guard/", "integrations/", "doctor/", "step_model/", "auto/")
+ANNEX = ("advisor/", "guard/", "integrations/", "doctor/", "step_model/")
 """Rooms that no limit of the core counts: issue O gives them limits of their own."""
 
 CALLS = {
@@ -25,7 +25,7 @@ CALLS = {
 }
 """By method: the most calls of functions of torchcomp, and the most files that they are in."""
 
-LINES = {"averager.py": 550}
+LINES = {"averager.py": 550, "advisor/auto.py": 350}
 MOST_LINES = 450
 
 
@@ -66,5 +66,5 @@ def test_a_bucket_takes_few_calls_in_few_files(spec):
 @pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda path: path.stem)
 def test_no_file_is_long(path):
     name = path.relative_to(PACKAGE).as_posix()
-    if not name.startswith(ANNEX):
+    if name in LINES or not name.startswith(ANNEX):
         assert len(path.read_text().splitlines()) <= LINES.get(name, MOST_LINES)

@@ -58,12 +58,10 @@ EXCEPTIONS = {
     "guard/watch.py BucketWatch.read": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "when the step after a comparison begins",
     "guard/alarms.py replica_alarm": "a number of the host",
-    # Auto: twice in a trial, and once in 50 steps after it.
-    "ddp/choosing.py Choosing._agree": "the ranks agree on times",
-    "auto/marks.py seconds_between": "the time of steps that have ended",
-    "local_sgd/proposal.py Proposing.end": "once, after 50 steps",
-    "auto/options.py _points": "a number of the host",
-    "auto/pace.py Pace.changed": "numbers of the host",
+    # Auto: between the steps of a trial.
+    "advisor/auto.py AutoHandle._agree": "the ranks begin together, and agree on times",
+    "advisor/moments.py seconds": "the time of steps that have ended",
+    "advisor/proposal.py Proposing.end": "once, after 50 steps",
     # The one wait of a step.
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
     "host.py copy_from": "starts a copy to pinned memory",

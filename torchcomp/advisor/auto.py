@@ -107,7 +107,9 @@ class Hidden:
     def __init__(self, passes: Sequence[Sequence[Moment]]) -> None:
         starts, *others = zip(*passes, strict=True)
         *ready, self.alone, self.step = (median(map(seconds, starts, each)) for each in others)
-        self._cores = median(map(_worked, starts, others[-2])) / self.alone or 1.0
+        # Kept busy by the step. On CUDA, the thread of the backward pass launches an exchange.
+        on_host = starts[0].event is None
+        self._cores = (median(map(_worked, starts, others[-2])) / self.alone if on_host else 0) or 1
         names = tuple((str(number),) for number in range(len(ready)))
         self._compute = Compute(names, tuple(ready), self.alone, self.alone)
 
@@ -122,7 +124,7 @@ class Hidden:
             self._compute.buckets, pairwise(zip(*rows, strict=True)), strict=True
         ):
             taken = median(map(seconds, *pair))
-            # Work competes for the cores that the computation of gradients keeps busy.
+            # Work competes with the computation of gradients.
             work = min(taken, median(map(_worked, *pair)) / self._cores)
             buckets.append(Submitted(names, (((Work(taken - work),),),), work))
         # The rest waits for other ranks, as if it had a core of its own. No link is left to model.
@@ -202,25 +204,33 @@ class AutoHandle(DDPHandle):
             after_backward(self._between)  # not if the step has failed
 
     def _between(self) -> None:
-        """Between two steps: time a candidate. All ranks do so after the same step."""
+        """Between two steps: go on with the trial."""
         end, averager = now(self._everyone.device), self.averager
-        end = end._replace(host=end.host - self._copies.seconds)
+        self._moments.append(end._replace(host=end.host - self._copies.seconds))
         if averager.flushing:
             self._since = averager.step
-        step = averager.step - self._since - SETTLE
+        try:
+            self._try(averager.step - self._since - SETTLE)
+        except Exception:
+            averager.abandon(self._step_before)
+            averager.abandoned = False  # no job is left
+            raise
+        self._end = now(self._everyone.device)
+
+    def _try(self, step: int) -> None:
+        """Time a candidate after a step. All ranks do so after the same one, the first is 1."""
         if step == 0:
             self._leave_out()
-        if step > 0 and self._trial:
-            count = len(self._methods)
-            block, place = divmod(step - 1, BLOCK)
-            row = self._exchange(self._methods[block % count], place == 0)
-            if place >= _WARM_UP:
-                self._rows[block % count].append(row)
-                if self._start is not None:
-                    self._passes.append([self._start, *self._moments, end])
-            if step == (self._steps - SETTLE) // (BLOCK * count) * BLOCK * count:
-                self._choose()
-        self._end = now(self._everyone.device)
+        if step <= 0:
+            return
+        (block, place), count = divmod(step - 1, BLOCK), len(self._methods)
+        row = self._exchange(self._methods[block % count], place == 0)
+        if place >= _WARM_UP:
+            self._rows[block % count].append(row)
+            if self._start is not None:
+                self._passes.append([self._start, *self._moments])
+        if step == (self._steps - SETTLE) // (BLOCK * count) * BLOCK * count:
+            self._choose()
 
     def _exchange(self, method: Aggregator, first: bool) -> list[Moment]:
         """Average the copies; return the begin, and the end of each bucket."""
@@ -230,14 +240,18 @@ class AutoHandle(DDPHandle):
         reordering = Reordering([timed.shape_of(group) for group in timed.buckets])
         self._agree([0])  # the ranks begin together
         moments = [now(self._everyone.device)]
-        timed.begin()
-        for bucket in buckets:
-            host.keep_for_this_stream(bucket.flat)
-            for group in reordering.add(bucket) if timed.grouped else (bucket,):
-                timed.average(group)
-            if bucket is buckets[-1]:
-                timed.finish(may_skip=True)  # a NaN has no consequence here
-            moments.append(now(self._everyone.device))
+        try:
+            timed.begin()
+            for bucket in buckets:
+                host.keep_for_this_stream(bucket.flat)
+                for group in reordering.add(bucket) if timed.grouped else (bucket,):
+                    timed.average(group)
+                if bucket is buckets[-1]:
+                    timed.finish(may_skip=True)  # a NaN has no consequence here
+                moments.append(now(self._everyone.device))
+        except Exception:
+            _log.error("auto: the candidate '%s' failed: leave it out of candidates", method)
+            raise
         return moments
 
     def _averager_of(self, method: Aggregator, exchange: Exchange) -> Averager:
