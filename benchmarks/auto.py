@@ -1,6 +1,6 @@
 """Let auto choose on hosts with shaped links, and compare its choice with each candidate alone.
 
-    python -m benchmarks.auto                  # all links (15 minutes)
+    python -m benchmarks.auto                  # all links (10 minutes)
     python -m benchmarks.auto --quick          # two hosts, one link, one model
 
 On each link, a model trains with register(model, "auto") until it has chosen. Then each of its
@@ -27,13 +27,9 @@ GRID = (
     (2, 10, "smallcnn"),
     (2, 100, "smallcnn"),
     (2, 1000, "smallcnn"),
-    (2, 1000, "resnet18"),
-    (2, 10000, "resnet18"),
     (4, 10, "smallcnn"),
-    (4, 100, "deep-mlp"),
     (4, 1000, "deep-mlp"),
-    (4, 1000, "resnet18"),
-    (8, 100, "smallcnn"),
+    (2, 1000, "resnet18"),
 )
 """Hosts, Mbit/s and model."""
 

@@ -16,8 +16,8 @@ from tests.support.outcomes import assert_refused, raised_by
 from tests.support.ranks import on_threads
 from torchcomp import SpecError
 from torchcomp.advisor import proposal
-from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.advisor.proposal import STEPS, Proposal
+from torchcomp.exchange import ProcessGroupExchange
 
 CLOCK = Clock()
 GROUPS = 3  # of the model, see SMALL_BUCKETS
