@@ -21,24 +21,26 @@ def tables(results: Path) -> str:
         links[name][row["method"]] = row
     if not links:
         return ""
-    lines = [[name, *_line(found)] for name, found in links.items()]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
     return (
-        "Milliseconds per step: in the trial, and of each method alone afterwards. *Chosen / best* "
-        "compares the chosen method with the fastest, both alone.\n\n"
-        + markdown(["link, model", "trial / alone", "chosen", "chosen / best"], lines)
-        + "\n\nMedians, 16 images per rank, shaped links with 0.5 ms, gloo; hosts share "
-        f"the cores of one machine. `python -m benchmarks.auto`, {machine(rows)}."
+        "Milliseconds per step: in the trial/alone afterwards. *Chosen / best* compares steps alone."
+        "\n\n"
+        + markdown(
+            ["link, model", *(f"`{method}`" for method in methods), "chosen", "chosen / best"],
+            [[name, *_line(found, methods)] for name, found in links.items()],
+        )
+        + f"\n\nMedians, 16 images per rank, 0.5 ms, gloo; hosts share cores. {machine(rows)}."
     )
 
 
-def _line(found: dict[str, Row]) -> list[str]:
+def _line(found: dict[str, Row], methods: list[str]) -> list[str]:
     chosen = found[next(iter(found.values()))["chosen"]]
     best = min(float(row["step_ms"]) for row in found.values())
-    times = "<br>".join(
-        f"`{method}` {float(row['trial_ms']):.1f} / {float(row['step_ms']):.1f}"
-        for method, row in found.items()
-    )
-    return [times, f"`{chosen['method']}`", f"{float(chosen['step_ms']) / best:.2f}"]
+    times = [
+        f"{float(found[each]['trial_ms']):.1f}/{float(found[each]['step_ms']):.1f}"
+        for each in methods
+    ]
+    return [*times, f"`{chosen['method']}`", f"{float(chosen['step_ms']) / best:.2f}"]
 
 
 PAGE = MarkedPage("auto", "auto.md", tables)

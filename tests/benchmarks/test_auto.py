@@ -17,8 +17,8 @@ def test_the_page_matches_the_csv_file() -> None:
 
 
 def test_the_grid_has_slow_and_fast_links() -> None:
-    assert len(set(GRID)) == 10
-    assert {mbit for _, mbit, _ in GRID} == {10, 100, 1000, 10000}
+    assert len(set(GRID)) == len(GRID)
+    assert {mbit for _, mbit, _ in GRID} == {10, 100, 1000}
 
 
 def test_a_row_has_the_mean_over_the_ranks_and_the_median_over_the_steps() -> None:
@@ -38,7 +38,7 @@ def test_a_quick_run_times_each_method_in_the_trial_and_alone(tmp_path: Path) ->
         pytest.skip(f"no shaped hosts here: {reason}")
     run([sys.executable, "-m", "benchmarks.auto", "--quick", "--out", tmp_path])
     rows = read(tmp_path / "auto.csv")
-    assert len(rows) == 5
+    assert len(rows) == 4
     assert {row["chosen"] for row in rows} <= {row["method"] for row in rows}
     assert all(float(row["trial_ms"]) > 0 and int(row["trial_steps"]) <= 100 for row in rows)
     assert "chosen" in report_auto.tables(tmp_path)

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import GradBucket
 from torchcomp import checkpoint, host
 from torchcomp.advisor.moments import Moment, now, seconds
 from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import BLOCK, MEAN, SETTLE
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket
@@ -107,9 +108,9 @@ class Hidden:
     def __init__(self, passes: Sequence[Sequence[Moment]]) -> None:
         starts, *others = zip(*passes, strict=True)
         *ready, self.alone, self.step = (median(map(seconds, starts, each)) for each in others)
-        # Kept busy by the step. On CUDA, the thread of the backward pass launches an exchange.
-        on_host = starts[0].event is None
-        self._cores = (median(map(_worked, starts, others[-2])) / self.alone if on_host else 0) or 1
+        # Cores that the step keeps busy. On CUDA, one thread launches it, and an exchange as well.
+        worked = median(map(_worked, starts, others[-2]))
+        self._cores = worked / self.alone if worked and starts[0].event is None else 1.0
         names = tuple((str(number),) for number in range(len(ready)))
         self._compute = Compute(names, tuple(ready), self.alone, self.alone)
 
@@ -119,10 +120,8 @@ class Hidden:
         Args:
             rows: the moments of each exchange: its begin, and the end of each bucket.
         """
-        buckets = []
-        for names, pair in zip(
-            self._compute.buckets, pairwise(zip(*rows, strict=True)), strict=True
-        ):
+        buckets, pairs = [], pairwise(zip(*rows, strict=True))
+        for names, pair in zip(self._compute.buckets, pairs, strict=True):
             taken = median(map(seconds, *pair))
             # Work competes with the computation of gradients.
             work = min(taken, median(map(_worked, *pair)) / self._cores)
@@ -137,8 +136,11 @@ def _worked(first: Moment, last: Moment) -> float:
 
 
 _CHOICE = {
-    **{"method": checkpoint.text, "seconds": checkpoint.dict_of(checkpoint.number)},
-    **{"alone": checkpoint.number, "average": checkpoint.number, "step": checkpoint.count},
+    "method": checkpoint.text,
+    "seconds": checkpoint.dict_of(checkpoint.number),
+    "alone": checkpoint.number,
+    "average": checkpoint.number,
+    "step": checkpoint.count,
 }
 _SECTION = checkpoint.record(
     trial=checkpoint.flag, choice=checkpoint.optional(checkpoint.record(**_CHOICE))
@@ -329,6 +331,8 @@ class AutoHandle(DDPHandle):
         # By name first: a candidate can be an object of a class of the user.
         known = next((each for each in self._candidates if str(each) == spec), None)
         try:
-            return known or parse_aggregator(spec if isinstance(spec, str) else "mean")
+            method = known or parse_aggregator(spec if isinstance(spec, str) else "mean")
         except SpecError:
             return None  # the header is checked next, and refused
+        rehearse_all(method, self.averager.parameters.values())
+        return method
