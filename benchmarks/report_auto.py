@@ -21,15 +21,17 @@ def tables(results: Path) -> str:
         links[name][row["method"]] = row
     if not links:
         return ""
+    busy = [float(row["other_cores"]) for row in rows]
     methods = list(dict.fromkeys(row["method"] for row in rows))
     return (
-        "Milliseconds per step: in the trial/alone afterwards. *Chosen / best* compares steps alone."
-        "\n\n"
+        "Milliseconds per step: in the trial/alone afterwards. *Chosen / best* is of steps "
+        "alone.\n\n"
         + markdown(
             ["link, model", *(f"`{method}`" for method in methods), "chosen", "chosen / best"],
             [[name, *_line(found, methods)] for name, found in links.items()],
         )
-        + f"\n\nMedians, 16 images per rank, 0.5 ms, gloo; hosts share cores. {machine(rows)}."
+        + "\n\nMedians, 16 images per rank, 0.5 ms, gloo. The hosts share the cores, of which other "
+        f"programs kept {min(busy)} to {max(busy)} busy. {machine(rows)}."
     )
 
 

@@ -11,7 +11,7 @@ from torchcomp.errors import SpecError
 
 MEAN = Mean()
 SETTLE = 4  # first steps, after which no candidate is timed: DDP rebuilds its buckets
-BLOCK = 4  # consecutive steps, after which the same candidate is timed
+BLOCK = 4  # consecutive steps for a candidate: one is timed itself, the others its exchange
 
 _DEFAULT = (
     'cast("bf16")',

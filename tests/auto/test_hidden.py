@@ -49,6 +49,7 @@ def test_buckets_are_exchanged_one_after_another_while_the_backward_pass_goes_on
 @pytest.mark.parametrize(
     ("cores", "step"),
     [
+        (0.25, 9.0),  # other programs had the core meanwhile
         (1.0, 9.0),  # nothing hides work
         (4.0, 7.5),  # it delays each bucket by a quarter, and the last one is seen
     ],

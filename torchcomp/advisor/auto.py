@@ -6,7 +6,6 @@ hides what the exchanges took behind the measured backward pass.
 """
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
@@ -37,7 +36,6 @@ from torchcomp.step_model.activities import Submitted, Work
 _log = logging.getLogger(__name__)
 
 WORTH = 1.05  # a method is chosen over those before it if it is this many times as fast
-_WARM_UP = 2  # first steps of a block that do not count: they allocate the state
 _H = 8  # of the local steps that are proposed
 
 
@@ -79,18 +77,18 @@ class Copies(Observer):
     """An observer that copies the gradients of a step before they are averaged.
 
     Attributes:
+        wanted: whether it does so in the next step.
         buckets: the copies.
-        seconds: time that the host took for them.
     """
+
+    wanted = False
 
     def begin(self, ratios: Mapping[str, float]) -> None:
         self.buckets: list[Bucket] = []
-        self.seconds = 0.0
 
     def before(self, bucket: Bucket, method: Aggregator) -> None:
-        start = time.perf_counter()
-        self.buckets.append(Bucket(bucket.shape, bucket.flat.clone()))
-        self.seconds += time.perf_counter() - start
+        if self.wanted:
+            self.buckets.append(Bucket(bucket.shape, bucket.flat.clone()))
 
 
 class Hidden:
@@ -109,8 +107,7 @@ class Hidden:
         starts, *others = zip(*passes, strict=True)
         *ready, self.alone, self.step = (median(map(seconds, starts, each)) for each in others)
         # Cores that the step keeps busy. On CUDA, one thread launches it, and an exchange as well.
-        worked = median(map(_worked, starts, others[-2]))
-        self._cores = worked / self.alone if worked and starts[0].event is None else 1.0
+        self._cores = max(1.0, median(map(_worked, starts, others[-2])) / self.alone)
         names = tuple((str(number),) for number in range(len(ready)))
         self._compute = Compute(names, tuple(ready), self.alone, self.alone)
 
@@ -171,7 +168,7 @@ class AutoHandle(DDPHandle):
             self.averager.use(MEAN)
         self.choice, self._trial, self._since = None, True, self.averager.step
         self._methods = self._candidates
-        self._timed: Averager | None = None
+        self._timed: Any = None  # averages copies with a candidate
         self._passes: list[list[Moment]] = []
         self._rows: list[list[list[Moment]]] = [[] for _ in self._candidates]
         self._copies = copies = Copies()
@@ -189,6 +186,8 @@ class AutoHandle(DDPHandle):
     def _enter_pass(self) -> None:
         super()._enter_pass()
         self._start, self._end, self._moments = self._end, None, []
+        done = self.averager.step - self._since - SETTLE
+        self._copies.wanted = done > 0 and done % BLOCK > 0
 
     def _receive(self, grad_bucket: GradBucket) -> Future:
         if not self._trial:
@@ -207,8 +206,8 @@ class AutoHandle(DDPHandle):
 
     def _between(self) -> None:
         """Between two steps: go on with the trial."""
-        end, averager = now(self._everyone.device), self.averager
-        self._moments.append(end._replace(host=end.host - self._copies.seconds))
+        averager = self.averager
+        self._moments.append(now(self._everyone.device))
         if averager.flushing:
             self._since = averager.step
         try:
@@ -220,24 +219,27 @@ class AutoHandle(DDPHandle):
         self._end = now(self._everyone.device)
 
     def _try(self, step: int) -> None:
-        """Time a candidate after a step. All ranks do so after the same one, the first is 1."""
+        """Time a step, or a candidate after it. All ranks do so with the same step, from 1 on."""
         if step == 0:
             self._leave_out()
         if step <= 0:
             return
         (block, place), count = divmod(step - 1, BLOCK), len(self._methods)
-        row = self._exchange(self._methods[block % count], place == 0)
-        if place >= _WARM_UP:
-            self._rows[block % count].append(row)
+        method, rows = self._methods[block % count], self._rows[block % count]
+        if place == 0:
             if self._start is not None:
                 self._passes.append([self._start, *self._moments])
+            self._timed = self._averager_of(method, self.averager.exchange)
+        elif place == 1:
+            self._exchange(method)  # these two allocate, and do not count
+            self._exchange(method)
+        else:
+            rows.append(self._exchange(method))
         if step == (self._steps - SETTLE) // (BLOCK * count) * BLOCK * count:
             self._choose()
 
-    def _exchange(self, method: Aggregator, first: bool) -> list[Moment]:
+    def _exchange(self, method: Aggregator) -> list[Moment]:
         """Average the copies; return the begin, and the end of each bucket."""
-        if first or self._timed is None:
-            self._timed = self._averager_of(method, self.averager.exchange)
         timed, buckets = self._timed, self._copies.buckets
         reordering = Reordering([timed.shape_of(group) for group in timed.buckets])
         self._agree([0])  # the ranks begin together
