@@ -30,8 +30,8 @@ def tables(results: Path) -> str:
             ["link, model", *(f"`{method}`" for method in methods), "chosen", "chosen / best"],
             [[name, *_line(found, methods)] for name, found in links.items()],
         )
-        + "\n\nMedians, 16 images per rank, 0.5 ms, gloo. The hosts share the cores, of which other "
-        f"programs kept {min(busy)} to {max(busy)} busy. {machine(rows)}."
+        + "\n\nMedians, 16 images per rank, 0.5 ms, gloo. Hosts share the cores, of which other "
+        f"programs kept {min(busy)} to {max(busy)} busy; {machine(rows)}."
     )
 
 
