@@ -125,19 +125,22 @@ def trained(spec: Any, steps: int, **options: Any) -> tuple[Tensor, str, Any, li
     return gradients(model), str(handle.method), handle.choice, methods
 
 
-def after(spec: Any, steps: int) -> tuple[Tensor, Any]:
-    model = wrap(mlp())
+def after(spec: Any, steps: int, **options: Any) -> tuple[Tensor, Any]:
+    model = wrap(mlp(), **options)
     handle = torchcomp.register(model, spec)
     train(model, steps)
     return weights(model), handle.stats
 
 
-def test_training_is_that_of_mean_bit_for_bit_while_candidates_are_timed(slow_mean: None) -> None:
+@pytest.mark.parametrize("view", [False, True])
+def test_training_is_that_of_mean_bit_for_bit_while_candidates_are_timed(view: bool) -> None:
     candidates = Auto(candidates=[TOPK, "powersgd(1)", "bidirectional(topk(0.1), topk(0.1))"])
-    steps = 60  # all candidates were timed, and none was chosen yet
-    for (one, stats), (other, of_mean) in zip(
-        on_threads(2, after, candidates, steps), on_threads(2, after, "mean", steps), strict=True
-    ):
+
+    def body() -> Any:
+        # All candidates were timed, and none was chosen yet.
+        return [after(each, 60, gradient_as_bucket_view=view) for each in (candidates, "mean")]
+
+    for (one, stats), (other, of_mean) in on_threads(2, body):
         assert torch.equal(one, other)
         assert (stats.steps, stats.bytes_sent) == (of_mean.steps, of_mean.bytes_sent)
 
@@ -156,6 +159,52 @@ def test_the_fast_candidate_is_chosen_on_a_slow_network(
         assert seconds == pytest.approx([COMPUTE + average, COMPUTE, COMPUTE, average])
     (message,) = messages_of("advisor.auto", caplog)
     assert TOPK in message
+
+
+def test_what_every_step_waits_for_is_in_all_times(slow_mean: None) -> None:
+    wait = 0.01
+
+    def late(self: Buckets) -> BaseException | None:
+        CLOCK.join()
+        CLOCK.advance(wait)
+        return _join(self)
+
+    with mock.patch.object(Buckets, "join", late):
+        for _, _, choice, _ in on_threads(2, trained, AUTO, STEPS):
+            average = BUCKETS * SECONDS
+            seconds = [choice.seconds["mean"], choice.seconds[TOPK]]
+            assert seconds == pytest.approx([COMPUTE + average + wait, COMPUTE + wait])
+
+
+def test_no_step_is_shorter_than_the_computation_of_its_gradients() -> None:
+    def slow_alone(self: Mean, *args: Any) -> None:
+        if CLOCK.is_alone:  # what is timed takes longer than the same in training
+            CLOCK.exchange(SECONDS)
+        _mean(self, *args)
+
+    with mock.patch.object(Mean, "aggregate", slow_alone):
+        for _, _, choice, _ in on_threads(2, trained, AUTO, STEPS):
+            assert choice.seconds == pytest.approx({"mean": COMPUTE, TOPK: COMPUTE})
+
+
+@dataclass(frozen=True)
+class OfTheModel(Mean):
+    """Averages the whole model as one bucket."""
+
+    name = "of_the_model"
+    whole_model = True
+    depends_on_grouping = True
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        CLOCK.exchange(SECONDS)
+        _mean(self, g, bucket, key)
+
+
+def test_a_candidate_is_timed_with_the_buckets_that_it_would_have() -> None:
+    candidates = Auto(candidates=[OfTheModel()], steps=STEPS)
+    for _, _, choice, _ in on_threads(2, trained, candidates, STEPS):
+        # Once, and not for each of DDP's buckets.
+        assert choice.seconds["of_the_model"] == pytest.approx(COMPUTE + SECONDS)
 
 
 def test_mean_is_kept_if_no_candidate_is_faster() -> None:
@@ -241,13 +290,14 @@ def loads_another_method() -> list[Any]:
     train(model, 3)
     found += [str(handle.method), residual_norm(handle)]
     train(model, STEPS)
-    return [*found, handle.choice.method]
+    return [*found, handle.choice]
 
 
 def test_the_residual_of_another_checkpoint_is_sent_before_the_trial(slow_mean: None) -> None:
-    for spec, before, then, later, chosen in on_threads(2, loads_another_method):
-        assert (spec, then, chosen) == ("mean", "mean", TOPK)
+    for spec, before, then, later, choice in on_threads(2, loads_another_method):
+        assert (spec, then, choice.method) == ("mean", "mean", TOPK)
         assert before > later == 0
+        assert choice.step > 3 + STEPS  # a step that sends the residual is not of the trial
 
 
 CHOICE = {"method": "mean", "seconds": {"mean": 1.0}, "alone": 1.0, "average": 1.0, "step": 9}

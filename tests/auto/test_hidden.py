@@ -47,15 +47,17 @@ def test_buckets_are_exchanged_one_after_another_while_the_backward_pass_goes_on
 
 
 @pytest.mark.parametrize(
-    ("cores", "step"),
+    ("cores", "work", "step"),
     [
-        (0.25, 9.0),  # other programs had the core meanwhile
-        (1.0, 9.0),  # nothing hides work
-        (4.0, 7.5),  # it delays each bucket by a quarter, and the last one is seen
+        (1.0, 1.0, 9.0),  # nothing hides work
+        (4.0, 1.0, 7.5),  # it delays each bucket by a quarter, and the last one is seen
+        (0.25, 0.25, 7.5),  # other programs had the core for most of the time
     ],
 )
-def test_work_competes_with_the_computation_of_gradients(cores: float, step: float) -> None:
-    assert hidden(cores).step_with(exchanges(1.0, 1.0)) == pytest.approx(step)
+def test_work_competes_with_the_computation_of_gradients(
+    cores: float, work: float, step: float
+) -> None:
+    assert hidden(cores).step_with(exchanges(1.0, work)) == pytest.approx(step)
 
 
 def test_one_slow_step_does_not_change_the_median() -> None:

@@ -27,8 +27,12 @@ class Clock:
     def advance(self, seconds: float) -> None:
         self._local.now = self.read() + seconds
 
+    @property
+    def is_alone(self) -> bool:
+        return getattr(self._local, "inside", False)
+
     def exchange(self, seconds: float) -> None:
-        if getattr(self._local, "alone", False):
+        if self.is_alone:
             self.advance(seconds)
         else:
             self._local.beside = max(self.read(), getattr(self._local, "beside", 0.0)) + seconds
@@ -40,10 +44,10 @@ class Clock:
         """Return a function that is called with exchanges that nothing hides."""
 
         def called(*args: Any) -> Any:
-            self._local.alone = True
+            self._local.inside = True
             try:
                 return call(*args)
             finally:
-                self._local.alone = False
+                self._local.inside = False
 
         return called
