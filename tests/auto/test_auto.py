@@ -35,6 +35,7 @@ from tests.support.ranks import on_processes, on_threads
 from torchcomp import Auto, Guard, SpecError
 from torchcomp.advisor import auto
 from torchcomp.aggregators import Mean
+from torchcomp.bucket import Bucket
 from torchcomp.ddp import register
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.keys import Key
@@ -582,6 +583,26 @@ def swaps(at: int) -> tuple[Any, str, str]:
 @pytest.mark.parametrize("at", [12, STEPS + 2])
 def test_a_swap_ends_auto(at: int, slow_mean: None) -> None:
     assert on_threads(2, swaps, at) == [(None, "powersgd(1)", "powersgd(1)")] * 2
+
+
+def swapped_by_a_guard() -> tuple[str, Any]:
+    """Train with a guard that finds the first comparison wrong, at the step of the choice."""
+    model = wrap(mlp())
+    guard = Guard(every=STEPS, callback=lambda alarm: handle.swap("powersgd(1)"))
+    handle = torchcomp.register(model, AUTO, guard=guard)
+    measure = handle.guard.after
+
+    def change(bucket: Bucket, method: Any) -> None:
+        bucket.flat.mul_(2)
+        measure(bucket, method)
+
+    handle.guard.after = change
+    train(model, STEPS + 2)
+    return str(handle.method), handle.choice
+
+
+def test_the_swap_of_a_guard_comes_before_the_choice(slow_mean: None) -> None:
+    assert on_threads(2, swapped_by_a_guard) == [("powersgd(1)", None)] * 2
 
 
 def real_ranks(options: dict[str, Any], nodes: int | None, check: str) -> Any:
