@@ -215,7 +215,7 @@ def page(results: Path) -> str:
 _HEAD = """
 # Predicted and measured step times
 
-`torchcomp.step_model` predicts the time of a training step with any method: see
+`torchcomp.advisor` predicts the time of a training step with any method: see
 [usage](usage.md#hours-and-bytes-of-a-run). This page compares its predictions with measured times,
 on hosts with shaped links that share the cores of one machine. It is generated; do not edit it:
 

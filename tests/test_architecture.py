@@ -30,7 +30,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 # From the bottom up. A module (or sub-package) imports from lower layers or from its own layer.
 LAYERS = [
-    {"compat", "torchvision_compat", "errors", "host", "profiling", "_version"},
+    {"compat", "errors", "host", "moved", "profiling", "_version"},
     {"checks"},
     {"learning_rates"},
     {"component", "draws", "keys", "wire", "other_names"},
@@ -48,17 +48,17 @@ LAYERS = [
     {"redistribution"},
     {"averager", "gathering"},
     {"per_rank"},
-    {"time_model", "algorithms"},
+    {"algorithms"},
     {"ddp", "fsdp", "batchnorm"},
     {"register"},
-    {"plan", "comparison", "named_models", "flags", "step_model"},
-    {"explain", "catalogue", "local_sgd", "jointspar", "doctor"},
-    {"guard"},
+    {"plan", "comparison", "flags"},
+    {"explain", "catalogue", "local_sgd", "jointspar"},
+    {"advisor", "guard"},
     {"__init__"},
     {"__main__", "integrations"},
 ]
 # What hangs on the core. A few functions import it when it is asked for, and nothing else does.
-ANNEX = {"guard"}
+ANNEX = {"advisor", "guard"}
 DOORS = {"ddp/arguments.py", "ddp/register.py", "fsdp/register.py", "register.py"}
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
@@ -260,7 +260,7 @@ def callers_of_collectives(sources):
 def test_four_files_send_data():
     # doctor's channels only measure links, before anything trains.
     assert callers_of_collectives(SOURCES) == {
-        "doctor/channels.py",
+        "advisor/doctor/channels.py",
         "exchange/managed.py",
         "exchange/private.py",
         "exchange/process_group.py",

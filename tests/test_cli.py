@@ -14,8 +14,8 @@ from torch import nn
 import torchcomp
 from tests.support.patience import PATIENCE
 from torchcomp.__main__ import main
+from torchcomp.advisor.named_models import build_named
 from torchcomp.component import choices_of
-from torchcomp.named_models import build_named
 from torchcomp.outer_steps import OuterStep
 from torchcomp.spec import COMPONENTS, parse_outer_step, parse_registered
 

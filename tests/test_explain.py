@@ -22,8 +22,6 @@ TOPK_MESSAGE = 255_571 * 4 + 191_679 + 81_863
 TOPK_FRAME = 16 + TOPK_MESSAGE + 6
 """The message with its header, padded to a multiple of 8 bytes."""
 
-TIME = torchcomp.TimeModel(step_seconds=1.0, bandwidth=4000.0)
-
 METHOD_ROWS = [
     "elements",
     "ranks",
@@ -349,18 +347,11 @@ def test_the_plan_of_an_outer_step(method, start):
         ("lr", float),
         ("total_steps", 9),
         ("warmup_steps", 2),
-        ("time", TIME),
     ],
 )
 def test_a_method_takes_no_arguments_of_schedules(name, value):
     with pytest.raises(SpecError, match=rf"\b{name}\b.*'mean'"):
         explain("mean", numel=1000, world_size=2, **{name: value})
-
-
-def test_the_time_model_does_not_cover_compressed_averages():
-    options = {"numel": 1000, "world_size": 2, "total_steps": 8}
-    with pytest.raises(SpecError, match=r"\btime\b.*\bcompress\b.*topk"):
-        explain("every(4)", compress="ef(topk(0.01))", time=TIME, **options)
 
 
 # --- The table ------------------------------------------------------------------------------------
@@ -384,18 +375,6 @@ def test_table_shows_the_whole_plan_of_a_method():
         "state per rank": ["204", "204,456,256"],
         "hint": ["0.01", "0.01", "4"],
     }
-
-
-def test_time_model_adds_the_wall_clocks_of_a_schedule():
-    options = {"numel": 1000, "world_size": 2, "total_steps": 3600, "dtype": torch.bfloat16}
-    plan = explain("every(4)", time=TIME, **options)
-    # Averages are sent in float32, gradients in bfloat16.
-    assert plan.wall_clock.exchange_seconds == 900 * 1.0
-    assert plan.parallel_wall_clock.exchange_seconds == 3600 * 0.5
-    _, table = rows(plan)
-    assert numbers(table["wall clock"]) == ["1.25", "0.25", "900"]
-    assert numbers(table["plain DDP takes"]) == ["1.5", "0.5", "3,600"]
-    assert explain("every(4)", **options).wall_clock is None
 
 
 def test_table_shows_the_whole_plan_of_a_schedule():

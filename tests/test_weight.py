@@ -13,7 +13,7 @@ import torchcomp
 from tests.support.ranks import on_processes
 
 PACKAGE = Path(torchcomp.__file__).parent
-ANNEX = ("advisor/", "guard/", "integrations/", "doctor/", "step_model/", "auto/")
+ANNEX = ("advisor/", "guard/", "integrations/", "auto/")
 """Rooms that no limit of the core counts: issue O gives them limits of their own."""
 
 CALLS = {

@@ -7,6 +7,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from torchcomp import moved
 from torchcomp._version import __version__
 from torchcomp.auto import Auto, Choice
 from torchcomp.averager import Averager
@@ -33,8 +34,6 @@ from torchcomp.redistribution import redistribute
 from torchcomp.register import register
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
-from torchcomp.step_model import Link
-from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 if TYPE_CHECKING:
     from torchcomp.guard import Alarm, Guard, watch
@@ -51,7 +50,6 @@ __all__ = [
     "Handle",
     "InProcessExchange",
     "JointSpar",
-    "Link",
     "LocalSGD",
     "NonFiniteError",
     "PerRank",
@@ -62,13 +60,10 @@ __all__ = [
     "ScheduleError",
     "SpecError",
     "Stats",
-    "TimeModel",
     "UnsupportedModelError",
-    "WallClock",
     "WireError",
     "__version__",
     "explain",
-    "fit_time_model",
     "parse",
     "redistribute",
     "reestimate_batchnorm",
@@ -85,4 +80,6 @@ def __getattr__(name: str) -> Any:
         from torchcomp import guard
 
         return getattr(guard, name)
+    if name in moved.NAMES:
+        return moved.found(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,20 +11,21 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from torchcomp._version import __version__
+from torchcomp.advisor import BF16, DDP, USUAL, Link, Prediction, Run, values_of
+from torchcomp.advisor.doctor import add_options as add_options_of_doctor
+from torchcomp.advisor.doctor import examine
+from torchcomp.advisor.named_models import build_named
+from torchcomp.advisor.table import table
 from torchcomp.aggregators import Aggregator
 from torchcomp.catalogue import described, listed
 from torchcomp.comparison import MOST_RANKS
-from torchcomp.doctor import add_options as add_options_of_doctor
-from torchcomp.doctor import examine
 from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.explain import explain, refuse_for_methods, refuse_for_schedules
 from torchcomp.flags import number, whole
 from torchcomp.learning_rates import DECAYS, LRFunction, decaying
-from torchcomp.named_models import build_named
 from torchcomp.plan import wrapped
 from torchcomp.schedules import Schedule
 from torchcomp.spec import parse
-from torchcomp.step_model import BF16, DDP, USUAL, Link, Prediction, Run, table, values_of
 
 # Options of explain that apply to schedules only. They default to None: those given show.
 _OF_SCHEDULES = ("total_steps", "warmup_steps", "compress", "outer")

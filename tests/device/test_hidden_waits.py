@@ -18,7 +18,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "explain.py", "plan.py", "comparison.py", "time_model.py", "named_models.py"),
+    *("__main__.py", "explain.py", "plan.py", "comparison.py"),
     *(
         "nodes.py",
         "spec.py",
@@ -31,7 +31,7 @@ OUTSIDE = (
     # Checkpoints and simulations.
     *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
     # Measure and predict, before training.
-    *("step_model/", "doctor/", "flags.py"),
+    *("advisor/", "flags.py"),
     # NumPy.
     "jointspar/bandit.py",
 )

@@ -1,0 +1,251 @@
+"""Phases: the same training steps without an exchange, with plain DDP, and with the bf16 hook.
+
+A communication hook on the user's DDP model switches between the three, so that whatever trains,
+also a user's script, is measured as it is. The weights become wrong: they are thrown away.
+
+A step lasts from one last bucket to the next. It includes the micro-batches of an accumulated
+gradient, the optimizer and the loader.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import GradBucket
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from torchcomp.advisor.doctor.job import Job, NotMeasured
+
+NO_EXCHANGE, PLAIN, BF16 = "no exchange", "DDP", "DDP, bf16 hook"
+_HOOKS: dict[str, Callable[..., torch.futures.Future[torch.Tensor]]] = {
+    NO_EXCHANGE: noop_hook,
+    PLAIN: allreduce_hook,
+    BF16: bf16_compress_hook,
+}
+MODES = tuple(_HOOKS)
+WARM_UP = 3
+"""Steps before the first one that counts: DDP rebuilds its buckets after the first."""
+
+_ROUNDS = 3
+_FIRST_STEPS, _MOST_STEPS = 3, 20  # of a mode, in the first and in later rounds
+_MOST_ALONE = 100  # steps of an optimizer before there is a DDP model
+
+
+class Finished(BaseException):
+    """All phases are measured: the training loop ends here. No script catches it by accident."""
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of the measured steps of one mode, on one rank.
+
+    Attributes:
+        mode: one of :data:`MODES`.
+        seconds: of each step.
+    """
+
+    mode: str
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds of a step."""
+        return statistics.median(self.seconds)
+
+
+@dataclass
+class Phases:
+    """Which hook runs in which step, and how long the steps take.
+
+    Attributes:
+        job: this rank. The ranks agree through its store: rank 0 says how many steps to take.
+        budget: about how many seconds all steps may take.
+        modes: which modes to measure.
+        seconds: the measured steps of each mode.
+        steps: steps so far, measured or not.
+        parameters: shapes and dtypes of what the model that counts trains, by name.
+        finished: whether all is measured.
+    """
+
+    job: Job
+    budget: float
+    modes: tuple[str, ...] = MODES
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    steps: int = 0
+    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    finished: bool = False
+
+    def __post_init__(self) -> None:
+        self.mode = PLAIN if PLAIN in self.modes else self.modes[0]
+        self._marks: list[Any] = []
+        self._agreements = 0
+        # The models are not kept: one that outlives its process group can make gloo abort.
+        self._attached: list[Mapping[str, torch.Tensor]] = []
+        self._counts: int | None = None  # number of the model that counts
+        self._alone = 0  # steps of the optimizers before there is a model
+        self._plan = self._planned()
+        self._left = next(self._plan)
+
+    def attach(self, model: DistributedDataParallel) -> None:
+        """Measure the steps of a model from now on.
+
+        Of several models, the first one that exchanges gradients counts. The others follow it.
+        """
+        state = _Bucketwise(self, len(self._attached), model.process_group)
+        trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
+        self._attached.append({n: torch.empty_like(p, device="meta") for n, p in trained})
+        DistributedDataParallel.register_comm_hook(model, state, hook)
+        model.register_forward_pre_hook(self._stop)
+
+    def step(self, number: int) -> None:
+        """Count a step of a model, in its last bucket.
+
+        Args:
+            number: of the model, in the order in which they were attached.
+        """
+        if self._counts is None:
+            self._counts, self.parameters = number, self._attached[number]
+        if self.finished or number != self._counts:
+            return
+        self.steps += 1
+        self._marks.append(_mark(self.job.device))
+        self._left -= 1
+        if self._left == 0:
+            seconds = _differences(self._marks, self.job.device)
+            self._marks = self._marks[-1:]
+            try:
+                self._left = self._plan.send(seconds)
+            except StopIteration:
+                self.finished = True
+
+    def optimized(self, *_: Any) -> None:
+        """Count a step of an optimizer, and end a script that makes no DDP model."""
+        if not self._attached:
+            self._alone += 1
+            if self._alone == _MOST_ALONE:
+                raise Finished
+
+    def results(self) -> list[StepTimes]:
+        """Return the times of each mode.
+
+        Raises:
+            NotMeasured: if the training loop ended before every mode was measured.
+        """
+        missing = [mode for mode in self.modes if not self.seconds.get(mode)]
+        if not self.steps:
+            raise NotMeasured(
+                f"no model in DistributedDataParallel exchanged gradients, in {self._alone} steps "
+                "of the optimizers: doctor measures a training loop with such a model"
+            )
+        if missing:
+            least = WARM_UP + len(self.modes) * (1 + _FIRST_STEPS) + (PLAIN in self.modes)
+            raise NotMeasured(
+                f"the training loop ended after {self.steps} steps with gradients, before "
+                f"{missing[0]!r} could be measured: let it run for at least {least} steps"
+            )
+        return [StepTimes(mode, tuple(self.seconds[mode])) for mode in self.modes]
+
+    def _planned(self) -> Generator[int, list[float], None]:
+        """Yield how many steps to take next, and receive the seconds of each."""
+        share = self.budget / _ROUNDS / len(self.modes)
+        yield WARM_UP
+        # Only now: a script can take longer to begin.
+        began = time.monotonic()
+        for most in (_FIRST_STEPS, *[_MOST_STEPS] * (_ROUNDS - 1)):
+            for mode in self.modes:
+                # A step contains the exchange of the last one before it. Without an exchange, fast
+                # ranks run ahead: with one again, their first exchange waits for the others.
+                settling = 2 if self.mode == NO_EXCHANGE != mode else 1
+                self.mode = mode
+                yield settling
+                seconds = yield 1
+                more = self._agreed(min(most, int(share / max(seconds[0], 1e-6))) - 1)
+                if more > 0:
+                    seconds += yield more
+                self.seconds.setdefault(mode, []).extend(seconds)
+            if self._agreed(int(time.monotonic() - began > self.budget)):
+                return
+
+    def _agreed(self, value: int) -> int:
+        """Return the value of rank 0."""
+        self._agreements += 1
+        key = f"phases/{self._agreements}"
+        if self.job.rank == 0:
+            self.job.store.set(key, str(value))
+        return int(self.job.store.get(key))
+
+    def _stop(self, *_: Any) -> None:
+        if self.finished:
+            raise Finished
+
+
+@dataclass(frozen=True)
+class _Bucketwise:
+    """The state of the hook of a model.
+
+    Attributes:
+        phases: the phases.
+        number: of the model, in the order in which they were attached.
+        group: the ranks that average its gradients.
+    """
+
+    phases: Phases
+    number: int
+    group: dist.ProcessGroup
+
+
+def hook(state: _Bucketwise, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Exchange a bucket as the current mode does."""
+    last = bucket.is_last()
+    exchanged = _HOOKS[state.phases.mode](state.group, bucket)
+    if last:
+        state.phases.step(state.number)
+    return exchanged
+
+
+@contextmanager
+def every_model(phases: Phases) -> Iterator[None]:
+    """Attach the phases to every DDP model that is made, and every optimizer, in this block."""
+    made = DistributedDataParallel.__init__
+
+    def init(model: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        made(model, *arguments, **options)
+        phases.attach(model)
+
+    DistributedDataParallel.__init__ = init  # type: ignore[assignment, method-assign]
+    handle = register_optimizer_step_post_hook(phases.optimized)
+    try:
+        yield
+    finally:
+        handle.remove()
+        DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
+
+
+def _mark(device: torch.device) -> Any:
+    """Return a point in time, on a GPU one of its stream: the host runs ahead of it."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _differences(marks: list[Any], device: torch.device) -> list[float]:
+    """Return the seconds between points in time."""
+    pairs = list(itertools.pairwise(marks))
+    if device.type != "cuda":
+        return [after - before for before, after in pairs]
+    torch.cuda.synchronize(device)
+    return [before.elapsed_time(after) / 1e3 for before, after in pairs]
