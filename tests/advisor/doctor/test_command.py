@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
-from torchcomp.advisor.doctor import options, speed, workloads
+from torchcomp.advisor.doctor import command, speed, workloads
 from torchcomp.advisor.doctor.phases import MODES, NO_EXCHANGE
 from torchcomp.advisor.doctor.workloads import materialized
 
@@ -171,7 +171,7 @@ class TwoHeads(nn.Module):
 
 
 def test_a_model_with_several_outputs_is_trained_by_all_of_them(alone, capsys, monkeypatch):
-    for module in (options, workloads):
+    for module in (command, workloads):
         monkeypatch.setattr(module, "build_named", lambda name: TwoHeads())
     status, values, _ = alone(capsys, "--model", "timm/two_heads", "--batch", "2")
     assert (status, values["error"]) == (0, "")
@@ -222,9 +222,9 @@ def test_two_ranks_run_a_script_under_torchrun(tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     doctor = ["-m", "torchcomp", "doctor", "--seconds", "1", "--json", str(tmp_path / "out.json")]
     script = ["--script", str(tmp_path / "train.py"), "--lr", "0.1"]
-    command = [*torchrun, "--nproc-per-node", "2", *doctor, *script]
     environment = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
-    done = run(command, check=False, **environment)
+    words = [*torchrun, "--nproc-per-node", "2", *doctor, *script]
+    done = run(words, check=False, **environment)
     assert (tmp_path / "out.json").exists(), done.stderr
     values = json.loads((tmp_path / "out.json").read_text())
     # A busy machine can have a slow rank, but nothing else.

@@ -13,8 +13,7 @@ from tests.advisor.doctor.cases import link
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
 from torchcomp.advisor.doctor.channels import GroupChannel, SocketChannel
-from torchcomp.advisor.doctor.links import Link, echo, probe
-from torchcomp.advisor.doctor.rounds import chosen_pairs, rounds
+from torchcomp.advisor.doctor.links import Link, chosen_pairs, echo, probe, rounds
 
 
 def test_all_pairs_up_to_16_ranks_and_a_connected_sample_above():
@@ -52,22 +51,6 @@ def ends():
         yield first, second
 
 
-def probed(first, second, budget):
-    answers = threading.Thread(target=echo, args=(second,))
-    answers.start()
-    trip, points = probe(first, budget)
-    answers.join()
-    return trip, points
-
-
-def test_a_probe_measures_growing_messages(ends):
-    trip, points = probed(*(SocketChannel(end, PATIENCE) for end in ends), 0.05)
-    sizes = [nbytes for nbytes, _ in points]
-    assert sizes == sorted(set(sizes))
-    assert sizes[0] == 2**12
-    assert all(seconds > 0 for seconds in (trip, *(seconds for _, seconds in points)))
-
-
 class Slow(SocketChannel):
     """A link of 10 MB/s."""
 
@@ -76,12 +59,27 @@ class Slow(SocketChannel):
         super().send(nbytes)
 
 
-def test_a_slow_link_gets_small_messages_only(ends):
-    first, second = ends
-    _, points = probed(Slow(first, PATIENCE), SocketChannel(second, PATIENCE), 0.05)
-    assert points[-1][0] <= 2**20
+@pytest.mark.parametrize(("channel", "largest"), [(SocketChannel, 2**24), (Slow, 2**20)])
+def test_a_probe_measures_growing_messages_and_a_slow_link_by_small_ones(ends, channel, largest):
+    answers = threading.Thread(target=echo, args=(SocketChannel(ends[1], PATIENCE),))
+    answers.start()
+    trip, points = probe(channel(ends[0], PATIENCE), 0.05)
+    answers.join()
+    sizes = [nbytes for nbytes, _ in points]
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1] <= largest) == (2**12, True)
+    assert all(seconds > 0 for seconds in (trip, *(seconds for _, seconds in points)))
     measured = Link(0, 1, False, 0.0, tuple(points))
-    assert measured.bandwidth <= 10e6
+    assert channel is SocketChannel or measured.bandwidth <= 10e6
+
+
+def test_a_message_of_several_pieces_arrives_whole(ends):
+    first, second = (SocketChannel(end, PATIENCE) for end in ends)
+    sizes = [3 * 2**20 + 5, 1, 0, 2**20]
+    sender = threading.Thread(target=lambda: [first.send(size) for size in sizes])
+    sender.start()
+    assert [second.receive() for _ in sizes] == sizes
+    sender.join()
 
 
 def test_a_silent_link_ends_with_an_error_within_the_timeout(ends):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 from torchcomp.advisor.doctor import phases
 from torchcomp.advisor.doctor.job import NotMeasured
@@ -31,16 +32,31 @@ class Job:
         return self.said[key]
 
 
+class Model:
+    """What phases need of a DDP model."""
+
+    process_group = None
+
+    def __init__(self, name="weight"):
+        self.module = nn.ParameterDict({name: torch.zeros(2)})
+
+    def register_forward_pre_hook(self, stop):
+        pass
+
+
 class Ranks:
     """Ranks that compute for different times, and wait for each other in an exchange."""
 
-    def __init__(self, monkeypatch, seconds, modes=MODES):
+    def __init__(self, monkeypatch, seconds, modes=MODES, models=1):
         said = {}
         self.seconds, self.now, self.clocks = seconds, 0.0, [0.0] * len(seconds)
         self.phases = [Phases(Job(rank, said), 1e3, modes) for rank in range(len(seconds))]
-        for each in self.phases:
-            each._attached.append({})
+        ddp = phases.DistributedDataParallel
+        monkeypatch.setattr(ddp, "register_comm_hook", lambda *_: None)
         monkeypatch.setattr(phases, "_mark", lambda device: self.now)
+        for each in self.phases:
+            for number in range(models):
+                each.attach(Model(f"weight{number}"))
 
     def step(self):
         """Take one step on each rank. The exchange begins in the last bucket, after the mark."""
@@ -64,7 +80,7 @@ def test_the_lead_of_a_fast_rank_is_in_no_measured_step(monkeypatch):
     ranks = Ranks(monkeypatch, (0.1, 0.3))
     assert ranks.train() == 144
     for rank, seconds in enumerate((0.1, 0.3)):
-        times = {each.mode: each.seconds for each in ranks.phases[rank].results()}
+        times = ranks.phases[rank].results()
         assert times[NO_EXCHANGE] == pytest.approx([seconds] * 43)
         assert times[PLAIN] == pytest.approx([0.3] * 43)
         assert times[BF16] == pytest.approx([0.3] * 43)
@@ -77,39 +93,34 @@ def test_a_loop_that_ends_early_says_how_many_steps_it_needs(monkeypatch):
     with pytest.raises(NotMeasured, match=f"15 steps .*{BF16!r}.* 16 steps"):
         ranks.phases[0].results()
     ranks.step()
-    assert [len(each.seconds) for each in ranks.phases[0].results()] == [3, 3, 3]
+    assert [*map(len, ranks.phases[0].results().values())] == [3, 3, 3]
 
 
 def test_one_rank_measures_one_mode(monkeypatch):
     ranks = Ranks(monkeypatch, (0.1,), (NO_EXCHANGE,))
     for _ in range(WARM_UP + 1 + 3):
         ranks.step()
-    assert ranks.phases[0].results()[0].seconds == pytest.approx([0.1] * 3)
+    assert ranks.phases[0].results() == {NO_EXCHANGE: pytest.approx([0.1] * 3)}
 
 
 def test_the_first_model_that_exchanges_gradients_counts(monkeypatch):
-    ranks = Ranks(monkeypatch, (0.1,))
-    (only,) = ranks.phases
-    only._attached[:] = [{"frozen": torch.zeros(1)}, {"trained": torch.zeros(2)}]
-    only.step(1)
-    only.step(0)
-    assert only.steps == 1
-    assert list(only.parameters) == ["trained"]
+    (only,) = Ranks(monkeypatch, (0.1,), models=2).phases
+    for number in (1, 0, 0, 0):
+        only.step(number)
+    assert list(only.parameters) == ["weight1"]
+    with pytest.raises(NotMeasured, match="1 steps"):
+        only.results()
 
 
-def test_a_script_without_an_exchange_is_ended(monkeypatch):
-    (only,) = Ranks(monkeypatch, (0.1,)).phases
-    only._attached.clear()
+def test_a_script_without_a_ddp_model_is_ended_after_100_steps(monkeypatch):
+    (only,) = Ranks(monkeypatch, (0.1,), models=0).phases
     for _ in range(99):
         only.optimized()
     with pytest.raises(Finished):
         only.optimized()
     with pytest.raises(NotMeasured, match="100 steps of the optimizers"):
         only.results()
-
-
-def test_steps_of_optimizers_with_a_model_end_nothing(monkeypatch):
-    (only,) = Ranks(monkeypatch, (0.1,)).phases
+    (other,) = Ranks(monkeypatch, (0.1,)).phases
     for _ in range(200):
-        only.optimized()
-    assert not only.finished
+        other.optimized()
+    assert not other.finished

@@ -1,15 +1,18 @@
 """The store and the pre-flight: missing ranks and connections that fail have names."""
 
+import math
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
 
 from torchcomp.advisor.doctor.addresses import interface_of, mtu_of, own_address
 from torchcomp.advisor.doctor.clocks import measure_clocks
+from torchcomp.advisor.doctor.facts import Facts, own_facts
 from torchcomp.advisor.doctor.job import Job, NotMeasured, join, ranks_named
 from torchcomp.advisor.doctor.preflight import Connections
+from torchcomp.advisor.doctor.speed import measure_speed
 from torchcomp.errors import SpecError
 
 
@@ -20,63 +23,53 @@ def jobs(world_size, timeout=5.0):
 
 def at_once(function, *columns):
     """Call a function in a thread for each row; return the results, or raise the first error."""
-    results = [None] * len(columns[0])
-
-    def run(index, row):
-        try:
-            results[index] = function(*row)
-        except Exception as error:
-            results[index] = error
-
-    threads = [
-        threading.Thread(target=run, args=(index, row))
-        for index, row in enumerate(zip(*columns, strict=True))
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for result in results:
-        if isinstance(result, Exception):
-            raise result
-    return results
+    with ThreadPoolExecutor(len(columns[0])) as threads:
+        return list(threads.map(function, *columns))
 
 
 @pytest.fixture
-def on_loopback(monkeypatch):
+def connections(monkeypatch):
+    """Those of three ranks on the loopback."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-
-
-@pytest.mark.usefixtures("on_loopback")
-def test_every_pair_has_one_connection_and_clocks_agree():
-    ranks = jobs(3)
-    connections = [Connections(job) for job in ranks]
-    assert at_once(Connections.connect, connections) == [[], [], []]
-    for one in range(3):
-        for other in range(one + 1, 3):
-            here, there = connections[one].between(other), connections[other].between(one)
-            assert here.getsockname() == there.getpeername()
-    clocks = at_once(measure_clocks, ranks, connections)
-    assert clocks[0] == clocks[1] == clocks[2]
-    assert len(clocks[0]) == 3
-    for each in connections:
+    made = [Connections(job) for job in jobs(3)]
+    yield made
+    for each in made:
         each.close()
 
 
-@pytest.mark.usefixtures("on_loopback")
-def test_all_ranks_name_the_connections_that_fail():
-    connections = [Connections(job) for job in jobs(3)]
+def test_every_pair_has_one_connection_and_clocks_agree(connections):
+    assert at_once(Connections.connect, connections) == [[], [], []]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        here, there = connections[one].between(other), connections[other].between(one)
+        assert here.getsockname() == there.getpeername()
+    clocks = at_once(measure_clocks, [each.job for each in connections], connections)
+    assert clocks[0] == clocks[1] == clocks[2]
+    assert len(clocks[0]) == 3
+    assert all(abs(each.offset) <= each.error + 1e-3 for each in clocks[0])
+
+
+def test_a_link_that_is_gone_has_no_clock(connections):
+    at_once(Connections.connect, connections)
+    connections[2].between(0).close()
+    for name in ("clocks", "clock rows"):  # rank 2 takes part without a link
+        connections[2].job.store.set(f"{name}/2", "[]")
+    ranks = connections[:2]
+    (_, near, gone), _ = at_once(measure_clocks, [each.job for each in ranks], ranks)
+    assert abs(near.offset) < 1
+    assert math.isnan(gone.offset)
+
+
+def test_all_ranks_name_the_connections_that_fail(connections):
     # close() would leave it to the thread that accepts.
     connections[1]._listener.shutdown(socket.SHUT_RDWR)
     failed = at_once(Connections.connect, connections)
     assert failed[0] == failed[1] == failed[2]
     assert [(each.source, each.target) for each in failed[0]] == [(0, 1), (2, 1)]
     assert all("127.0.0.1" in each.address and each.reason for each in failed[0])
-    for each in connections:
-        each.close()
 
 
-def test_missing_ranks_are_named():
+def test_a_gather_has_values_in_rank_order_or_names_the_missing_ranks():
+    assert at_once(lambda job: job.gather("x", job.rank**2), jobs(3)) == [[0, 1, 4]] * 3
     with pytest.raises(NotMeasured, match="ranks 0, 2 of 3"):
         jobs(3)[1].gather("facts", 1, seconds=0.1)
 
@@ -87,14 +80,17 @@ def test_one_rank_is_the_first():
     assert ranks[1].is_first("another")
 
 
-def test_gather_returns_values_in_rank_order():
-    assert at_once(lambda job: job.gather("x", job.rank**2), jobs(3)) == [[0, 1, 4]] * 3
-
-
-def test_a_process_without_torchrun_is_alone():
+def test_a_process_without_torchrun_is_alone_and_has_facts_and_a_speed():
     job = join("gloo", 5.0)
-    assert (job.rank, job.world_size, job.node) == (0, 1, 0)
-    assert job.gather("x", "y") == ["y"]
+    assert (job.rank, job.world_size, job.local_rank, job.node) == (0, 1, 0, 0)
+    facts = own_facts(job, "127.0.0.1")
+    assert Facts(**job.gather("facts", vars(facts))[0]) == facts
+    assert (facts.interface, facts.local_world_size) == ("lo", 1)
+    assert facts.kernels in ("Numba", "plain torch")
+    assert min(facts.cores, facts.threads, facts.mtu) > 0
+    (speed,) = measure_speed(job, "speed")
+    assert 0 < speed.busy <= 1
+    assert min(speed.seconds) > 0
 
 
 def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
@@ -107,15 +103,22 @@ def test_a_store_that_cannot_be_reached_is_named(monkeypatch):
         join("gloo", 0.1)
 
 
-def test_the_address_is_that_of_the_interface_that_gloo_takes():
-    assert own_address("gloo", {"GLOO_SOCKET_IFNAME": "lo"}) == "127.0.0.1"
-    assert own_address("nccl", {"NCCL_SOCKET_IFNAME": "=lo"}) == "127.0.0.1"
-    assert own_address("nccl", {"MASTER_ADDR": "127.0.0.1"}) == "127.0.0.1"
+def test_the_address_is_that_of_the_interface_that_the_backend_takes():
+    addresses = {
+        ("gloo", "GLOO_SOCKET_IFNAME", "lo"),
+        ("nccl", "NCCL_SOCKET_IFNAME", "=lo"),
+        ("nccl", "NCCL_SOCKET_IFNAME", "l"),
+        ("nccl", "MASTER_ADDR", "127.0.0.1"),
+    }
+    for backend, variable, value in addresses:
+        assert own_address(backend, {variable: value}) == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
     assert mtu_of("lo") > 0
     assert (interface_of("192.0.2.1"), mtu_of("no such")) == ("", 0)
-    with pytest.raises(SpecError, match="GLOO_SOCKET_IFNAME=none7"):
-        own_address("gloo", {"GLOO_SOCKET_IFNAME": "none7"})
+    for backend, value in (("gloo", "none7"), ("gloo", "l"), ("nccl", "=l")):
+        variable = f"{backend.upper()}_SOCKET_IFNAME"
+        with pytest.raises(SpecError, match=f"{variable}={value}"):
+            own_address(backend, {variable: value})
 
 
 @pytest.mark.parametrize(

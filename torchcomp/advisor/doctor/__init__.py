@@ -3,7 +3,6 @@
 ``torchrun ... -m torchcomp doctor`` runs it; docs/doctor.md explains the report.
 """
 
-from torchcomp.advisor.doctor.command import examine
-from torchcomp.advisor.doctor.options import add_options
+from torchcomp.advisor.doctor.command import add_options, examine
 
 __all__ = ["add_options", "examine"]

@@ -26,14 +26,14 @@ def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> st
     variable = _VARIABLES[backend]
     wanted = environment.get(variable, "")
     if wanted:
-        for name in _matching(wanted, backend):
-            address = _address_of(name)
-            if address:
-                return address
-        known = ", ".join(name for _, name in socket.if_nameindex())
-        raise SpecError(
-            f"{variable}={wanted}: no such interface has an IPv4 address here; there are {known}"
-        )
+        addresses = filter(None, map(_address_of, _matching(wanted, backend)))
+        address = next(addresses, None)
+        if address is None:
+            raise SpecError(
+                f"{variable}={wanted}: no such interface has an IPv4 address here; there are "
+                f"{', '.join(_interfaces())}"
+            )
+        return address
     if backend == "gloo":
         return _of_host_name()
     return _towards(environment.get("MASTER_ADDR", _LOOPBACK))
@@ -41,8 +41,7 @@ def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> st
 
 def interface_of(address: str) -> str:
     """Return the name of the interface that has an address, or "" if none has."""
-    names = (name for _, name in socket.if_nameindex())
-    return next((name for name in names if _address_of(name) == address), "")
+    return next((name for name in _interfaces() if _address_of(name) == address), "")
 
 
 def mtu_of(interface: str) -> int:
@@ -53,18 +52,21 @@ def mtu_of(interface: str) -> int:
         return 0
 
 
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
 def _matching(wanted: str, backend: str) -> list[str]:
     """Return the interfaces that a variable selects.
 
     gloo reads names. NCCL reads prefixes, "=" in front of names, and "^" in front of what to leave
     out.
     """
-    names = [name for _, name in socket.if_nameindex()]
     words = wanted.lstrip("^=").split(",")
     if backend == "gloo" or wanted.startswith("="):
-        return [name for name in words if name in names]
-    selected = [name for name in names if name.startswith(tuple(words))]
-    return [name for name in names if name not in selected] if wanted[0] == "^" else selected
+        return [name for name in words if name in _interfaces()]
+    left_out = wanted.startswith("^")
+    return [name for name in _interfaces() if name.startswith(tuple(words)) != left_out]
 
 
 def _address_of(interface: str) -> str:
@@ -84,13 +86,13 @@ def _of_host_name() -> str:
         found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
     except OSError:
         return _LOOPBACK
-    for *_, address in found:
+    for *_, (address, *_) in found:
         with socket.socket() as probe:
             try:
-                probe.bind((address[0], 0))
+                probe.bind((address, 0))
             except OSError:
                 continue
-            return str(address[0])
+            return str(address)
     return _LOOPBACK
 
 

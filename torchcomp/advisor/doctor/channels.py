@@ -1,13 +1,14 @@
 """Channels: the two ends of a link between two ranks, over TCP or over the process group.
 
 TCP measures what gloo uses. On NCCL, the process group uses other links: NVLink or InfiniBand.
+`send` and `receive` take the size of a message; they end within a timeout, or raise OSError.
 """
 
 import socket
 import struct
 import time
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,79 +17,63 @@ _HEADER = struct.Struct("<Q")
 _CHUNK = 1 << 20
 
 
-class Channel(Protocol):
-    """One end of a link. Every call ends within a timeout, or raises OSError."""
-
-    def send(self, nbytes: int) -> None:
-        """Send a message of this size."""
-
-    def receive(self) -> int:
-        """Receive a message, and return its size."""
-
-    def close(self) -> None:
-        """End the link: its two ends may disagree about what comes next."""
-
-
 class SocketChannel:
-    """One end of a TCP connection.
-
-    Args:
-        connection: a connected socket.
-        timeout: seconds that a call can take.
-    """
+    """One end of a TCP connection."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection, self.timeout = connection, timeout
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        self._bytes = memoryview(bytearray(_HEADER.size + _CHUNK))
+        self._bytes = memoryview(bytearray(_CHUNK))
 
     def send(self, nbytes: int) -> None:
         end = time.monotonic() + self.timeout
         # The header in one piece with the first bytes: two packets would wait for each other.
         _HEADER.pack_into(self._bytes, 0, nbytes)
-        start, left = 0, _HEADER.size + nbytes
+        left = _HEADER.size + nbytes
         while left:
-            part = self._bytes[start : start + left]
-            self._limit(end)
+            part = self._bytes[:left]
+            limit(self.connection, end)
             self.connection.sendall(part)
-            start, left = _HEADER.size, left - len(part)
+            left -= len(part)
 
     def receive(self) -> int:
         end = time.monotonic() + self.timeout
         self._read(_HEADER.size, end)
         (nbytes,) = _HEADER.unpack_from(self._bytes)
-        self._read(nbytes, end)
+        left = int(nbytes)
+        while left:
+            left -= self._read(min(left, _CHUNK), end)
         return int(nbytes)
 
     def close(self) -> None:
+        """End the link: its two ends may disagree about what comes next."""
         self.connection.close()
 
-    def _read(self, nbytes: int, end: float) -> None:
-        got = 0
-        while got < nbytes:
-            # The header at the start, which the caller reads, is complete before it is reused.
-            room = self._bytes[got:nbytes] if nbytes <= _HEADER.size else self._bytes
-            self._limit(end)
-            count = self.connection.recv_into(room, min(len(room), nbytes - got))
-            if not count:
-                raise ConnectionResetError("the other rank closed the connection")
-            got += count
+    def _read(self, nbytes: int, end: float) -> int:
+        read_into(self._bytes[:nbytes], self.connection, end)
+        return nbytes
 
-    def _limit(self, end: float) -> None:
-        left = end - time.monotonic()
-        if left <= 0:
-            raise TimeoutError(f"no end after {self.timeout:g} s")
-        self.connection.settimeout(left)
+
+def read_into(room: memoryview, connection: socket.socket, end: float) -> None:
+    """Fill a buffer from a connection, until a time of the monotonic clock."""
+    while room:
+        limit(connection, end)
+        count = connection.recv_into(room)
+        if not count:
+            raise ConnectionResetError("the other rank closed the connection")
+        room = room[count:]
+
+
+def limit(connection: socket.socket, end: float) -> None:
+    """Let the next call end at a time of the monotonic clock."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no end within the timeout")
+    connection.settimeout(left)
 
 
 class GroupChannel:
-    """Messages to and from one other rank over the default process group.
-
-    Args:
-        other: the other rank.
-        device: where the messages are.
-        timeout: seconds that a call can take.
-    """
+    """Messages to and from one other rank over the default process group."""
 
     def __init__(self, other: int, device: torch.device, timeout: float) -> None:
         self.other, self.device, self.timeout = other, device, timeout
@@ -122,3 +107,6 @@ class GroupChannel:
                 torch.cuda.synchronize(self.device)
         except RuntimeError as error:
             raise OSError(f"the backend says: {error}") from error
+
+
+Channel = SocketChannel | GroupChannel

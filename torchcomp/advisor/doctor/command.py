@@ -1,4 +1,4 @@
-"""Command: run an examination, print its report once, and return the exit status."""
+"""Command: its options, an examination, its report printed once, and the exit status."""
 
 import argparse
 import json
@@ -9,11 +9,44 @@ from contextlib import suppress
 from pathlib import Path
 
 from torchcomp.advisor.doctor.examination import Results, measure
-from torchcomp.advisor.doctor.job import Job, NotMeasured, join
-from torchcomp.advisor.doctor.options import check_options
+from torchcomp.advisor.doctor.job import NotMeasured, join
 from torchcomp.advisor.doctor.report import as_dict, status, text
+from torchcomp.advisor.named_models import build_named
 from torchcomp.errors import SpecError
+from torchcomp.flags import number, whole
 from torchcomp.plan import wrapped
+
+_EPILOG = """\
+exit status: 0 healthy, 1 something was found, 2 bad options, 3 a link, a rank or the script failed.
+Under torchrun, whose own status is always 1, it is in the JSON and in torchrun's report.
+"""
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of doctor to its parser."""
+    command.epilog = _EPILOG
+    add = command.add_argument
+    seconds = number("above 0")
+    help_text = "how long one answer of another rank may take (default: 15)"
+    add("--timeout", type=seconds, default=15.0, metavar="SECONDS", help=help_text)
+    help_text = "gloo or nccl (default: nccl where there are GPUs)"
+    add("--backend", choices=("gloo", "nccl"), help=help_text)
+    help_text = "write all results as JSON to this file, or - for stdout in place of the report"
+    add("--json", metavar="FILE", help=help_text)
+    group = command.add_argument_group("a training step", "one of --model, --numel and --script")
+    add = group.add_argument
+    add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
+    add("--batch", type=whole(1), metavar="N", help="images per rank, for --model (default: 8)")
+    add("--numel", type=whole(1), metavar="N", help="parameters of a model that only waits")
+    help_text = "compute time of its step, as you measured it"
+    add("--step-ms", type=seconds, metavar="MS", help=help_text)
+    help_text = "about how long to take steps; the collectives get half of it (default: 20)"
+    add("--seconds", type=seconds, default=20.0, help=help_text)
+    help_text = (
+        "run your own script for some steps: FILE or -m MODULE, and its arguments; the last "
+        "option. What it trains is thrown away"
+    )
+    add("--script", nargs=argparse.REMAINDER, metavar="...", help=help_text)
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -25,20 +58,19 @@ def examine(options: argparse.Namespace) -> int:
     Raises:
         SpecError: if an option is invalid.
     """
-    check_options(options)
-    check_output(options.json)
+    _check(options)
     results, job = Results(), None
     try:
         job = join(options.backend, options.timeout)
     except NotMeasured as error:
         _note(error, results)
     else:
-        results.backend = job.backend
         try:
             measure(job, options, results)
         except Exception as error:
             _note(error, results)
-    if _is_speaker(job, results):
+    # After an error, the first rank that has it prints.
+    if job is None or (job.is_first("report") if results.error else job.rank == 0):
         _print(results, options.json)
     if job is not None and not results.error:
         # torchrun ends the other ranks when one exits: rank 0 must have printed.
@@ -47,17 +79,38 @@ def examine(options: argparse.Namespace) -> int:
     return status(results)
 
 
-def check_output(path: str | None) -> None:
-    """Require a file that rank 0 can write, before minutes are spent."""
-    if path in (None, "-") or os.environ.get("RANK", "0") != "0":
-        return
-    file = Path(path).absolute()
+def _check(options: argparse.Namespace) -> None:
+    """Require what can be done, before minutes are spent."""
+    given = [name for name in ("model", "numel", "script") if getattr(options, name) is not None]
+    if len(given) > 1:
+        raise SpecError(f"--{given[0]} and --{given[1]} exclude each other: pass one of them")
+    if options.batch is not None and options.model is None:
+        raise SpecError("--batch is for --model")
+    if options.numel is not None and options.step_ms is None:
+        raise SpecError("--numel needs --step-ms, the compute time of a step without an exchange")
+    if options.step_ms is not None and options.numel is None:
+        raise SpecError("--step-ms is for --numel: the other steps are measured")
+    if options.script is not None:
+        name, *rest = options.script or [""]
+        if not name or (name == "-m" and not rest):
+            raise SpecError(
+                "--script needs a file, or -m and a module, and takes the rest of the line"
+            )
+        if name != "-m" and not Path(name).is_file():
+            raise SpecError(f"--script {name}: there is no such file in {Path.cwd()}")
+    if options.model is not None:
+        build_named(options.model)  # without memory
+    if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
+        _check_writable(Path(options.json).absolute(), f"--json {options.json!r}")
+
+
+def _check_writable(file: Path, option: str) -> None:
     if not file.parent.is_dir():
-        raise SpecError(f"--json {path}: there is no folder {file.parent}")
+        raise SpecError(f"{option}: there is no folder {file.parent}")
     if file.is_dir():
-        raise SpecError(f"--json {path!r} is a folder: pass the name of a file, or -")
+        raise SpecError(f"{option} is a folder: pass the name of a file, or -")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise SpecError(f"--json {path}: this user may not write there")
+        raise SpecError(f"{option}: this user may not write there")
 
 
 def _note(error: Exception, results: Results) -> None:
@@ -68,13 +121,6 @@ def _note(error: Exception, results: Results) -> None:
     cause = error.__cause__ if expected else error
     if cause is not None:
         sys.stderr.write("".join(traceback.format_exception(cause)))
-
-
-def _is_speaker(job: Job | None, results: Results) -> bool:
-    """Return whether this rank prints. After an error, that is the first one that has it."""
-    if job is None:
-        return True
-    return job.is_first("report") if results.error else job.rank == 0
 
 
 def _print(results: Results, path: str | None) -> None:

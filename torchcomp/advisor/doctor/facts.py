@@ -18,49 +18,27 @@ from torchcomp.kernels.backend import fast_form
 
 @dataclass(frozen=True)
 class Facts:
-    """One rank's machine and software. Versions that do not exist here are "".
-
-    Attributes:
-        host: name of the machine.
-        backend: "gloo" or "nccl".
-        node: number of the node.
-        local_world_size: ranks of the node.
-        torch: version of torch.
-        torchcomp: version of torchcomp.
-        python: version of Python.
-        nccl: version of NCCL.
-        driver: version of the GPU's driver.
-        gpu: name of the GPU.
-        cores: cores that this process may use.
-        threads: threads that torch uses for an operation.
-        omp_num_threads: the variable OMP_NUM_THREADS.
-        shm_bytes: size of /dev/shm, or -1 if there is none.
-        shm_free: free bytes of it, or -1.
-        kernels: "Numba", "Triton" or "plain torch", which encodes the messages.
-        address: where other ranks connect to.
-        interface: its network interface.
-        mtu: largest packet of the interface, or 0 if it is not known.
-    """
+    """One rank's machine and software. Versions that do not exist here are ""."""
 
     host: str
-    backend: str
+    backend: str  # "gloo" or "nccl"
     node: int
-    local_world_size: int
+    local_world_size: int  # ranks of the node
     torch: str
     torchcomp: str
     python: str
     nccl: str
-    driver: str
-    gpu: str
-    cores: int
-    threads: int
-    omp_num_threads: str
-    shm_bytes: int
-    shm_free: int
-    kernels: str
-    address: str
-    interface: str
-    mtu: int
+    driver: str  # version of the GPU's driver
+    gpu: str  # its name
+    cores: int  # that this process may use
+    threads: int  # that torch uses for an operation
+    omp_num_threads: str  # the variable
+    shm_bytes: int  # size of /dev/shm, or -1 if there is none
+    shm_free: int  # its free bytes, or -1
+    kernels: str  # "Numba", "Triton" or "plain torch", which encodes the messages
+    address: str  # where other ranks connect to
+    interface: str  # its network interface
+    mtu: int  # largest packet of the interface, or 0 if it is not known
 
 
 def own_facts(job: Job, address: str) -> Facts:

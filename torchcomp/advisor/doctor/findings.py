@@ -8,14 +8,13 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from torchcomp.advisor.doctor.clocks import Clock
 from torchcomp.advisor.doctor.facts import Facts
 from torchcomp.advisor.doctor.job import ranks_named
-from torchcomp.advisor.doctor.links import Link
+from torchcomp.advisor.doctor.links import Link, Pair
 from torchcomp.advisor.doctor.preflight import Unreachable
-from torchcomp.advisor.doctor.speed import Speed
+from torchcomp.advisor.doctor.speed import Speed, quartiles
 from torchcomp.advisor.units import duration, rate, size
 
 SLOW_LINK = 2.0
@@ -36,53 +35,40 @@ SKEW = 0.1
 SHM = 128 * 2**20
 """Free bytes that /dev/shm should have: data loaders and NCCL use it."""
 
+_MOST_TRIES = 4  # that a finding about connections shows
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that is wrong.
+    """One thing that is wrong."""
 
-    Attributes:
-        code: a short name that does not change between versions.
-        ranks: the ranks that it is about.
-        text: what is wrong, with ranks and numbers.
-        advice: what to do.
-        fatal: whether the job cannot train like this.
-    """
+    code: str  # a short name that does not change between versions
+    ranks: tuple[int, ...]  # that it is about
+    text: str  # what is wrong, with ranks and numbers
+    advice: str  # what to do
+    fatal: bool = False  # whether the job cannot train like this
 
-    code: str
-    ranks: tuple[int, ...]
-    text: str
-    advice: str
-    fatal: bool = False
+
+# --- Connections ----------------------------------------------------------------------------------
 
 
 def of_connections(failed: Sequence[Unreachable]) -> list[Finding]:
-    """Judge connections that failed: a finding per pair, or one for a rank that all of them share.
-
-    Args:
-        failed: the connections, each direction by itself.
-    """
-    pairs: dict[tuple[int, int], list[Unreachable]] = defaultdict(list)
+    """Judge connections that failed: a finding per pair of ranks, or one for their common rank."""
+    pairs: dict[Pair, list[Unreachable]] = defaultdict(list)
     for each in failed:
         pairs[min(each.source, each.target), max(each.source, each.target)].append(each)
     shared = set.intersection(*map(set, pairs)) if len(pairs) > 1 else set[int]()
     if shared:
-        return [_unreachable(tuple(shared), "the other ranks", list(failed))]
-    return [
-        _unreachable((one, other), f"rank {other}", ways)
-        for (one, other), ways in sorted(pairs.items())
-    ]
+        return [_unreachable(tuple(shared), "the other ranks", failed)]
+    return [_unreachable(pair, f"rank {pair[1]}", ways) for pair, ways in sorted(pairs.items())]
 
 
 def _unreachable(ranks: tuple[int, ...], others: str, ways: Sequence[Unreachable]) -> Finding:
-    tries = [
-        f"rank {way.source} to rank {way.target} at {way.address}: {way.reason}" for way in ways
-    ]
-    both_ways = len({(way.target, way.source) for way in ways} & {*map(_ends, ways)})
+    ends = {(way.source, way.target) for way in ways}
     if any(way.host_answers for way in ways):
         code, what = "blocked-port", "a port is blocked"
         advice = "the host answers, so a firewall blocks ports: open all TCP ports between nodes"
-    elif not both_ways:
+    elif not any((target, source) in ends for source, target in ends):
         code, what = "blocked-port", "one direction is blocked"
         advice = "the other direction works, so a firewall or a route blocks this one"
     else:
@@ -90,84 +76,62 @@ def _unreachable(ranks: tuple[int, ...], others: str, ways: Sequence[Unreachable
         advice = "check the cables, the routes and the firewall between them"
     if any(way.address.startswith("127.") for way in ways):
         advice = "that address is the host's own: set GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
-    more = f"; and {len(tries) - 4} more" if len(tries) > 4 else ""
-    text = f"{what} between rank {ranks[0]} and {others} ({'; '.join(tries[:4])}{more})"
-    return Finding(code, ranks, text, advice, True)
+    tries = [f"rank {w.source} to rank {w.target} at {w.address}: {w.reason}" for w in ways]
+    if len(tries) > _MOST_TRIES:
+        tries[_MOST_TRIES:] = [f"and {len(tries) - _MOST_TRIES} more"]
+    text = f"{what} between rank {ranks[0]} and {others} ({'; '.join(tries)})"
+    return Finding(code, ranks, text, advice, fatal=True)
 
 
-def _ends(way: Unreachable) -> tuple[int, int]:
-    return way.source, way.target
+# --- Ranks ----------------------------------------------------------------------------------------
+
+_VERSIONS = "install the same versions on all nodes"
+# What should be equal on all ranks, by the name in Facts: code, words and advice.
+_EQUAL = {
+    "backend": (
+        "backends",
+        "backends",
+        "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
+        "--backend",
+    ),
+    "torch": ("versions", "versions of torch", _VERSIONS),
+    "torchcomp": ("versions", "versions of torchcomp", _VERSIONS),
+    "python": ("versions", "versions of Python", _VERSIONS),
+    "nccl": ("versions", "versions of NCCL", _VERSIONS),
+    "driver": ("versions", "versions of the GPU's driver", _VERSIONS),
+    "gpu": ("gpus", "GPUs", "the slowest GPU sets the pace: give it a smaller batch, or leave it"),
+    "cores": ("cores", "cores per process", "check taskset, cgroups and Slurm's --cpus-per-task"),
+    "threads": ("threads", "threads of torch", "set OMP_NUM_THREADS to one value on all nodes"),
+    "kernels": (
+        "kernels",
+        "kernels of torchcomp",
+        'pip install "torchcomp-ddp[kernels]" on all nodes, or triton on GPUs',
+    ),
+    "mtu": ("mtu", "MTUs", "set one MTU on all interfaces and switches"),
+}
 
 
 def of_facts(facts: Sequence[Facts]) -> list[Finding]:
     """Judge what the ranks say about their machines."""
     found = []
-    for field, (code, what, advice, fatal) in _EQUAL.items():
+    for field, (code, what, advice) in _EQUAL.items():
         groups: dict[str, list[int]] = defaultdict(list)
         for rank, each in enumerate(facts):
             groups[str(getattr(each, field))].append(rank)
         if len(groups) > 1:
             # The smaller groups are named: they probably differ from what was meant.
             usual = max(groups.values(), key=len)
-            odd = tuple(sorted(set(range(len(facts))) - set(usual)))
-            shown = "; ".join(
-                f"{value or 'none'} on {ranks_named(ranks)}" for value, ranks in groups.items()
-            )
-            found.append(Finding(code, odd, f"{what} differ: {shown}", advice, fatal))
-    return found + _of_shared_memory(facts)
-
-
-_VERSIONS = "install the same versions on all nodes"
-
-
-class _Equal(NamedTuple):
-    """The finding about ranks that differ in something that should be equal."""
-
-    code: str
-    what: str
-    advice: str
-    fatal: bool = False
-
-
-_EQUAL = {
-    "backend": _Equal(
-        "backends",
-        "backends",
-        "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
-        "--backend",
-        fatal=True,
-    ),
-    "torch": _Equal("versions", "versions of torch", _VERSIONS),
-    "torchcomp": _Equal("versions", "versions of torchcomp", _VERSIONS),
-    "python": _Equal("versions", "versions of Python", _VERSIONS),
-    "nccl": _Equal("versions", "versions of NCCL", _VERSIONS),
-    "driver": _Equal("versions", "versions of the GPU's driver", _VERSIONS),
-    "gpu": _Equal(
-        "gpus", "GPUs", "the slowest GPU sets the pace: give it a smaller batch, or leave it"
-    ),
-    "cores": _Equal(
-        "cores", "cores per process", "check taskset, cgroups and Slurm's --cpus-per-task"
-    ),
-    "threads": _Equal(
-        "threads", "threads of torch", "set OMP_NUM_THREADS to one value on all nodes"
-    ),
-    "kernels": _Equal(
-        "kernels",
-        "kernels of torchcomp",
-        'pip install "torchcomp-ddp[kernels]" on all nodes, or triton on GPUs',
-    ),
-    "mtu": _Equal("mtu", "MTUs", "set one MTU on all interfaces and switches"),
-}
-
-
-def _of_shared_memory(facts: Sequence[Facts]) -> list[Finding]:
-    small = [rank for rank, each in enumerate(facts) if 0 <= each.shm_free < SHM]
-    if not small:
-        return []
-    free = min(facts[rank].shm_free for rank in small)
-    text = f"/dev/shm has {size(free)} free on {ranks_named(small)}"
-    advice = "data loaders and NCCL need more: docker run --shm-size=8g, or --ipc=host"
-    return [Finding("shm", tuple(small), text, advice)]
+            odd = tuple(rank for rank in range(len(facts)) if rank not in usual)
+            shown = [f"{value or 'none'} on {ranks_named(of)}" for value, of in groups.items()]
+            text = f"{what} differ: {'; '.join(shown)}"
+            found.append(Finding(code, odd, text, advice, fatal=field == "backend"))
+    small = tuple(rank for rank, each in enumerate(facts) if 0 <= each.shm_free < SHM)
+    if small:
+        free = min(facts[rank].shm_free for rank in small)
+        text = f"/dev/shm has {size(free)} free on {ranks_named(small)}"
+        advice = "data loaders and NCCL need more: docker run --shm-size=8g, or --ipc=host"
+        found.append(Finding("shm", small, text, advice))
+    return found
 
 
 def of_clocks(clocks: Sequence[Clock]) -> list[Finding]:
@@ -185,8 +149,11 @@ def of_speeds(speeds: Sequence[Speed]) -> list[Finding]:
     found = []
     for rank, speed in enumerate(speeds):
         others = [each for other, each in enumerate(speeds) if other != rank]
+        if not others:
+            continue
         # At its best against the others at their worst, so that noise is not found.
-        if not others or speed.low < SLOW_RANK * statistics.median(each.high for each in others):
+        worst = statistics.median(quartiles(each.seconds)[1] for each in others)
+        if quartiles(speed.seconds)[0] < SLOW_RANK * worst:
             continue
         factor = speed.median / statistics.median(each.median for each in others)
         text = f"rank {rank} computes {factor:.1f}x slower than the others"
@@ -200,21 +167,17 @@ def of_speeds(speeds: Sequence[Speed]) -> list[Finding]:
     return found
 
 
-def of_links(links: Sequence[Link], fastest: float = math.inf) -> list[Finding]:
-    """Judge the links, those inside nodes and those between nodes separately.
+# --- Links ----------------------------------------------------------------------------------------
 
-    Args:
-        links: each direction by itself.
-        fastest: bytes per second up to which the measurement tells links apart.
+
+def of_links(links: Sequence[Link], fastest: float = math.inf) -> list[Finding]:
+    """Judge the links, each direction separately, inside nodes and between nodes separately.
+
+    Up to `fastest` bytes per second, the measurement tells links apart.
     """
+    advice = "it connected before: look for lost packets and for a firewall with a limit"
     found = [
-        Finding(
-            "lost-link",
-            (link.source, link.target),
-            f"the link from rank {link.source} to rank {link.target} failed: {link.error}",
-            "it connected before: look for lost packets and for a firewall with a limit",
-            fatal=True,
-        )
+        Finding("lost-link", _ends(link), f"{_named(link)} failed: {link.error}", advice, True)
         for link in links
         if link.error
     ]
@@ -224,79 +187,71 @@ def of_links(links: Sequence[Link], fastest: float = math.inf) -> list[Finding]:
     return found
 
 
-def suspects(links: Sequence[Link], fastest: float = math.inf) -> list[tuple[int, int]]:
+def suspects(links: Sequence[Link], fastest: float = math.inf) -> list[Pair]:
     """Return the pairs of ranks to measure again, before a finding is made of them."""
-    pairs = set()
-    for finding in of_links(links, fastest):
-        if finding.code == "lost-link":
-            continue
-        for link in links:
-            ends = {link.source, link.target}
-            if ends == set(finding.ranks) or (len(finding.ranks) == 1 and finding.ranks[0] in ends):
-                pairs.add((min(ends), max(ends)))
-    return sorted(pairs)
+    named = [each.ranks for each in of_links(links, fastest) if each.code != "lost-link"]
+    pairs = {(min(_ends(link)), max(_ends(link))) for link in links}
+    return sorted(pair for pair in pairs if any({*ranks} <= {*pair} for ranks in named))
 
 
 def _of_bandwidth(links: Sequence[Link], fastest: float) -> list[Finding]:
-    found, slow = [], set[int]()
-    for way, end in (("from", _source), ("to", _target)):
-        best = _best(links, end, lambda link: link.bandwidth, max)
+    found = []
+    out, into = (_best(links, end, lambda link: link.bandwidth, max) for end in (0, 1))
+    for way, best in (("from", out), ("to", into)):
         for rank, value in best.items():
             usual = min(fastest, statistics.median(best.values()))
             if SLOW_LINK * value < usual:
-                slow.add(rank)
                 text = f"all links {way} rank {rank} are slow: at most {rate(value)}, "
                 text += f"where others reach {rate(usual)}"
                 advice = "check its network card, cable, switch port and driver"
                 found.append(Finding("slow-links", (rank,), text, advice))
-    out = _best(links, _source, lambda link: link.bandwidth, max)
-    into = _best(links, _target, lambda link: link.bandwidth, max)
     for link in links:
         usual = min(fastest, out[link.source], into[link.target])
         if SLOW_LINK * link.bandwidth < usual:
-            text = f"the link from rank {link.source} to rank {link.target} is slow: "
-            text += f"{rate(link.bandwidth)}, where both reach {rate(usual)} with others"
+            text = f"{_named(link)} is slow: {rate(link.bandwidth)}, "
+            text += f"where both reach {rate(usual)} with others"
             advice = "check the route and the switches between these two"
-            found.append(Finding("slow-link", (link.source, link.target), text, advice))
+            found.append(Finding("slow-link", _ends(link), text, advice))
     return found
 
 
 def _of_latency(links: Sequence[Link]) -> list[Finding]:
-    best = _best(links, _source, lambda link: link.latency, min)
+    best = _best(links, 0, lambda link: link.latency, min)
     found = []
     for rank, value in best.items():
         usual = statistics.median(best.values())
-        if value > LATE_LINK * usual and value > usual + LATE_SECONDS:
+        if _is_late(value, usual):
             text = f"all links of rank {rank} are late: {duration(value)} one way at best, "
             text += f"where others take {duration(usual)}"
             advice = "check its network card, and whether it is in another place"
             found.append(Finding("late-links", (rank,), text, advice))
     for link in links:
         usual = max(best[link.source], best[link.target])
-        if link.latency > LATE_LINK * usual and link.latency > usual + LATE_SECONDS:
-            text = f"the link from rank {link.source} to rank {link.target} is late: "
-            text += f"{duration(link.latency)}, where both take {duration(usual)} with others"
+        if _is_late(link.latency, usual):
+            text = f"{_named(link)} is late: {duration(link.latency)}, "
+            text += f"where both take {duration(usual)} with others"
             advice = "check the route between these two"
-            found.append(Finding("late-link", (link.source, link.target), text, advice))
+            found.append(Finding("late-link", _ends(link), text, advice))
     return found
 
 
+def _is_late(value: float, usual: float) -> bool:
+    return value > LATE_LINK * usual and value > usual + LATE_SECONDS
+
+
 def _best(
-    links: Sequence[Link],
-    end: Callable[[Link], int],
-    value: Callable[[Link], float],
-    best: Callable[..., float],
+    links: Sequence[Link], end: int, value: Callable[[Link], float], best: Callable[..., float]
 ) -> dict[int, float]:
-    """Return the best value of the links at each rank."""
+    """Return the best value of the links at each rank, at their first or second end."""
     values: dict[int, list[float]] = defaultdict(list)
     for link in links:
-        values[end(link)].append(value(link))
+        values[_ends(link)[end]].append(value(link))
     return {rank: best(each) for rank, each in values.items()}
 
 
-def _source(link: Link) -> int:
-    return link.source
+def _ends(link: Link) -> Pair:
+    return link.source, link.target
 
 
-def _target(link: Link) -> int:
-    return link.target
+def _named(link: Link) -> str:
+    return f"the link from rank {link.source} to rank {link.target}"

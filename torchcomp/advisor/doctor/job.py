@@ -6,6 +6,7 @@ that is lost is named, where ``init_process_group`` would hang.
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -17,9 +18,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from torchcomp.errors import SpecError
 
-Store = Any
-"""A store of torch.distributed. Its methods have no types in torch 2.6."""
-
 
 class NotMeasured(RuntimeError):
     """The job cannot be measured: a rank is missing, or a script failed."""
@@ -27,30 +25,21 @@ class NotMeasured(RuntimeError):
 
 @dataclass(frozen=True)
 class Job:
-    """This rank, and how it reaches the others before there is a process group.
-
-    Attributes:
-        rank: this rank.
-        world_size: number of ranks.
-        local_rank: number of this rank on its node.
-        node: number of its node.
-        backend: "gloo" or "nccl".
-        timeout: seconds that one answer of another rank can take.
-        store: the store of the job; its keys are those of doctor only.
-    """
+    """This rank, and how it reaches the others before there is a process group."""
 
     rank: int
     world_size: int
     local_rank: int
     node: int
-    backend: str
-    timeout: float
-    store: Store
+    backend: str  # "gloo" or "nccl"
+    timeout: float  # seconds that one answer of another rank can take
+    store: Any  # of torch.distributed; its keys are doctor's alone
 
     @property
     def device(self) -> torch.device:
         """Where this rank computes."""
-        return torch.device("cuda", self.local_rank) if self.backend == "nccl" else _CPU
+        cuda = self.backend == "nccl"
+        return torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
 
     @property
     def patience(self) -> float:
@@ -58,15 +47,10 @@ class Job:
         return 4 * self.timeout
 
     def gather(self, name: str, value: Any, seconds: float | None = None) -> list[Any]:
-        """Return every rank's `value`, in rank order. It must fit into JSON.
-
-        Args:
-            name: name of the values, used once.
-            value: that of this rank.
-            seconds: how long to wait for the others, by default :attr:`patience`.
+        """Return every rank's `value`, which fits into JSON, in rank order; use a name once.
 
         Raises:
-            NotMeasured: if a rank is missing, with the names of all that are.
+            NotMeasured: if ranks are missing after so many seconds, by default :attr:`patience`.
         """
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         seconds = self.patience if seconds is None else seconds
@@ -74,8 +58,7 @@ class Job:
             self.store.set(keys[self.rank], json.dumps(value))
             self.store.wait(keys, timedelta(seconds=seconds))
         except dist.DistStoreError:
-            there = [self.store.check([key]) for key in keys]
-            missing = [rank for rank, found in enumerate(there) if not found]
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise NotMeasured(
                 f"{ranks_named(missing)} of {self.world_size} did not report {name!r} within "
                 f"{seconds:.0f} s: look at the logs of these ranks"
@@ -96,42 +79,37 @@ class Job:
             return self.rank == 0  # without the store, nobody knows
 
 
-_CPU = torch.device("cpu")
-
-
 def join(backend: str | None, timeout: float) -> Job:
     """Find the other ranks, as torchrun's variables describe them; without them, be alone.
 
-    Args:
-        backend: "gloo" or "nccl"; None takes NCCL if this rank has a GPU.
-        timeout: see :class:`Job`.
+    Without a backend, a rank with a GPU takes NCCL.
 
     Raises:
         SpecError: if this rank lacks the GPU that "nccl" needs.
         NotMeasured: if the store of the job cannot be reached.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
+    rank, world_size, local_rank, node = (
+        int(os.environ.get(name, name == "WORLD_SIZE")) for name in names
+    )
+    has_gpu = torch.cuda.device_count() > local_rank
     if backend is None:
-        backend = "nccl" if torch.cuda.device_count() > local_rank else "gloo"
-    elif backend == "nccl" and torch.cuda.device_count() <= local_rank:
+        backend = "nccl" if has_gpu else "gloo"
+    elif backend == "nccl" and not has_gpu:
         raise SpecError(
             f"--backend nccl: local rank {local_rank} has no GPU, this machine has "
             f"{torch.cuda.device_count()}. Start fewer ranks per node, or take --backend gloo"
         )
-    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    node = int(os.environ.get("GROUP_RANK", "0"))
-    store = _store(rank, world_size, timeout)
+    store = HashStore() if world_size == 1 else _store(rank, world_size, 4 * timeout)
     return Job(rank, world_size, local_rank, node, backend, timeout, store)
 
 
-def _store(rank: int, world_size: int, timeout: float) -> Store:
-    if world_size == 1:
-        return HashStore()
-    address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+def _store(rank: int, world_size: int, seconds: float) -> Any:
     try:
-        limit = timedelta(seconds=4 * timeout)
+        limit = timedelta(seconds=seconds)
         store, *_ = next(iter(rendezvous("env://", rank, world_size, timeout=limit)))
     except (dist.DistError, RuntimeError, ValueError) as error:
+        address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise NotMeasured(
             f"rank {rank} cannot reach the store of the job at {address}, which rank 0 or torchrun "
             f"keeps there: check the address, the port and the firewall. {error}"
@@ -140,7 +118,7 @@ def _store(rank: int, world_size: int, timeout: float) -> Store:
     return PrefixStore("torchcomp-doctor", store)
 
 
-def ranks_named(ranks: list[int] | tuple[int, ...]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
     """Return ranks as words, such as "rank 3" or "ranks 0-2, 5"."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):

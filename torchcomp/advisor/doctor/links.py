@@ -1,13 +1,21 @@
-"""Links: latency and bandwidth between two ranks, in each direction."""
+"""Links: latency and bandwidth between two ranks, in each direction, pair after pair."""
 
+import itertools
+import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torchcomp.advisor.doctor.channels import Channel
 from torchcomp.advisor.doctor.job import Job
-from torchcomp.advisor.doctor.rounds import Pair
+
+Pair = tuple[int, int]
+
+ALL_PAIRS = 16
+"""Up to this many ranks, every pair is measured."""
+
+_SAMPLES = 3
+"""Above it, every rank has its two neighbours and this many other ranks."""
 
 _SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 _MOST_PINGS, _MOST_REPETITIONS = 20, 5
@@ -17,23 +25,14 @@ _ALL = 16.0  # seconds for all links, if they answer at once
 
 @dataclass(frozen=True)
 class Link:
-    """What was measured from one rank to another.
+    """What was measured from one rank to another."""
 
-    Attributes:
-        source: the rank that sends.
-        target: the rank that receives, and answers with one byte.
-        inside: whether both ranks are on one node.
-        round_trip: seconds for one byte and its answer, at best.
-        points: (bytes of a message, seconds for it and its answer), at best.
-        error: why the measurement failed, or "".
-    """
-
-    source: int
-    target: int
-    inside: bool
-    round_trip: float = 0.0
-    points: tuple[tuple[int, float], ...] = ()
-    error: str = ""
+    source: int  # the rank that sends
+    target: int  # the rank that receives, and answers with one byte
+    inside: bool  # whether both ranks are on one node
+    round_trip: float = 0.0  # seconds for one byte and its answer, at best
+    points: tuple[tuple[int, float], ...] = ()  # bytes, seconds for them and the answer, at best
+    error: str = ""  # why the measurement failed
 
     @property
     def latency(self) -> float:
@@ -59,6 +58,40 @@ class Link:
         return Link(self.source, self.target, self.inside, trip, faster.points)
 
 
+def chosen_pairs(world_size: int) -> list[Pair]:
+    """Return the pairs to measure, each as (lower rank, higher rank), the same on all ranks."""
+    ranks = range(world_size)
+    if world_size <= ALL_PAIRS:
+        return list(itertools.combinations(ranks, 2))
+    draw = random.Random(world_size)
+    pairs = {(rank, (rank + 1) % world_size) for rank in ranks}
+    for rank in ranks:
+        others = [*ranks[:rank], *ranks[rank + 1 :]]
+        pairs |= {(rank, other) for other in draw.sample(others, _SAMPLES)}
+    return sorted({(min(pair), max(pair)) for pair in pairs})
+
+
+def rounds(pairs: Sequence[Pair], nodes: Sequence[int]) -> list[list[Pair]]:
+    """Divide pairs into rounds in which no two pairs share a rank or a network card.
+
+    A pair on two nodes uses the cards of both.
+    """
+    made: list[tuple[set[tuple[str, int]], list[Pair]]] = []
+    # By distance: neighbours at a distance fill a round, as in a round-robin tournament.
+    for pair in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
+        uses = {("rank", rank) for rank in pair}
+        places = {nodes[rank] for rank in pair}
+        if len(places) == 2:
+            uses |= {("card", node) for node in places}
+        free = (each for each in made if not each[0] & uses)
+        used, members = next(free, (set[tuple[str, int]](), list[Pair]()))
+        if not members:
+            made.append((used, members))
+        used |= uses
+        members.append(pair)
+    return [members for _, members in made]
+
+
 def measure_rounds(
     job: Job,
     name: str,
@@ -66,15 +99,7 @@ def measure_rounds(
     nodes: Sequence[int],
     channel_to: Callable[[int], Channel],
 ) -> list[Link]:
-    """Measure pairs, round by round. Every rank gets all links.
-
-    Args:
-        job: this rank.
-        name: name of the measurement, used once.
-        made: the rounds.
-        nodes: the node of every rank.
-        channel_to: returns the channel to another rank.
-    """
+    """Measure pairs, round by round; use a name once. Every rank gets all links."""
     own: list[Link] = []
     budget = min(_LONGEST, max(_SHORTEST, _ALL / 2 / max(1, len(made))))
     # A pair that fails takes up to one timeout in each direction.
@@ -83,24 +108,25 @@ def measure_rounds(
         job.barrier(f"{name}/round {number}", seconds)
         for pair in members:
             if job.rank in pair:
-                own.append(_measure_pair(job, pair, nodes, channel_to, budget))
-    rows = job.gather(name, [_row(link) for link in own], seconds)
-    return [_link(row) for each in rows for row in each]
+                (other,) = {*pair} - {job.rank}
+                inside = nodes[job.rank] == nodes[other]
+                found = _measured(channel_to(other), job.rank < other, budget)
+                own.append(Link(job.rank, other, inside, *found))
+    rows = job.gather(name, [[*vars(link).values()] for link in own], seconds)
+    # JSON has lists in place of tuples.
+    return [
+        Link(source, target, inside, trip, tuple(map(tuple, points)), error)
+        for each in rows
+        for source, target, inside, trip, points, error in each
+    ]
 
 
-def _measure_pair(
-    job: Job,
-    pair: Pair,
-    nodes: Sequence[int],
-    channel_to: Callable[[int], Channel],
-    budget: float,
-) -> Link:
+def _measured(
+    channel: Channel, begins: bool, budget: float
+) -> tuple[float, tuple[tuple[int, float], ...], str]:
     """Measure both directions, one after the other; return the one in which this rank sends."""
-    other = pair[0] + pair[1] - job.rank
-    inside = nodes[job.rank] == nodes[other]
-    channel = channel_to(other)
     try:
-        if job.rank == pair[0]:
+        if begins:
             trip, points = probe(channel, budget)
             echo(channel)
         else:
@@ -108,8 +134,8 @@ def _measure_pair(
             trip, points = probe(channel, budget)
     except OSError as error:
         channel.close()
-        return Link(job.rank, other, inside, error=str(error))
-    return Link(job.rank, other, inside, trip, tuple(points))
+        return 0.0, (), str(error)
+    return trip, tuple(points), ""
 
 
 def probe(channel: Channel, budget: float) -> tuple[float, list[tuple[int, float]]]:
@@ -150,12 +176,3 @@ def _ping(channel: Channel, nbytes: int) -> float:
     channel.send(nbytes)
     channel.receive()
     return time.perf_counter() - began
-
-
-def _row(link: Link) -> list[Any]:
-    return [*vars(link).values()]
-
-
-def _link(row: list[Any]) -> Link:
-    source, target, inside, trip, points, error = row
-    return Link(source, target, inside, trip, tuple((n, seconds) for n, seconds in points), error)

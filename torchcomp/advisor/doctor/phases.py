@@ -8,15 +8,12 @@ gradient, the optimizer and the loader.
 """
 
 import itertools
-import statistics
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
@@ -47,53 +44,25 @@ class Finished(BaseException):
     """All phases are measured: the training loop ends here. No script catches it by accident."""
 
 
-@dataclass(frozen=True)
-class StepTimes:
-    """Seconds of the measured steps of one mode, on one rank.
-
-    Attributes:
-        mode: one of :data:`MODES`.
-        seconds: of each step.
-    """
-
-    mode: str
-    seconds: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        """Seconds of a step."""
-        return statistics.median(self.seconds)
-
-
-@dataclass
 class Phases:
-    """Which hook runs in which step, and how long the steps take.
+    """Which hook runs in which step, and how long the steps take, in about `budget` seconds.
 
-    Attributes:
-        job: this rank. The ranks agree through its store: rank 0 says how many steps to take.
-        budget: about how many seconds all steps may take.
-        modes: which modes to measure.
-        seconds: the measured steps of each mode.
-        steps: steps so far, measured or not.
-        parameters: shapes and dtypes of what the model that counts trains, by name.
-        finished: whether all is measured.
+    The ranks agree through the store of the job: rank 0 says how many steps to take.
     """
 
-    job: Job
-    budget: float
-    modes: tuple[str, ...] = MODES
-    seconds: dict[str, list[float]] = field(default_factory=dict)
-    steps: int = 0
-    parameters: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    finished: bool = False
-
-    def __post_init__(self) -> None:
-        self.mode = PLAIN if PLAIN in self.modes else self.modes[0]
+    def __init__(self, job: Job, budget: float, modes: Sequence[str] = MODES) -> None:
+        self.job, self.budget, self.modes = job, budget, modes
+        self.mode = PLAIN if PLAIN in modes else modes[0]  # of the next bucket
+        # Shapes and dtypes of what the model that counts trains, by name.
+        self.parameters: Mapping[str, torch.Tensor] = {}
+        self.finished = False  # whether all is measured
+        self._seconds: dict[str, list[float]] = {}
         self._marks: list[Any] = []
-        self._agreements = 0
+        self._agreements = itertools.count()
         # The models are not kept: one that outlives its process group can make gloo abort.
         self._attached: list[Mapping[str, torch.Tensor]] = []
         self._counts: int | None = None  # number of the model that counts
+        self._steps = 0  # measured or not
         self._alone = 0  # steps of the optimizers before there is a model
         self._plan = self._planned()
         self._left = next(self._plan)
@@ -103,23 +72,19 @@ class Phases:
 
         Of several models, the first one that exchanges gradients counts. The others follow it.
         """
-        state = _Bucketwise(self, len(self._attached), model.process_group)
+        state = self, len(self._attached), model.process_group
         trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
         self._attached.append({n: torch.empty_like(p, device="meta") for n, p in trained})
         DistributedDataParallel.register_comm_hook(model, state, hook)
         model.register_forward_pre_hook(self._stop)
 
     def step(self, number: int) -> None:
-        """Count a step of a model, in its last bucket.
-
-        Args:
-            number: of the model, in the order in which they were attached.
-        """
+        """Count a step of the model with this number, in its last bucket."""
         if self._counts is None:
             self._counts, self.parameters = number, self._attached[number]
         if self.finished or number != self._counts:
             return
-        self.steps += 1
+        self._steps += 1
         self._marks.append(_mark(self.job.device))
         self._left -= 1
         if self._left == 0:
@@ -137,25 +102,25 @@ class Phases:
             if self._alone == _MOST_ALONE:
                 raise Finished
 
-    def results(self) -> list[StepTimes]:
-        """Return the times of each mode.
+    def results(self) -> dict[str, list[float]]:
+        """Return the seconds of the measured steps of each mode.
 
         Raises:
             NotMeasured: if the training loop ended before every mode was measured.
         """
-        missing = [mode for mode in self.modes if not self.seconds.get(mode)]
-        if not self.steps:
+        if not self._steps:
             raise NotMeasured(
                 f"no model in DistributedDataParallel exchanged gradients, in {self._alone} steps "
                 "of the optimizers: doctor measures a training loop with such a model"
             )
+        missing = [mode for mode in self.modes if mode not in self._seconds]
         if missing:
             least = WARM_UP + len(self.modes) * (1 + _FIRST_STEPS) + (PLAIN in self.modes)
             raise NotMeasured(
-                f"the training loop ended after {self.steps} steps with gradients, before "
+                f"the training loop ended after {self._steps} steps with gradients, before "
                 f"{missing[0]!r} could be measured: let it run for at least {least} steps"
             )
-        return [StepTimes(mode, tuple(self.seconds[mode])) for mode in self.modes]
+        return self._seconds
 
     def _planned(self) -> Generator[int, list[float], None]:
         """Yield how many steps to take next, and receive the seconds of each."""
@@ -174,14 +139,13 @@ class Phases:
                 more = self._agreed(min(most, int(share / max(seconds[0], 1e-6))) - 1)
                 if more > 0:
                     seconds += yield more
-                self.seconds.setdefault(mode, []).extend(seconds)
+                self._seconds.setdefault(mode, []).extend(seconds)
             if self._agreed(int(time.monotonic() - began > self.budget)):
                 return
 
     def _agreed(self, value: int) -> int:
         """Return the value of rank 0."""
-        self._agreements += 1
-        key = f"phases/{self._agreements}"
+        key = f"phases/{next(self._agreements)}"
         if self.job.rank == 0:
             self.job.store.set(key, str(value))
         return int(self.job.store.get(key))
@@ -191,27 +155,12 @@ class Phases:
             raise Finished
 
 
-@dataclass(frozen=True)
-class _Bucketwise:
-    """The state of the hook of a model.
-
-    Attributes:
-        phases: the phases.
-        number: of the model, in the order in which they were attached.
-        group: the ranks that average its gradients.
-    """
-
-    phases: Phases
-    number: int
-    group: dist.ProcessGroup
-
-
-def hook(state: _Bucketwise, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Exchange a bucket as the current mode does."""
-    last = bucket.is_last()
-    exchanged = _HOOKS[state.phases.mode](state.group, bucket)
+def hook(state: tuple[Phases, int, Any], bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Exchange a bucket of a model, with its number and its ranks, as the current mode does."""
+    (phases, number, group), last = state, bucket.is_last()
+    exchanged = _HOOKS[phases.mode](group, bucket)
     if last:
-        state.phases.step(state.number)
+        phases.step(number)
     return exchanged
 
 

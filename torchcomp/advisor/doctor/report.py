@@ -2,18 +2,16 @@
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from torchcomp._version import __version__
 from torchcomp.advisor.doctor.examination import Results
 from torchcomp.advisor.doctor.facts import Facts
-from torchcomp.advisor.doctor.findings import Finding
 from torchcomp.advisor.doctor.job import ranks_named
-from torchcomp.advisor.doctor.links import Link
-from torchcomp.advisor.doctor.rounds import ALL_PAIRS
-from torchcomp.advisor.doctor.verdict import speedup
+from torchcomp.advisor.doctor.links import ALL_PAIRS, Link
+from torchcomp.advisor.doctor.phases import PLAIN
 from torchcomp.advisor.units import duration, rate, size
 from torchcomp.plan import wrapped
 
@@ -39,17 +37,6 @@ def status(results: Results) -> int:
     return FOUND if results.findings else HEALTHY
 
 
-def text(results: Results) -> str:
-    """Return the report."""
-    sections: list[Iterable[str]] = [_head(results), _machines(results)]
-    for name, links in (("TCP", results.links), ("NCCL", results.nccl_links)):
-        if links:
-            sections.append(_links(name, links, results.world_size))
-    sections += [_ranks(results), _collectives(results), _steps(results), _findings(results)]
-    sections.append(_verdict(results))
-    return "\n\n".join("\n".join(lines) for lines in map(list, sections) if lines)
-
-
 def as_dict(results: Results) -> dict[str, Any]:
     """Return everything as plain values for JSON, in seconds and bytes."""
     collectives = results.collectives
@@ -58,8 +45,7 @@ def as_dict(results: Results) -> dict[str, Any]:
         name: [asdict(each) for each in value] if isinstance(value, list) else value
         for name, value in values.items()
     }
-    if results.verdict is not None:
-        plain["verdict"] = asdict(results.verdict)
+    plain["verdict"] = results.verdict and asdict(results.verdict)
     for clock in plain["clocks"]:
         clock["offset"] = None if math.isnan(clock["offset"]) else clock["offset"]
     for link, row in zip(results.links, plain["links"], strict=True):
@@ -67,29 +53,42 @@ def as_dict(results: Results) -> dict[str, Any]:
     return {"schema": SCHEMA, "torchcomp": __version__, "status": status(results), **plain}
 
 
-def _head(results: Results) -> list[str]:
-    nodes = len(set(results.nodes))
-    ranks = f"{results.world_size} rank{'s' if results.world_size > 1 else ''}"
-    where = f"{nodes} node{'s' if nodes > 1 else ''}"
-    took = f"{results.seconds:.0f} s"
-    return [f"torchcomp doctor: {ranks} on {where}, {results.backend}, {took}"]
+def text(results: Results) -> str:
+    """Return the report."""
+    sections = (
+        _machines(results),
+        _links("TCP", results.links, results.world_size),
+        _links("NCCL", results.nccl_links, results.world_size),
+        _ranks(results),
+        _collectives(results),
+        _steps(results),
+        _findings(results),
+        [wrapped("", f"verdict: {_verdict(results)}")],
+    )
+    ranks, nodes = results.world_size, len({each.node for each in results.facts})
+    where = f"{_counted(ranks, 'rank')} on {_counted(nodes, 'node')}, {results.backend}"
+    head = f"torchcomp doctor: {where}, {results.seconds:.0f} s"
+    return "\n\n".join([head, *filter(None, map("\n".join, sections))])
 
 
-def _machines(results: Results) -> list[str]:
-    groups: dict[tuple[str, ...], list[int]] = {}
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' if count > 1 else ''}"
+
+
+def _machines(results: Results) -> Iterator[str]:
+    groups: dict[str, list[int]] = {}
     for rank, facts in enumerate(results.facts):
         groups.setdefault(_described(facts), []).append(rank)
-    lines = ["machines"]
+    yield "machines"
     for described, ranks in list(groups.items())[:_MOST_SHOWN]:
-        lines.append(wrapped(f"  {ranks_named(ranks)}: ", ", ".join(described)))
-    return lines
+        yield wrapped(f"  {ranks_named(ranks)}: ", described)
 
 
-def _described(facts: Facts) -> tuple[str, ...]:
-    parts = [
+def _described(facts: Facts) -> str:
+    parts = (
         f"host {facts.host}",
-        f"{facts.cores} core{'s' if facts.cores > 1 else ''}",
-        f"{facts.threads} thread{'s' if facts.threads > 1 else ''}",
+        _counted(facts.cores, "core"),
+        _counted(facts.threads, "thread"),
         facts.gpu,
         f"/dev/shm {size(facts.shm_free)} free" if facts.shm_bytes >= 0 else "no /dev/shm",
         f"{facts.kernels} kernels",
@@ -99,46 +98,43 @@ def _described(facts: Facts) -> tuple[str, ...]:
         f"Python {facts.python}",
         facts.nccl and f"NCCL {facts.nccl}",
         facts.driver and f"driver {facts.driver}",
-    ]
-    return tuple(part for part in parts if part)
+    )
+    return ", ".join(filter(None, parts))
 
 
 def _links(name: str, links: Sequence[Link], world_size: int) -> Iterator[str]:
-    sampled = "" if world_size <= ALL_PAIRS else ", a ring and a sample"
-    yield f"links over {name}{sampled}"
-    heads = ("slowest", "median", "latency", "worst latency")
-    yield f"  {'':<14}links" + "".join(f"{head:>14}" for head in heads)
+    if not links:
+        return
+    yield f"links over {name}{'' if world_size <= ALL_PAIRS else ', a ring and a sample'}"
+    yield _cells(f"  {'':<14}links", ("slowest", "median", "latency", "worst latency"), 14)
     for title, inside in (("inside nodes", True), ("between nodes", False)):
         some = [link for link in links if link.inside == inside and not link.error]
         if not some:
             continue
-        rates = sorted(link.bandwidth for link in some)
-        delays = sorted(link.latency for link in some)
-        cells = [rate(rates[0]), rate(statistics.median(rates))]
-        cells += [duration(statistics.median(delays)), duration(delays[-1])]
-        yield f"  {title:<14}{len(some):>5}" + "".join(f"{cell:>14}" for cell in cells)
         slowest = min(some, key=lambda link: link.bandwidth)
         latest = max(some, key=lambda link: link.latency)
+        rates = [slowest.bandwidth, statistics.median(link.bandwidth for link in some)]
+        delays = [statistics.median(link.latency for link in some), latest.latency]
+        cells = [*map(rate, rates), *map(duration, delays)]
+        yield _cells(f"  {title:<14}{len(some):>5}", cells, 14)
         yield wrapped(
             "    ",
             f"slowest: rank {slowest.source} to rank {slowest.target}; largest latency: rank "
             f"{latest.source} to rank {latest.target}",
         )
-        yield from _by_size(some)
+        yield wrapped("    ", f"by size, with the answer: {', '.join(_by_size(some))}")
 
 
 def _by_size(links: Sequence[Link]) -> Iterator[str]:
-    """A line with the median bandwidth of some sizes."""
-    by_size: dict[int, list[float]] = {}
-    for link in links:
-        for nbytes, seconds in link.points:
-            by_size.setdefault(nbytes, []).append(nbytes / seconds)
-    shown = [
-        f"{size(nbytes)} {rate(statistics.median(rates))}"
-        for nbytes, rates in by_size.items()
-        if nbytes in _SHOWN_SIZES and len(rates) == len(links)
-    ]
-    yield wrapped("    ", f"by size, with the answer: {', '.join(shown)}")
+    """Yield the median bandwidth of some sizes."""
+    for nbytes in _SHOWN_SIZES:
+        rates = [nbytes / seconds for link in links for n, seconds in link.points if n == nbytes]
+        if len(rates) == len(links):
+            yield f"{size(nbytes)} {rate(statistics.median(rates))}"
+
+
+def _cells(head: str, cells: Sequence[str], width: int) -> str:
+    return head + "".join(f"{cell:>{width}}" for cell in cells)
 
 
 def _ranks(results: Results) -> Iterator[str]:
@@ -153,15 +149,17 @@ def _ranks(results: Results) -> Iterator[str]:
 
 
 def _collectives(results: Results) -> Iterator[str]:
-    times = results.collectives
-    if times is None:
+    if results.collectives is None:
         return
-    points = {kind: {point.nbytes: point for point in row} for kind, row in times.points.items()}
+    points = {
+        kind: {point.nbytes: duration(point.seconds) for point in row}
+        for kind, row in results.collectives.points.items()
+    }
     sizes = [each for each in _SHOWN_SIZES if any(each in row for row in points.values())]
-    yield "collectives   " + "".join(f"{size(each):>12}" for each in sizes)
+    yield _cells("collectives   ", [*map(size, sizes)], 12)
     for kind, row in points.items():
-        cells = [duration(row[each].seconds) if each in row else "-" for each in sizes]
-        yield f"  {kind:<16}" + "".join(f"{cell:>12}" for cell in cells)[4:]
+        cells = _cells("", [row.get(each, "-") for each in sizes], 12)
+        yield f"  {kind:<16}{cells[4:]}"
 
 
 def _steps(results: Results) -> Iterator[str]:
@@ -169,11 +167,11 @@ def _steps(results: Results) -> Iterator[str]:
         return
     yield wrapped("", f"training step: {results.workload}")
     rows = results.verdict.rows if results.verdict else results.rows
-    heads = ("step", "from", "to")
-    yield f"  {'':<36}{'steps':>5}" + "".join(f"{head:>9}" for head in heads) + f"{'speed':>8}"
+    plain = next((row.seconds for row in rows if row.method == PLAIN), 0.0)
+    yield _cells(f"  {'':<36}steps", ("step", "from", "to"), 9) + f"{'speed':>8}"
     for row in rows:
-        faster = f"{speedup(row, rows):.2f}x" if results.verdict else ""
-        numbers = "".join(f"{duration(each):>9}" for each in (row.seconds, row.low, row.high))
+        faster = f"{plain / row.seconds:.2f}x" if results.verdict else ""
+        numbers = _cells("", [*map(duration, (row.seconds, row.low, row.high))], 9)
         name = row.method if row.steps else f"{row.method}, predicted"
         # A long spec gets a line of its own.
         if len(name) > 35:
@@ -187,32 +185,23 @@ def _steps(results: Results) -> Iterator[str]:
 
 
 def _findings(results: Results) -> Iterator[str]:
-    if not results.findings:
-        yield "findings: none"
-        return
-    yield f"findings: {len(results.findings)}"
+    yield f"findings: {len(results.findings) or 'none'}"
     for number, finding in enumerate(results.findings[:_MOST_SHOWN], 1):
-        yield wrapped(f"  {number}. ", _sentence(finding))
+        advice = finding.advice[0].upper() + finding.advice[1:]
+        yield wrapped(f"  {number}. ", f"[{finding.code}] {finding.text}. {advice}.")
     more = len(results.findings) - _MOST_SHOWN
     if more > 0:
         yield f"  and {more} more, in --json"
 
 
-def _sentence(finding: Finding) -> str:
-    advice = finding.advice[0].upper() + finding.advice[1:]
-    return f"[{finding.code}] {finding.text}. {advice}."
-
-
-def _verdict(results: Results) -> Iterator[str]:
-    verdict = results.verdict
+def _verdict(results: Results) -> str:
     if results.error:
-        yield wrapped("", f"verdict: none, because {results.error}")
-    elif results.fatal:
-        yield wrapped("", "verdict: the ranks cannot train together, see the findings")
-    elif verdict is not None:
-        share = f"{verdict.waiting:.0%} of the step waits for gradients"
-        yield wrapped("", f"verdict: {verdict.bound}: {share}. {verdict.advice}")
-    elif results.world_size == 1:
-        yield wrapped("", "verdict: one rank exchanges nothing; start more with torchrun")
-    else:
-        yield wrapped("", "verdict: none without a training step: add --model, --numel or --script")
+        return f"none, because {results.error}"
+    if results.fatal:
+        return "the ranks cannot train together, see the findings"
+    if results.verdict is not None:
+        share = f"{results.verdict.waiting:.0%} of the step waits for gradients"
+        return f"{results.verdict.bound}: {share}. {results.verdict.advice}"
+    if results.world_size == 1:
+        return "one rank exchanges nothing; start more with torchrun"
+    return "none without a training step: add --model, --numel or --script"

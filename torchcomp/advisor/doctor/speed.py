@@ -2,44 +2,35 @@
 
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from torchcomp.advisor.doctor.job import Job
-from torchcomp.advisor.doctor.quartiles import quartiles
 
 _WINDOWS = 6
 _SECONDS = 0.15
 _SIDE = {"cpu": 256, "cuda": 4096}
 
 
+def quartiles(values: Sequence[float]) -> tuple[float, float]:
+    """Return the values that a quarter, and three quarters, of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[(3 * len(ordered) - 1) // 4]
+
+
 @dataclass(frozen=True)
 class Speed:
-    """How long one rank took for the same matrix products as the others.
+    """How long one rank took for the same matrix products as the others."""
 
-    Attributes:
-        seconds: of each window.
-        busy: share of these seconds in which the process ran on a core. On a GPU, 1.
-    """
-
-    seconds: tuple[float, ...]
-    busy: float
+    seconds: tuple[float, ...]  # of each window
+    busy: float  # share of these seconds in which the process ran on a core; 1 on a GPU
 
     @property
     def median(self) -> float:
         """Seconds of a window."""
         return statistics.median(self.seconds)
-
-    @property
-    def low(self) -> float:
-        """Seconds that a quarter of the windows do not exceed."""
-        return quartiles(self.seconds)[0]
-
-    @property
-    def high(self) -> float:
-        """Seconds that three quarters of the windows do not exceed."""
-        return quartiles(self.seconds)[1]
 
     def with_windows_of(self, other: "Speed") -> "Speed":
         """Return both measurements as one."""
@@ -47,12 +38,7 @@ class Speed:
 
 
 def measure_speed(job: Job, name: str) -> list[Speed]:
-    """Compute on all ranks at the same time, and return the speed of each.
-
-    Args:
-        job: this rank.
-        name: name of the measurement, used once.
-    """
+    """Compute on all ranks at the same time, and return the speed of each; use a name once."""
     side = _SIDE[job.device.type]
     x = torch.full((side, side), 1 / side, device=job.device)
     _products(x, 3)  # starts threads and loads libraries

@@ -3,11 +3,19 @@
 Its rows are measured, or predicted by a model of the step.
 """
 
-from collections.abc import Sequence
+import statistics
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from torchcomp.advisor.doctor.phases import NO_EXCHANGE, PLAIN, StepTimes
-from torchcomp.advisor.doctor.quartiles import quartiles
+from torch import Tensor
+
+from torchcomp.advisor.collectives import Times
+from torchcomp.advisor.doctor.job import Job
+from torchcomp.advisor.doctor.phases import NO_EXCHANGE, PLAIN
+from torchcomp.advisor.doctor.speed import quartiles
+from torchcomp.advisor.prediction import BF16, DDP, USUAL, Prediction, Run
+from torchcomp.advisor.recording import MOST_ELEMENTS, random_values
 
 NOTHING, LITTLE = 0.10, 0.25
 """Shares of a step that wait for gradients: below the first nothing can be won, below the second
@@ -17,32 +25,32 @@ NETWORK, PARTLY, COMPUTE = "network-bound", "partly network-bound", "compute-bou
 UNCLEAR = "unclear"
 """The steps vary by more than the exchange takes."""
 
+ERROR = 0.25
+"""More than nine in ten predictions are closer than this to the measured time.
 
+The 90th percentile is 13 % in docs/prediction.md, where the cost of the hook was measured as well.
+"""
+
+METHODS = tuple(spec for spec in USUAL if spec not in (DDP, BF16))
+"""What is predicted. The other usual methods are measured."""
+
+_STEPS = 1000  # of the run whose mean step is predicted
+_LOCAL = "local steps: each rank trains alone between two averages, see docs/methods/local-sgd.md"
 _FEW, _VARIATION = 3, 0.2
 _WORTH = 0.95  # of the step of plain DDP: a method that takes more is not worth it
 
 
 @dataclass(frozen=True)
 class Row:
-    """The step time of one method.
+    """The step time of one method."""
 
-    Attributes:
-        method: its spec or name.
-        seconds: of a step.
-        low: with the interval from `low`...
-        high: ... to `high`: quartiles if measured, the error of the model if predicted.
-        steps: how many steps were measured; 0 if it is predicted.
-        caveat: what else to know, or "".
-        local: whether these are local steps, which train in another way.
-    """
-
-    method: str
-    seconds: float
-    low: float
+    method: str  # its spec or name
+    seconds: float  # of a step, from `low` to `high`:
+    low: float  # quartiles if measured, the error of the model if predicted
     high: float
-    steps: int
-    caveat: str = ""
-    local: bool = False
+    steps: int  # how many were measured; 0 if it is predicted
+    caveat: str = ""  # what else to know
+    local: bool = False  # whether these are local steps, which train in another way
 
     @property
     def interval(self) -> tuple[float, float]:
@@ -54,48 +62,76 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the steps show.
+    """What the steps show."""
 
-    Attributes:
-        bound: "network-bound", "partly network-bound", "compute-bound" or "unclear".
-        waiting: share of a step of plain DDP that waits for gradients.
-        rows: the methods, measured ones first.
-        advice: what to do, as a sentence.
-    """
-
-    bound: str
-    waiting: float
-    rows: tuple[Row, ...]
-    advice: str
+    bound: str  # "network-bound", "partly network-bound", "compute-bound" or "unclear"
+    waiting: float  # share of a step of plain DDP that waits for gradients
+    rows: tuple[Row, ...]  # the methods, measured ones first
+    advice: str  # what to do, as a sentence
 
 
-def measured_rows(ranks: Sequence[Sequence[StepTimes]]) -> list[Row]:
-    """Return a row for each mode, from the times of all ranks.
+def measured_rows(ranks: Sequence[Mapping[str, Sequence[float]]]) -> list[Row]:
+    """Return a row for each mode, from the seconds of the steps of all ranks.
 
     The slowest rank counts: without an exchange, the others do not wait for it.
     """
     rows = []
-    for times in zip(*ranks, strict=True):
-        slowest = max(times, key=lambda each: each.median)
-        low, high = quartiles(slowest.seconds)
-        rows.append(Row(slowest.mode, slowest.median, low, high, len(slowest.seconds)))
+    for mode in ranks[0]:
+        slowest = max((times[mode] for times in ranks), key=statistics.median)
+        rows.append(Row(mode, statistics.median(slowest), *quartiles(slowest), len(slowest)))
+    return rows
+
+
+def predicted_rows(
+    job: Job,
+    parameters: Mapping[str, Tensor],
+    alone: float,
+    collectives: Times,
+    cores: float,
+    budget: float,
+) -> list[Row]:
+    """Predict the step times of :data:`METHODS`, as far as there is time. All ranks call this.
+
+    Nothing is trained with them. Each rank records the work of a method on gradients of the model's
+    size, and simulates a step with what was measured.
+
+    Args:
+        job: this rank.
+        parameters: shapes and dtypes of the model's parameters, by name.
+        alone: seconds of a step without any exchange, of the slowest rank.
+        collectives: measured among these ranks.
+        cores: cores of each rank.
+        budget: about how many seconds this may take.
+    """
+    if sum(each.numel() for each in parameters.values()) > MOST_ELEMENTS:
+        return []
+    began = time.monotonic()
+    values = random_values(parameters, job.device)
+    # Where ranks share cores, a step needs less of a core than its time on the clock.
+    run = Run(job.world_size, _STEPS, alone * min(1.0, cores))
+    rows = []
+    for spec in METHODS:
+        prediction = Prediction(spec, values, run)
+        seconds = prediction.step(collectives, cores=cores).seconds
+        passed = time.monotonic() - began
+        ranks = job.gather(f"prediction of {spec}", [seconds, passed], job.patience + budget)
+        seconds, passed = map(max, zip(*ranks, strict=True))
+        low, high = seconds * (1 - ERROR), seconds * (1 + ERROR)
+        caveat = _LOCAL if prediction.local else ""
+        rows.append(Row(spec, seconds, low, high, 0, caveat, prediction.local))
+        if passed > budget:
+            break
     return rows
 
 
 def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
-    """Return the verdict on measured steps.
-
-    Args:
-        measured: rows of all :data:`.MODES`.
-        predicted: rows of other methods, from a model of the step.
-    """
+    """Return the verdict on measured steps, of all :data:`.MODES`, and on predicted ones."""
     by_name = {row.method: row for row in measured}
     ddp, floor = by_name[PLAIN].seconds, by_name[NO_EXCHANGE].seconds
     waiting = max(0.0, 1 - floor / ddp)
     rows = (*measured, *sorted(predicted, key=lambda row: row.seconds))
     if waiting < NOTHING:
-        advice = "Nothing to win: keep plain DDP."
-        return Verdict(COMPUTE, waiting, rows, advice)
+        return Verdict(COMPUTE, waiting, rows, "Nothing to win: keep plain DDP.")
     overlap = by_name[NO_EXCHANGE].interval[1] > by_name[PLAIN].interval[0]
     # Nothing is faster than no exchange.
     if overlap or min(row.seconds for row in measured) < (1 - NOTHING) * floor:
@@ -119,9 +155,3 @@ def _faster(rows: Sequence[Row], ddp: float) -> str:
             how = "" if steps else " (predicted)"
             found.append(f"{best.method} is {ddp / best.seconds:.1f}x faster{how}")
     return "; ".join(found) + "." if found else ""
-
-
-def speedup(row: Row, rows: Sequence[Row]) -> float:
-    """Return how many times faster than plain DDP a row is."""
-    plain = next(each for each in rows if each.method == PLAIN)
-    return plain.seconds / row.seconds

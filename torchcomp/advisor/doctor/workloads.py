@@ -21,12 +21,31 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.advisor.doctor.job import Job, NotMeasured
 from torchcomp.advisor.doctor.phases import Finished, Phases, every_model
 from torchcomp.advisor.named_models import build_named
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.errors import UnsupportedModelError
 
 _LAYER = 1_000_000  # parameters of a layer of the synthetic model
 _MOST_LAYERS = 100
 _IMAGE = (3, 224, 224)
 _HOOK = ". doctor has a hook of its own: run the script without torchcomp or another hook"
+
+
+def train_named(name: str, batch: int, job: Job, phases: Phases) -> None:
+    """Train a model of torchvision or timm on random images."""
+    module = materialized(build_named(name), job.device)
+    size = getattr(module, "default_cfg", {}).get("input_size", _IMAGE)  # of timm
+    images = torch.randn(batch, *size, device=job.device)
+    labels = torch.zeros(batch, dtype=torch.int64, device=job.device)
+    model = _attached(module, job, phases)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+    with suppress(Finished):
+        while True:
+            optimizer.zero_grad()
+            scores = model(images)
+            # Several scores of a model with auxiliary classifiers, such as GoogLeNet.
+            every = scores if isinstance(scores, tuple) else (scores,)
+            losses = [nn.functional.cross_entropy(each, labels) for each in every]
+            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
 
 
 def materialized(model: nn.Module, device: torch.device) -> nn.Module:
@@ -41,24 +60,35 @@ def materialized(model: nn.Module, device: torch.device) -> nn.Module:
     return model.to(device)
 
 
-def train_named(name: str, batch: int, job: Job, phases: Phases) -> None:
-    """Train a model of torchvision or timm on random images."""
-    module = materialized(build_named(name), job.device)
-    size = getattr(module, "default_cfg", {}).get("input_size", _IMAGE)  # of timm
-    images = torch.randn(batch, *size, device=job.device)
-    model = _wrapped(module, job)
-    phases.attach(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
+def train_synthetic(numel: int, seconds: float, job: Job, phases: Phases) -> None:
+    """Train a synthetic model."""
+    model = _attached(Synthetic(numel, seconds).to(job.device), job, phases)
+    x = torch.zeros(1, device=job.device, requires_grad=True)
     with suppress(Finished):
         while True:
-            optimizer.zero_grad()
-            scores = model(images)
-            labels = torch.zeros(batch, dtype=torch.int64, device=job.device)
-            # Several scores of a model with auxiliary classifiers, such as GoogLeNet.
-            every = scores if isinstance(scores, tuple) else (scores,)
-            losses = [nn.functional.cross_entropy(each, labels) for each in every]
-            torch.stack(losses).sum().backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+            model(x).sum().backward()
+            model.zero_grad()
+
+
+class Synthetic(nn.Module):
+    """A model with some parameters, whose forward and backward pass take some time in all.
+
+    A third of the time is the forward pass. The host sleeps: it computes nothing.
+    """
+
+    def __init__(self, numel: int, seconds: float) -> None:
+        super().__init__()
+        layers = min(_MOST_LAYERS, math.ceil(numel / _LAYER))
+        sizes = [len(part) for part in torch.empty(numel, device="meta").tensor_split(layers)]
+        self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds / 3)
+        each = 2 / 3 * self.seconds / len(self.weights)
+        for weight in self.weights:
+            x = _Layer.apply(x, weight, each)  # type: ignore[no-untyped-call]
+        return x
 
 
 class _Layer(torch.autograd.Function):
@@ -77,58 +107,54 @@ class _Layer(torch.autograd.Function):
         return gradients[0], gradient, None
 
 
-class Synthetic(nn.Module):
-    """A model with some parameters, whose forward and backward pass take some time in all.
+def _attached(module: nn.Module, job: Job, phases: Phases) -> DistributedDataParallel:
+    devices = [job.device] if job.device.type == "cuda" else None
+    model = DistributedDataParallel(module, device_ids=devices)
+    phases.attach(model)
+    return model
 
-    A third of the time is the forward pass. The host sleeps: it computes nothing.
+
+def run_script(words: Sequence[str], phases: Phases) -> None:
+    """Run a script as torchrun would, in this process, until the phases are measured.
 
     Args:
-        numel: number of parameters.
-        seconds: time of a step.
+        words: a file, or "-m" and a module, and its arguments.
+        phases: what the script's DDP models are attached to.
+
+    Raises:
+        NotMeasured: if the script raises an error.
     """
-
-    def __init__(self, numel: int, seconds: float) -> None:
-        super().__init__()
-        layers = min(_MOST_LAYERS, math.ceil(numel / _LAYER))
-        sizes = [len(part) for part in torch.empty(numel, device="meta").tensor_split(layers)]
-        self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
-        self.seconds = seconds
-
-    def forward(self, x: Tensor) -> Tensor:
-        time.sleep(self.seconds / 3)
-        for weight in self.weights:
-            x = _Layer.apply(  # type: ignore[no-untyped-call]
-                x, weight, 2 / 3 * self.seconds / len(self.weights)
-            )
-        return x
-
-
-def train_synthetic(numel: int, seconds: float, job: Job, phases: Phases) -> None:
-    """Train a synthetic model."""
-    model = _wrapped(Synthetic(numel, seconds).to(job.device), job)
-    phases.attach(model)
-    x = torch.zeros(1, device=job.device, requires_grad=True)
-    with suppress(Finished):
-        while True:
-            model(x).sum().backward()
-            model.zero_grad()
-
-
-def _wrapped(module: nn.Module, job: Job) -> DistributedDataParallel:
-    devices = [job.device] if job.device.type == "cuda" else None
-    return DistributedDataParallel(module, device_ids=devices)
-
-
-def check_script(words: Sequence[str]) -> None:
-    """Require a file, or ``-m`` and a module."""
-    if not words or (words[0] == "-m" and len(words) == 1):
-        raise SpecError("--script needs a file, or -m and a module, and takes the rest of the line")
-    if words[0] != "-m" and not Path(words[0]).is_file():
-        raise SpecError(f"--script {words[0]}: there is no such file in {Path.cwd()}")
+    is_module = words[0] == "-m"
+    name, *arguments = words[is_module:]
+    before = sys.argv, sys.path[0]
+    sys.argv = [name, *arguments]
+    # With -m, the first folder is the current one, as for doctor itself.
+    if not is_module:
+        sys.path[0] = str(Path(name).resolve().parent)
+    try:
+        with every_model(phases), _group_kept(phases):
+            if is_module:
+                runpy.run_module(name, run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(name, run_name="__main__")
+    except Finished:
+        pass
+    except SystemExit as stop:
+        # A script can catch Finished and end in its own way: all is measured then.
+        if stop.code not in (None, 0) and not phases.finished:
+            raise NotMeasured(f"{name} ended with exit status {stop.code}") from None
+    except Exception as error:
+        if not phases.finished:
+            hint = _HOOK if isinstance(error, UnsupportedModelError) else ""
+            raise NotMeasured(f"{name} raised {type(error).__name__}: {error}{hint}") from error
+    finally:
+        sys.argv, sys.path[0] = before
+        # A DDP model that outlives its group can make gloo abort.
+        gc.collect()
 
 
 @contextmanager
-def group_kept(phases: Phases) -> Iterator[None]:
+def _group_kept(phases: Phases) -> Iterator[None]:
     """Keep the process group once the phases are measured, whatever the script says in this block.
 
     Finished leaves a script whose `finally` often ends the group. The exception still holds the
@@ -145,37 +171,3 @@ def group_kept(phases: Phases) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group = destroy
-
-
-def run_script(words: Sequence[str], phases: Phases) -> None:
-    """Run a script as torchrun would, in this process, until the phases are measured.
-
-    Raises:
-        NotMeasured: if the script raises an error.
-    """
-    is_module, rest = words[0] == "-m", words[words[0] == "-m" :]
-    before = sys.argv, sys.path[0]
-    # With -m, the first folder is the current one, as for doctor itself.
-    sys.argv = [*rest]
-    if not is_module:
-        sys.path[0] = str(Path(rest[0]).resolve().parent)
-    try:
-        with every_model(phases), group_kept(phases):
-            if is_module:
-                runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(rest[0], run_name="__main__")
-    except Finished:
-        pass
-    except SystemExit as stop:
-        # A script can catch Finished and end in its own way: all is measured then.
-        if stop.code not in (None, 0) and not phases.finished:
-            raise NotMeasured(f"{rest[0]} ended with exit status {stop.code}") from None
-    except Exception as error:
-        if not phases.finished:
-            hint = _HOOK if isinstance(error, UnsupportedModelError) else ""
-            raise NotMeasured(f"{rest[0]} raised {type(error).__name__}: {error}{hint}") from error
-    finally:
-        sys.argv, sys.path[0] = before
-        # A DDP model that outlives its group can make gloo abort.
-        gc.collect()
