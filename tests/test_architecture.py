@@ -258,9 +258,9 @@ def callers_of_collectives(sources):
 
 
 def test_four_files_send_data():
-    # doctor's channels only measure links, before anything trains.
+    # doctor only measures links, before anything trains.
     assert callers_of_collectives(SOURCES) == {
-        "advisor/doctor/channels.py",
+        "advisor/doctor/links.py",
         "exchange/managed.py",
         "exchange/private.py",
         "exchange/process_group.py",

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from torchcomp.advisor.doctor.facts import Facts
 from torchcomp.advisor.doctor.links import Link
+from torchcomp.advisor.doctor.ranks import Facts
 
 FACTS = Facts(
     host="host",

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
-from torchcomp.advisor.doctor import command, speed, workloads
+from torchcomp.advisor.doctor import command, ranks, workloads
 from torchcomp.advisor.doctor.phases import MODES, NO_EXCHANGE
 from torchcomp.advisor.doctor.workloads import materialized
 
@@ -27,8 +27,8 @@ from torchcomp.advisor.doctor.workloads import materialized
         (["--timeout", "0"], ["--timeout", " 0"]),
         (["--backend", "mpi"], ["--backend", "'mpi'"]),
         (["--json", "/no such/x.json"], ["--json", "/no such"]),
-        (["--json", "/"], ["--json", "folder"]),
-        (["--json", ""], ["--json", "folder"]),
+        (["--json", "/"], ["--json", "'/'"]),
+        (["--json", ""], ["--json", "''"]),
         (["--script"], ["--script", "-m"]),
         (["--script", "-m"], ["--script", "-m"]),
         (["--script", "none.py", "--flag"], ["none.py"]),
@@ -73,7 +73,7 @@ def alone(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(speed, "_SECONDS", 0.005)
+    monkeypatch.setattr(ranks, "_SECONDS", 0.005)
 
     def examined(capsys, *given, script=""):
         (tmp_path / "train_alone.py").write_text(script)

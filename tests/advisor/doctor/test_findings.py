@@ -7,9 +7,8 @@ import pytest
 
 from tests.advisor.doctor.cases import facts, link, mesh
 from torchcomp.advisor.doctor import findings
-from torchcomp.advisor.doctor.clocks import Clock
-from torchcomp.advisor.doctor.preflight import Unreachable
-from torchcomp.advisor.doctor.speed import Speed
+from torchcomp.advisor.doctor.connections import Unreachable
+from torchcomp.advisor.doctor.ranks import Clock, Speed
 
 
 def named(found):

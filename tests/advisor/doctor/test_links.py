@@ -12,8 +12,15 @@ import torch.distributed as dist
 from tests.advisor.doctor.cases import link
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
-from torchcomp.advisor.doctor.channels import GroupChannel, SocketChannel
-from torchcomp.advisor.doctor.links import Link, chosen_pairs, echo, probe, rounds
+from torchcomp.advisor.doctor.links import (
+    GroupChannel,
+    Link,
+    SocketChannel,
+    chosen_pairs,
+    echo,
+    probe,
+    rounds,
+)
 
 
 def test_all_pairs_up_to_16_ranks_and_a_connected_sample_above():

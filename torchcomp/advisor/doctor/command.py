@@ -62,13 +62,11 @@ def examine(options: argparse.Namespace) -> int:
     results, job = Results(), None
     try:
         job = join(options.backend, options.timeout)
-    except NotMeasured as error:
+        measure(job, options, results)
+    except Exception as error:
+        if job is None and isinstance(error, SpecError):
+            raise
         _note(error, results)
-    else:
-        try:
-            measure(job, options, results)
-        except Exception as error:
-            _note(error, results)
     # After an error, the first rank that has it prints.
     if job is None or (job.is_first("report") if results.error else job.rank == 0):
         _print(results, options.json)
@@ -101,16 +99,13 @@ def _check(options: argparse.Namespace) -> None:
     if options.model is not None:
         build_named(options.model)  # without memory
     if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
-        _check_writable(Path(options.json).absolute(), f"--json {options.json!r}")
-
-
-def _check_writable(file: Path, option: str) -> None:
-    if not file.parent.is_dir():
-        raise SpecError(f"{option}: there is no folder {file.parent}")
-    if file.is_dir():
-        raise SpecError(f"{option} is a folder: pass the name of a file, or -")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise SpecError(f"{option}: this user may not write there")
+        try:
+            Path(options.json).open("a").close()
+        except OSError as error:
+            raise SpecError(
+                f"--json {options.json!r} cannot be written ({error.strerror}): pass the name of a "
+                "file in a folder that exists, or -"
+            ) from None
 
 
 def _note(error: Exception, results: Results) -> None:
@@ -129,18 +124,11 @@ def _print(results: Results, path: str | None) -> None:
     if results.error:
         # In one piece, because other ranks write at the same time.
         sys.stderr.write(wrapped("", f"torchcomp: {results.error}") + "\n")
-    if path is not None:
-        _write(json.dumps(as_dict(results), indent=1), path)
+    content = json.dumps(as_dict(results), indent=1)
+    if path == "-":
+        print(content, flush=True)
+    elif path is not None:
+        Path(path).write_text(f"{content}\n")
     if status(results) and "TORCHELASTIC_RUN_ID" in os.environ:
         note = f"torchcomp: exit status {status(results)}, which torchrun reports below"
         print(note, file=sys.stderr, flush=True)
-
-
-def _write(content: str, path: str) -> None:
-    if path == "-":
-        print(content, flush=True)
-        return
-    try:
-        Path(path).write_text(f"{content}\n")
-    except OSError as error:
-        print(f"torchcomp: --json {path} was not written: {error}", file=sys.stderr, flush=True)

@@ -21,15 +21,27 @@ from torch._C._distributed_c10d import PrefixStore
 
 from torchcomp.advisor.collectives import CollectiveTimes, measure_collectives
 from torchcomp.advisor.doctor import findings
-from torchcomp.advisor.doctor.channels import Channel, GroupChannel, SocketChannel
-from torchcomp.advisor.doctor.clocks import Clock, measure_clocks
-from torchcomp.advisor.doctor.facts import Facts, own_facts
+from torchcomp.advisor.doctor.connections import Connections
 from torchcomp.advisor.doctor.findings import Finding
 from torchcomp.advisor.doctor.job import Job
-from torchcomp.advisor.doctor.links import Link, chosen_pairs, measure_rounds, rounds
+from torchcomp.advisor.doctor.links import (
+    Channel,
+    GroupChannel,
+    Link,
+    SocketChannel,
+    chosen_pairs,
+    measure_rounds,
+    rounds,
+)
 from torchcomp.advisor.doctor.phases import MODES, NO_EXCHANGE, Phases
-from torchcomp.advisor.doctor.preflight import Connections
-from torchcomp.advisor.doctor.speed import Speed, measure_speed
+from torchcomp.advisor.doctor.ranks import (
+    Clock,
+    Facts,
+    Speed,
+    measure_clocks,
+    measure_speed,
+    own_facts,
+)
 from torchcomp.advisor.doctor.verdict import (
     Row,
     Verdict,
@@ -68,7 +80,6 @@ class Results:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return len(self.facts)
 
 
@@ -121,17 +132,12 @@ class _Examination:
             print(f"[{passed:3.0f} s] {text}", file=sys.stderr, flush=True)
 
     def _measure_wires(self, connections: Connections) -> None:
-        results, fastest = self._results, findings.TCP_FASTEST
-        results.clocks = measure_clocks(self._job, connections)
+        job, results, fastest = self._job, self._results, findings.TCP_FASTEST
+        results.clocks = measure_clocks(job, connections)
         results.findings += findings.of_clocks(results.clocks)
-        channels: dict[int, Channel] = {}
-
-        def channel_to(other: int) -> Channel:
-            if other not in channels:
-                channels[other] = SocketChannel(connections.between(other), self._job.timeout)
-            return channels[other]
-
-        results.links = self._links("TCP", channel_to, fastest)
+        results.links = self._links(
+            "TCP", lambda other: SocketChannel(connections.between(other), job.timeout), fastest
+        )
         results.findings += findings.of_links(results.links, fastest)
 
     def _links(

@@ -9,32 +9,20 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from torchcomp.advisor.doctor.clocks import Clock
-from torchcomp.advisor.doctor.facts import Facts
+from torchcomp.advisor.doctor.connections import Unreachable
 from torchcomp.advisor.doctor.job import ranks_named
 from torchcomp.advisor.doctor.links import Link, Pair
-from torchcomp.advisor.doctor.preflight import Unreachable
-from torchcomp.advisor.doctor.speed import Speed, quartiles
+from torchcomp.advisor.doctor.ranks import Clock, Facts, Speed, quartiles
 from torchcomp.advisor.units import duration, rate, size
-
-SLOW_LINK = 2.0
-"""A link is slow if the other links of its two ranks are this many times faster."""
-
-LATE_LINK, LATE_SECONDS = 4.0, 1e-3
-"""The same for its latency, which also must be this many seconds longer."""
-
-SLOW_RANK = 1.3
-"""A rank is slow if the best quarter of its times is this many times the worst of the others'."""
 
 TCP_FASTEST = 2e9
 """Bytes per second above which a core, not the link, sets the pace of a TCP connection."""
 
-SKEW = 0.1
-"""Seconds by which clocks may differ."""
-
-SHM = 128 * 2**20
-"""Free bytes that /dev/shm should have: data loaders and NCCL use it."""
-
+_SLOW_LINK = 2.0  # a link is slow if the other links of its two ranks are this many times faster
+_LATE_LINK, _LATE_SECONDS = 4.0, 1e-3  # and late if it takes so many times, and seconds, longer
+_SLOW_RANK = 1.3  # the best quarter of a slow rank's times, by the worst quarter of the others'
+_SKEW = 0.1  # seconds by which clocks may differ
+_SHM = 128 * 2**20  # free bytes that /dev/shm should have: data loaders and NCCL use it
 _MOST_TRIES = 4  # that a finding about connections shows
 
 
@@ -125,7 +113,7 @@ def of_facts(facts: Sequence[Facts]) -> list[Finding]:
             shown = [f"{value or 'none'} on {ranks_named(of)}" for value, of in groups.items()]
             text = f"{what} differ: {'; '.join(shown)}"
             found.append(Finding(code, odd, text, advice, fatal=field == "backend"))
-    small = tuple(rank for rank, each in enumerate(facts) if 0 <= each.shm_free < SHM)
+    small = tuple(rank for rank, each in enumerate(facts) if 0 <= each.shm_free < _SHM)
     if small:
         free = min(facts[rank].shm_free for rank in small)
         text = f"/dev/shm has {size(free)} free on {ranks_named(small)}"
@@ -136,7 +124,7 @@ def of_facts(facts: Sequence[Facts]) -> list[Finding]:
 
 def of_clocks(clocks: Sequence[Clock]) -> list[Finding]:
     """Judge the clocks of the ranks."""
-    skewed = [rank for rank, clock in enumerate(clocks) if abs(clock.offset) - clock.error > SKEW]
+    skewed = [rank for rank, clock in enumerate(clocks) if abs(clock.offset) - clock.error > _SKEW]
     if not skewed:
         return []
     shown = ", ".join(f"rank {rank} by {clocks[rank].offset:+.2f} s" for rank in skewed)
@@ -153,7 +141,7 @@ def of_speeds(speeds: Sequence[Speed]) -> list[Finding]:
             continue
         # At its best against the others at their worst, so that noise is not found.
         worst = statistics.median(quartiles(each.seconds)[1] for each in others)
-        if quartiles(speed.seconds)[0] < SLOW_RANK * worst:
+        if quartiles(speed.seconds)[0] < _SLOW_RANK * worst:
             continue
         factor = speed.median / statistics.median(each.median for each in others)
         text = f"rank {rank} computes {factor:.1f}x slower than the others"
@@ -198,16 +186,16 @@ def _of_bandwidth(links: Sequence[Link], fastest: float) -> list[Finding]:
     found = []
     out, into = (_best(links, end, lambda link: link.bandwidth, max) for end in (0, 1))
     for way, best in (("from", out), ("to", into)):
+        usual = min(fastest, statistics.median(best.values() or [0.0]))
         for rank, value in best.items():
-            usual = min(fastest, statistics.median(best.values()))
-            if SLOW_LINK * value < usual:
+            if _SLOW_LINK * value < usual:
                 text = f"all links {way} rank {rank} are slow: at most {rate(value)}, "
                 text += f"where others reach {rate(usual)}"
                 advice = "check its network card, cable, switch port and driver"
                 found.append(Finding("slow-links", (rank,), text, advice))
     for link in links:
         usual = min(fastest, out[link.source], into[link.target])
-        if SLOW_LINK * link.bandwidth < usual:
+        if _SLOW_LINK * link.bandwidth < usual:
             text = f"{_named(link)} is slow: {rate(link.bandwidth)}, "
             text += f"where both reach {rate(usual)} with others"
             advice = "check the route and the switches between these two"
@@ -216,27 +204,27 @@ def _of_bandwidth(links: Sequence[Link], fastest: float) -> list[Finding]:
 
 
 def _of_latency(links: Sequence[Link]) -> list[Finding]:
+    def is_late(value: float, usual: float) -> bool:
+        return value > _LATE_LINK * usual and value > usual + _LATE_SECONDS
+
     best = _best(links, 0, lambda link: link.latency, min)
     found = []
     for rank, value in best.items():
         usual = statistics.median(best.values())
-        if _is_late(value, usual):
+        if is_late(value, usual):
             text = f"all links of rank {rank} are late: {duration(value)} one way at best, "
             text += f"where others take {duration(usual)}"
             advice = "check its network card, and whether it is in another place"
             found.append(Finding("late-links", (rank,), text, advice))
     for link in links:
         usual = max(best[link.source], best[link.target])
-        if _is_late(link.latency, usual):
+        if is_late(link.latency, usual):
             text = f"{_named(link)} is late: {duration(link.latency)}, "
             text += f"where both take {duration(usual)} with others"
-            advice = "check the route between these two"
-            found.append(Finding("late-link", _ends(link), text, advice))
+            found.append(
+                Finding("late-link", _ends(link), text, "check the route between these two")
+            )
     return found
-
-
-def _is_late(value: float, usual: float) -> bool:
-    return value > LATE_LINK * usual and value > usual + LATE_SECONDS
 
 
 def _best(

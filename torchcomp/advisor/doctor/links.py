@@ -1,12 +1,22 @@
-"""Links: latency and bandwidth between two ranks, in each direction, pair after pair."""
+"""Links: latency and bandwidth between two ranks, in each direction, pair after pair.
+
+TCP measures what gloo uses. On NCCL, the process group uses other links: NVLink or InfiniBand.
+"""
 
 import itertools
 import random
+import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
-from torchcomp.advisor.doctor.channels import Channel
+import torch
+import torch.distributed as dist
+
+from torchcomp.advisor.doctor.connections import limit, read_into
 from torchcomp.advisor.doctor.job import Job
 
 Pair = tuple[int, int]
@@ -90,6 +100,90 @@ def rounds(pairs: Sequence[Pair], nodes: Sequence[int]) -> list[list[Pair]]:
         used |= uses
         members.append(pair)
     return [members for _, members in made]
+
+
+# --- The two ends of a link. Their calls end within a timeout, or raise OSError --------------------
+
+_HEADER = struct.Struct("<Q")
+_CHUNK = 1 << 20
+
+
+class SocketChannel:
+    """One end of a TCP connection."""
+
+    def __init__(self, connection: socket.socket, timeout: float) -> None:
+        self.connection, self.timeout = connection, timeout
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._bytes = memoryview(bytearray(_CHUNK))
+
+    def send(self, nbytes: int) -> None:
+        end = time.monotonic() + self.timeout
+        # The header in one piece with the first bytes: two packets would wait for each other.
+        _HEADER.pack_into(self._bytes, 0, nbytes)
+        left = _HEADER.size + nbytes
+        while left:
+            part = self._bytes[:left]
+            limit(self.connection, end)
+            self.connection.sendall(part)
+            left -= len(part)
+
+    def receive(self) -> int:
+        end = time.monotonic() + self.timeout
+        left = _HEADER.size
+        read_into(self._bytes[:left], self.connection, end)
+        (nbytes,) = (left,) = _HEADER.unpack_from(self._bytes)
+        while left:
+            part = self._bytes[:left]
+            read_into(part, self.connection, end)
+            left -= len(part)
+        return int(nbytes)
+
+    def close(self) -> None:
+        """End the link: its two ends may disagree about what comes next."""
+        self.connection.close()
+
+
+class GroupChannel:
+    """Messages to and from one other rank over the default process group."""
+
+    def __init__(self, other: int, device: torch.device, timeout: float) -> None:
+        self.other, self.device, self.timeout = other, device, timeout
+        self._bytes = torch.zeros(0, dtype=torch.uint8, device=device)
+
+    def send(self, nbytes: int) -> None:
+        self._wait(dist.isend(torch.tensor([nbytes], device=self.device), self.other))
+        if nbytes:
+            self._wait(dist.isend(self._room(nbytes), self.other))
+
+    def receive(self) -> int:
+        size = torch.zeros(1, dtype=torch.int64, device=self.device)
+        self._wait(dist.irecv(size, self.other))
+        nbytes = int(size.item())
+        if nbytes:
+            self._wait(dist.irecv(self._room(nbytes), self.other))
+        return nbytes
+
+    def close(self) -> None:
+        """Do nothing: the backend ends the whole group."""
+
+    def _room(self, nbytes: int) -> torch.Tensor:
+        if len(self._bytes) < nbytes:
+            self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        return self._bytes[:nbytes]
+
+    def _wait(self, work: Any) -> None:
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+        except RuntimeError as error:
+            raise OSError(f"the backend says: {error}") from error
+
+
+Channel = SocketChannel | GroupChannel
+
+
+# --- Measuring -------------------------------------------------------------------------------------
 
 
 def measure_rounds(

@@ -8,10 +8,10 @@ from typing import Any
 
 from torchcomp._version import __version__
 from torchcomp.advisor.doctor.examination import Results
-from torchcomp.advisor.doctor.facts import Facts
 from torchcomp.advisor.doctor.job import ranks_named
 from torchcomp.advisor.doctor.links import ALL_PAIRS, Link
 from torchcomp.advisor.doctor.phases import PLAIN
+from torchcomp.advisor.doctor.ranks import Facts
 from torchcomp.advisor.units import duration, rate, size
 from torchcomp.plan import wrapped
 

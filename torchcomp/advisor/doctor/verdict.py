@@ -13,7 +13,7 @@ from torch import Tensor
 from torchcomp.advisor.collectives import Times
 from torchcomp.advisor.doctor.job import Job
 from torchcomp.advisor.doctor.phases import NO_EXCHANGE, PLAIN
-from torchcomp.advisor.doctor.speed import quartiles
+from torchcomp.advisor.doctor.ranks import quartiles
 from torchcomp.advisor.prediction import BF16, DDP, USUAL, Prediction, Run
 from torchcomp.advisor.recording import MOST_ELEMENTS, random_values
 

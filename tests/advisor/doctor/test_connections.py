@@ -7,12 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
-from torchcomp.advisor.doctor.addresses import interface_of, mtu_of, own_address
-from torchcomp.advisor.doctor.clocks import measure_clocks
-from torchcomp.advisor.doctor.facts import Facts, own_facts
+from torchcomp.advisor.doctor.connections import Connections, interface_of, own_address
 from torchcomp.advisor.doctor.job import Job, NotMeasured, join, ranks_named
-from torchcomp.advisor.doctor.preflight import Connections
-from torchcomp.advisor.doctor.speed import measure_speed
+from torchcomp.advisor.doctor.ranks import Facts, measure_clocks, measure_speed, own_facts
 from torchcomp.errors import SpecError
 
 
@@ -88,6 +85,7 @@ def test_a_process_without_torchrun_is_alone_and_has_facts_and_a_speed():
     assert (facts.interface, facts.local_world_size) == ("lo", 1)
     assert facts.kernels in ("Numba", "plain torch")
     assert min(facts.cores, facts.threads, facts.mtu) > 0
+    assert (own_facts(job, "192.0.2.1").interface, own_facts(job, "192.0.2.1").mtu) == ("", 0)
     (speed,) = measure_speed(job, "speed")
     assert 0 < speed.busy <= 1
     assert min(speed.seconds) > 0
@@ -113,8 +111,7 @@ def test_the_address_is_that_of_the_interface_that_the_backend_takes():
     for backend, variable, value in addresses:
         assert own_address(backend, {variable: value}) == "127.0.0.1"
     assert interface_of("127.0.0.1") == "lo"
-    assert mtu_of("lo") > 0
-    assert (interface_of("192.0.2.1"), mtu_of("no such")) == ("", 0)
+    assert interface_of("192.0.2.1") == ""
     for backend, value in (("gloo", "none7"), ("gloo", "l"), ("nccl", "=l")):
         variable = f"{backend.upper()}_SOCKET_IFNAME"
         with pytest.raises(SpecError, match=f"{variable}={value}"):

@@ -1,20 +1,22 @@
-"""Pre-flight: every rank connects to every other one, before there is a process group.
+"""Connections: every rank connects to every other one, before there is a process group.
 
 gloo connects all pairs when the group is made. If one pair cannot, all ranks wait for long and none
 says which. Here every pair tries with a short timeout, in both directions, on a port that the
-system chooses, as gloo's and NCCL's.
+system chooses, as gloo's and NCCL's, and on the address that the backend takes.
 """
 
+import fcntl
+import os
 import socket
 import struct
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from threading import Thread
 
-from torchcomp.advisor.doctor.addresses import own_address
-from torchcomp.advisor.doctor.channels import read_into
 from torchcomp.advisor.doctor.job import Job
+from torchcomp.errors import SpecError
 
 _HELLO = struct.Struct("<8sI")
 _MAGIC = b"tcdoctor"
@@ -23,6 +25,8 @@ _ACK = b"!"
 # Shares of the timeout: for the connection, and for finding out why there is none.
 _SHARE, _SHARE_WHY = 0.6, 0.25
 _CLOSED_PORT = 1  # tcpmux, which nobody serves: a host that lives refuses at once
+_SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,6 @@ class Connections:
         return (self.outgoing if self.job.rank < other else self.incoming)[other]
 
     def close(self) -> None:
-        """Close everything."""
         for each in (self._listener, *self.outgoing.values(), *self.incoming.values()):
             each.close()
 
@@ -117,11 +120,106 @@ class Connections:
             connection.close()  # the rank that connects reports it
 
 
+def read_into(room: memoryview, connection: socket.socket, end: float) -> None:
+    """Fill a buffer from a connection, until a time of the monotonic clock."""
+    while room:
+        limit(connection, end)
+        count = connection.recv_into(room)
+        if not count:
+            raise ConnectionResetError("the other rank closed the connection")
+        room = room[count:]
+
+
+def limit(connection: socket.socket, end: float) -> None:
+    """Let the next call end at a time of the monotonic clock."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no end within the timeout")
+    connection.settimeout(left)
+
+
 def _answers(address: str, seconds: float) -> bool:
     try:
         socket.create_connection((address, _CLOSED_PORT), timeout=seconds).close()
-    except ConnectionRefusedError:
-        return True
-    except OSError:
-        return False
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
     return True
+
+
+# --- Addresses ------------------------------------------------------------------------------------
+
+
+def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address that other ranks connect to.
+
+    gloo takes GLOO_SOCKET_IFNAME, or else the address of the host's name. NCCL takes
+    NCCL_SOCKET_IFNAME, or else a network card; the one towards the store of the job is assumed.
+
+    Raises:
+        SpecError: if the variable names no interface that has an address.
+    """
+    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    wanted = environment.get(variable, "")
+    if wanted:
+        addresses = filter(None, map(_address_of, _matching(wanted, backend)))
+        for address in addresses:
+            return address
+        raise SpecError(
+            f"{variable}={wanted}: no such interface has an IPv4 address here; there are "
+            f"{', '.join(_interfaces())}"
+        )
+    if backend == "gloo":
+        return _of_host_name()
+    return _towards(environment.get("MASTER_ADDR", _LOOPBACK))
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address, or "" if none has."""
+    return next((name for name in _interfaces() if _address_of(name) == address), "")
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _matching(wanted: str, backend: str) -> list[str]:
+    """Return the interfaces that a variable selects.
+
+    gloo reads names. NCCL reads prefixes, "=" in front of names, and "^" in front of what to leave
+    out.
+    """
+    words = wanted.lstrip("^=").split(",")
+    if backend == "gloo" or wanted.startswith("="):
+        return [name for name in words if name in _interfaces()]
+    left_out = wanted.startswith("^")
+    return [name for name in _interfaces() if name.startswith(tuple(words)) != left_out]
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface, or "" if it has none."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _of_host_name() -> str:
+    """Return the address that the host's name stands for, if this machine has it."""
+    with suppress(OSError):
+        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
+        for *_, (address, *_) in found:
+            with suppress(OSError), socket.socket() as probe:
+                probe.bind((address, 0))
+                return str(address)
+    return _LOOPBACK
+
+
+def _towards(host: str) -> str:
+    """Return the address from which this machine reaches a host."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    return _LOOPBACK
