@@ -3,6 +3,6 @@
 ``torchrun ... -m torchcomp doctor`` runs it; docs/doctor.md explains the report.
 """
 
-from torchcomp.advisor.doctor.command import add_options, examine
+from torchcomp.advisor.doctor.command import examine
 
-__all__ = ["add_options", "examine"]
+__all__ = ["examine"]

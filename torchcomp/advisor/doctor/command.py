@@ -1,4 +1,4 @@
-"""Command: its options, an examination, its report printed once, and the exit status."""
+"""Command: run an examination, print its report once, and return the exit status."""
 
 import argparse
 import json
@@ -13,40 +13,7 @@ from torchcomp.advisor.doctor.job import NotMeasured, join
 from torchcomp.advisor.doctor.report import as_dict, status, text
 from torchcomp.advisor.named_models import build_named
 from torchcomp.errors import SpecError
-from torchcomp.flags import number, whole
 from torchcomp.plan import wrapped
-
-_EPILOG = """\
-exit status: 0 healthy, 1 something was found, 2 bad options, 3 a link, a rank or the script failed.
-Under torchrun, whose own status is always 1, it is in the JSON and in torchrun's report.
-"""
-
-
-def add_options(command: argparse.ArgumentParser) -> None:
-    """Add the options of doctor to its parser."""
-    command.epilog = _EPILOG
-    add = command.add_argument
-    seconds = number("above 0")
-    help_text = "how long one answer of another rank may take (default: 15)"
-    add("--timeout", type=seconds, default=15.0, metavar="SECONDS", help=help_text)
-    help_text = "gloo or nccl (default: nccl where there are GPUs)"
-    add("--backend", choices=("gloo", "nccl"), help=help_text)
-    help_text = "write all results as JSON to this file, or - for stdout in place of the report"
-    add("--json", metavar="FILE", help=help_text)
-    group = command.add_argument_group("a training step", "one of --model, --numel and --script")
-    add = group.add_argument
-    add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
-    add("--batch", type=whole(1), metavar="N", help="images per rank, for --model (default: 8)")
-    add("--numel", type=whole(1), metavar="N", help="parameters of a model that only waits")
-    help_text = "compute time of its step, as you measured it"
-    add("--step-ms", type=seconds, metavar="MS", help=help_text)
-    help_text = "about how long to take steps; the collectives get half of it (default: 20)"
-    add("--seconds", type=seconds, default=20.0, help=help_text)
-    help_text = (
-        "run your own script for some steps: FILE or -m MODULE, and its arguments; the last "
-        "option. What it trains is thrown away"
-    )
-    add("--script", nargs=argparse.REMAINDER, metavar="...", help=help_text)
 
 
 def examine(options: argparse.Namespace) -> int:
@@ -66,7 +33,12 @@ def examine(options: argparse.Namespace) -> int:
     except Exception as error:
         if job is None and isinstance(error, SpecError):
             raise
-        _note(error, results)
+        expected = isinstance(error, NotMeasured)
+        results.error = str(error) if expected else f"{type(error).__name__}: {error}"
+        # Of a script that failed, or of what was not foreseen, such as too little memory.
+        cause = error.__cause__ if expected else error
+        if cause is not None:
+            sys.stderr.write("".join(traceback.format_exception(cause)))
     # After an error, the first rank that has it prints.
     if job is None or (job.is_first("report") if results.error else job.rank == 0):
         _print(results, options.json)
@@ -106,16 +78,6 @@ def _check(options: argparse.Namespace) -> None:
                 f"--json {options.json!r} cannot be written ({error.strerror}): pass the name of a "
                 "file in a folder that exists, or -"
             ) from None
-
-
-def _note(error: Exception, results: Results) -> None:
-    """Keep an error with what was measured before it."""
-    expected = isinstance(error, NotMeasured)
-    results.error = str(error) if expected else f"{type(error).__name__}: {error}"
-    # Of a script that failed, or of what was not foreseen, such as too little memory.
-    cause = error.__cause__ if expected else error
-    if cause is not None:
-        sys.stderr.write("".join(traceback.format_exception(cause)))
 
 
 def _print(results: Results, path: str | None) -> None:

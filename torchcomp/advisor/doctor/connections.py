@@ -146,23 +146,16 @@ def _answers(address: str, seconds: float) -> bool:
     return True
 
 
-# --- Addresses ------------------------------------------------------------------------------------
-
-
 def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the address that other ranks connect to.
 
     gloo takes GLOO_SOCKET_IFNAME, or else the address of the host's name. NCCL takes
     NCCL_SOCKET_IFNAME, or else a network card; the one towards the store of the job is assumed.
-
-    Raises:
-        SpecError: if the variable names no interface that has an address.
     """
     variable = f"{backend.upper()}_SOCKET_IFNAME"
     wanted = environment.get(variable, "")
     if wanted:
-        addresses = filter(None, map(_address_of, _matching(wanted, backend)))
-        for address in addresses:
+        for address in filter(None, map(_address_of, _matching(wanted, backend))):
             return address
         raise SpecError(
             f"{variable}={wanted}: no such interface has an IPv4 address here; there are "
@@ -208,12 +201,9 @@ def _address_of(interface: str) -> str:
 
 def _of_host_name() -> str:
     """Return the address that the host's name stands for, if this machine has it."""
-    with suppress(OSError):
-        found = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET, socket.SOCK_STREAM)
-        for *_, (address, *_) in found:
-            with suppress(OSError), socket.socket() as probe:
-                probe.bind((address, 0))
-                return str(address)
+    with suppress(OSError), socket.socket() as probe:
+        probe.bind((socket.gethostname(), 0))
+        return str(probe.getsockname()[0])
     return _LOOPBACK
 
 

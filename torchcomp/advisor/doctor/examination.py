@@ -10,8 +10,8 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, redirect_stdout
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -84,11 +84,7 @@ class Results:
 
 
 def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
-    """Measure a job as its options say, and fill in the results, step by step.
-
-    Raises:
-        NotMeasured: if a rank is missing or a script fails.
-    """
+    """Measure a job as its options say, and fill in the results, step by step."""
     began = time.monotonic()
     try:
         _Examination(job, options, results, began).run()
@@ -96,18 +92,19 @@ def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
         results.seconds = time.monotonic() - began
 
 
+@dataclass(frozen=True)
 class _Examination:
     """One examination of a job. Its methods fill in the results, in order."""
 
-    def __init__(
-        self, job: Job, options: argparse.Namespace, results: Results, began: float
-    ) -> None:
-        self._job, self._options, self._results, self._began = job, options, results, began
-        results.backend = job.backend
+    job: Job
+    options: argparse.Namespace
+    results: Results
+    began: float
 
     def run(self) -> None:
         """Measure everything, until something shows that the ranks cannot train together."""
-        job, options, results = self._job, self._options, self._results
+        job, options, results = self.job, self.options, self.results
+        results.backend = job.backend
         self._say("connecting every pair of ranks")
         connections = Connections(job)
         try:
@@ -121,18 +118,19 @@ class _Examination:
             connections.close()
         # With a link that failed, or two backends, making the group would wait for minutes.
         if not results.fatal:
-            with _process_group(job):
-                self._measure_group()
+            _make_group(job)
+            self._measure_group()
+            _leave_group(job, "doctor")
         if options.script and not results.fatal:
             self._measure_steps()
 
     def _say(self, text: str) -> None:
-        if self._job.rank == 0:
-            passed = time.monotonic() - self._began
+        if self.job.rank == 0:
+            passed = time.monotonic() - self.began
             print(f"[{passed:3.0f} s] {text}", file=sys.stderr, flush=True)
 
     def _measure_wires(self, connections: Connections) -> None:
-        job, results, fastest = self._job, self._results, findings.TCP_FASTEST
+        job, results, fastest = self.job, self.results, findings.TCP_FASTEST
         results.clocks = measure_clocks(job, connections)
         results.findings += findings.of_clocks(results.clocks)
         results.links = self._links(
@@ -144,7 +142,7 @@ class _Examination:
         self, name: str, channel_to: Callable[[int], Channel], fastest: float = math.inf
     ) -> list[Link]:
         """Measure the links, and those that look slow again, alone: noise does not come back."""
-        job, nodes = self._job, [each.node for each in self._results.facts]
+        job, nodes = self.job, [each.node for each in self.results.facts]
         pairs = chosen_pairs(job.world_size)
         self._say(f"measuring {len(pairs)} pairs of ranks over {name}, in both directions")
         links = measure_rounds(job, name, rounds(pairs, nodes), nodes, channel_to)
@@ -160,13 +158,12 @@ class _Examination:
         return links
 
     def _measure_group(self) -> None:
-        job, results, options = self._job, self._results, self._options
+        job, results, options = self.job, self.results, self.options
         self._say("computing on all ranks at the same time")
         results.speeds = measure_speed(job, "speed")
         if findings.of_speeds(results.speeds):
-            again = measure_speed(job, "speed, a second time")
-            both = zip(results.speeds, again, strict=True)
-            results.speeds = [one.with_windows_of(other) for one, other in both]
+            both = zip(results.speeds, measure_speed(job, "speed, a second time"), strict=True)
+            results.speeds = [Speed(a.seconds + b.seconds, (a.busy + b.busy) / 2) for a, b in both]
         results.findings += findings.of_speeds(results.speeds)
         if job.world_size > 1:
             if job.backend == "nccl":
@@ -183,7 +180,7 @@ class _Examination:
             self._measure_steps()
 
     def _measure_steps(self) -> None:
-        job, results, seconds = self._job, self._results, self._options.seconds
+        job, results, seconds = self.job, self.results, self.options.seconds
         phases = Phases(job, seconds, MODES if job.world_size > 1 else (NO_EXCHANGE,))
         self._train(phases)
         results.rows = measured_rows(job.gather("steps", phases.results()))
@@ -191,16 +188,14 @@ class _Examination:
             return
         self._say("predicting other methods")
         (alone,) = (row.seconds for row in results.rows if row.method == NO_EXCHANGE)
-        facts = results.facts[job.rank]
+        facts, times = results.facts[job.rank], results.collectives
         cores = 1.0 if job.backend == "nccl" else facts.cores / facts.local_world_size
-        predicted = predicted_rows(
-            job, phases.parameters, alone, results.collectives, cores, seconds
-        )
+        predicted = predicted_rows(job, phases.parameters, alone, times, cores, seconds)
         results.verdict = judge(results.rows, predicted)
 
     def _train(self, phases: Phases) -> None:
         """Train what the options name, until all phases are measured."""
-        job, options, results = self._job, self._options, self._results
+        job, options, results = self.job, self.options, self.results
         if options.model:
             batch = options.batch or 8
             results.workload = f"{options.model}, batch {batch} per rank"
@@ -219,8 +214,7 @@ class _Examination:
             _leave_group(job, "script")
 
 
-@contextmanager
-def _process_group(job: Job) -> Iterator[None]:
+def _make_group(job: Job) -> None:
     """Make a default process group, on keys of its own: a script makes another one later."""
     if job.device.type == "cuda":
         torch.cuda.set_device(job.device)
@@ -232,8 +226,6 @@ def _process_group(job: Job) -> Iterator[None]:
         # Gradients of a large model on a slow link take longer than one answer.
         timeout=timedelta(seconds=20 * job.timeout),
     )
-    yield
-    _leave_group(job, "doctor")
 
 
 def _leave_group(job: Job, name: str) -> None:

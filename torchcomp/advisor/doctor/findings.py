@@ -37,9 +37,6 @@ class Finding:
     fatal: bool = False  # whether the job cannot train like this
 
 
-# --- Connections ----------------------------------------------------------------------------------
-
-
 def of_connections(failed: Sequence[Unreachable]) -> list[Finding]:
     """Judge connections that failed: a finding per pair of ranks, or one for their common rank."""
     pairs: dict[Pair, list[Unreachable]] = defaultdict(list)
@@ -70,8 +67,6 @@ def _unreachable(ranks: tuple[int, ...], others: str, ways: Sequence[Unreachable
     text = f"{what} between rank {ranks[0]} and {others} ({'; '.join(tries)})"
     return Finding(code, ranks, text, advice, fatal=True)
 
-
-# --- Ranks ----------------------------------------------------------------------------------------
 
 _VERSIONS = "install the same versions on all nodes"
 # What should be equal on all ranks, by the name in Facts: code, words and advice.
@@ -155,14 +150,8 @@ def of_speeds(speeds: Sequence[Speed]) -> list[Finding]:
     return found
 
 
-# --- Links ----------------------------------------------------------------------------------------
-
-
 def of_links(links: Sequence[Link], fastest: float = math.inf) -> list[Finding]:
-    """Judge the links, each direction separately, inside nodes and between nodes separately.
-
-    Up to `fastest` bytes per second, the measurement tells links apart.
-    """
+    """Judge the links; up to `fastest` bytes per second, the measurement tells them apart."""
     advice = "it connected before: look for lost packets and for a firewall with a limit"
     found = [
         Finding("lost-link", _ends(link), f"{_named(link)} failed: {link.error}", advice, True)

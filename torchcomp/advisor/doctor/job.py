@@ -37,7 +37,6 @@ class Job:
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
         cuda = self.backend == "nccl"
         return torch.device("cuda", self.local_rank) if cuda else torch.device("cpu")
 
@@ -47,11 +46,7 @@ class Job:
         return 4 * self.timeout
 
     def gather(self, name: str, value: Any, seconds: float | None = None) -> list[Any]:
-        """Return every rank's `value`, which fits into JSON, in rank order; use a name once.
-
-        Raises:
-            NotMeasured: if ranks are missing after so many seconds, by default :attr:`patience`.
-        """
+        """Return every rank's `value`, which fits into JSON, in rank order; use a name once."""
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
         seconds = self.patience if seconds is None else seconds
         try:
@@ -68,7 +63,6 @@ class Job:
         return [json.loads(text) for text in self.store.multi_get(keys)]
 
     def barrier(self, name: str, seconds: float | None = None) -> None:
-        """Wait until every rank is here."""
         self.gather(name, None, seconds)
 
     def is_first(self, name: str) -> bool:
@@ -80,14 +74,7 @@ class Job:
 
 
 def join(backend: str | None, timeout: float) -> Job:
-    """Find the other ranks, as torchrun's variables describe them; without them, be alone.
-
-    Without a backend, a rank with a GPU takes NCCL.
-
-    Raises:
-        SpecError: if this rank lacks the GPU that "nccl" needs.
-        NotMeasured: if the store of the job cannot be reached.
-    """
+    """Find the other ranks, as torchrun's variables describe them; without them, be alone."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_RANK")
     rank, world_size, local_rank, node = (
         int(os.environ.get(name, name == "WORLD_SIZE")) for name in names

@@ -21,16 +21,14 @@ from torchcomp.advisor.doctor.job import Job
 
 Pair = tuple[int, int]
 
-ALL_PAIRS = 16
-"""Up to this many ranks, every pair is measured."""
-
-_SAMPLES = 3
-"""Above it, every rank has its two neighbours and this many other ranks."""
-
+ALL_PAIRS = 16  # up to this many ranks, every pair is measured
+_SAMPLES = 3  # above it, every rank has its two neighbours and this many other ranks
 _SIZES = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
 _MOST_PINGS, _MOST_REPETITIONS = 20, 5
 _LONGEST, _SHORTEST = 0.3, 0.04  # seconds for a link
 _ALL = 16.0  # seconds for all links, if they answer at once
+_HEADER = struct.Struct("<Q")
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -46,12 +44,11 @@ class Link:
 
     @property
     def latency(self) -> float:
-        """Seconds for one byte, one way."""
         return self.round_trip / 2
 
     @property
     def bandwidth(self) -> float:
-        """Bytes per second, from the largest message: a burst can let smaller ones pass."""
+        # From the largest message: a burst can let smaller ones pass.
         if not self.points:
             return 0.0
         nbytes, seconds = self.points[-1]
@@ -82,10 +79,7 @@ def chosen_pairs(world_size: int) -> list[Pair]:
 
 
 def rounds(pairs: Sequence[Pair], nodes: Sequence[int]) -> list[list[Pair]]:
-    """Divide pairs into rounds in which no two pairs share a rank or a network card.
-
-    A pair on two nodes uses the cards of both.
-    """
+    """Divide pairs into rounds in which no two share a rank, or the network card of a node."""
     made: list[tuple[set[tuple[str, int]], list[Pair]]] = []
     # By distance: neighbours at a distance fill a round, as in a round-robin tournament.
     for pair in sorted(pairs, key=lambda pair: (pair[1] - pair[0], pair)):
@@ -102,14 +96,8 @@ def rounds(pairs: Sequence[Pair], nodes: Sequence[int]) -> list[list[Pair]]:
     return [members for _, members in made]
 
 
-# --- The two ends of a link. Their calls end within a timeout, or raise OSError --------------------
-
-_HEADER = struct.Struct("<Q")
-_CHUNK = 1 << 20
-
-
 class SocketChannel:
-    """One end of a TCP connection."""
+    """One end of a TCP connection. A call ends within a timeout, or raises OSError."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
         self.connection, self.timeout = connection, timeout
@@ -144,32 +132,28 @@ class SocketChannel:
 
 
 class GroupChannel:
-    """Messages to and from one other rank over the default process group."""
+    """The same with one other rank over the default process group."""
 
     def __init__(self, other: int, device: torch.device, timeout: float) -> None:
         self.other, self.device, self.timeout = other, device, timeout
-        self._bytes = torch.zeros(0, dtype=torch.uint8, device=device)
 
     def send(self, nbytes: int) -> None:
         self._wait(dist.isend(torch.tensor([nbytes], device=self.device), self.other))
         if nbytes:
-            self._wait(dist.isend(self._room(nbytes), self.other))
+            message = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+            self._wait(dist.isend(message, self.other))
 
     def receive(self) -> int:
         size = torch.zeros(1, dtype=torch.int64, device=self.device)
         self._wait(dist.irecv(size, self.other))
         nbytes = int(size.item())
         if nbytes:
-            self._wait(dist.irecv(self._room(nbytes), self.other))
+            message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+            self._wait(dist.irecv(message, self.other))
         return nbytes
 
     def close(self) -> None:
         """Do nothing: the backend ends the whole group."""
-
-    def _room(self, nbytes: int) -> torch.Tensor:
-        if len(self._bytes) < nbytes:
-            self._bytes = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-        return self._bytes[:nbytes]
 
     def _wait(self, work: Any) -> None:
         try:
@@ -181,9 +165,6 @@ class GroupChannel:
 
 
 Channel = SocketChannel | GroupChannel
-
-
-# --- Measuring -------------------------------------------------------------------------------------
 
 
 def measure_rounds(
@@ -203,9 +184,8 @@ def measure_rounds(
         for pair in members:
             if job.rank in pair:
                 (other,) = {*pair} - {job.rank}
-                inside = nodes[job.rank] == nodes[other]
-                found = _measured(channel_to(other), job.rank < other, budget)
-                own.append(Link(job.rank, other, inside, *found))
+                ends = job.rank, other, nodes[job.rank] == nodes[other]
+                own.append(_measured(channel_to(other), *ends, budget))
     rows = job.gather(name, [[*vars(link).values()] for link in own], seconds)
     # JSON has lists in place of tuples.
     return [
@@ -215,30 +195,22 @@ def measure_rounds(
     ]
 
 
-def _measured(
-    channel: Channel, begins: bool, budget: float
-) -> tuple[float, tuple[tuple[int, float], ...], str]:
+def _measured(channel: Channel, rank: int, other: int, inside: bool, budget: float) -> Link:
     """Measure both directions, one after the other; return the one in which this rank sends."""
     try:
-        if begins:
-            trip, points = probe(channel, budget)
+        if rank > other:
             echo(channel)
-        else:
+        found = probe(channel, budget)
+        if rank < other:
             echo(channel)
-            trip, points = probe(channel, budget)
     except OSError as error:
         channel.close()
-        return 0.0, (), str(error)
-    return trip, tuple(points), ""
+        return Link(rank, other, inside, error=str(error))
+    return Link(rank, other, inside, *found)
 
 
-def probe(channel: Channel, budget: float) -> tuple[float, list[tuple[int, float]]]:
-    """Measure a link, while the other end echoes.
-
-    Returns:
-        Seconds of a round trip, and the points of a :class:`Link`. Slow links get the smaller
-        sizes only.
-    """
+def probe(channel: Channel, budget: float) -> tuple[float, tuple[tuple[int, float], ...]]:
+    """Return a link's round trip and points, while the other end echoes. Slow links get few."""
     began = time.monotonic()
     _ping(channel, 1)  # the connection may have been idle
     trips = [_ping(channel, 1)]
@@ -256,7 +228,7 @@ def probe(channel: Channel, budget: float) -> tuple[float, list[tuple[int, float
             times.append(_ping(channel, nbytes))
         points.append((nbytes, min(times)))
     channel.send(0)
-    return trip, points
+    return trip, tuple(points)
 
 
 def echo(channel: Channel) -> None:

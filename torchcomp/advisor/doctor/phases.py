@@ -9,32 +9,24 @@ gradient, the optimizer and the loader.
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._C._distributed_c10d import GradBucket
-from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
-    allreduce_hook,
-    bf16_compress_hook,
-)
+from torch.distributed.algorithms.ddp_comm_hooks import debugging_hooks, default_hooks
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchcomp.advisor.doctor.job import Job, NotMeasured
 
 NO_EXCHANGE, PLAIN, BF16 = "no exchange", "DDP", "DDP, bf16 hook"
 _HOOKS: dict[str, Callable[..., torch.futures.Future[torch.Tensor]]] = {
-    NO_EXCHANGE: noop_hook,
-    PLAIN: allreduce_hook,
-    BF16: bf16_compress_hook,
+    NO_EXCHANGE: debugging_hooks.noop_hook,
+    PLAIN: default_hooks.allreduce_hook,
+    BF16: default_hooks.bf16_compress_hook,
 }
 MODES = tuple(_HOOKS)
-WARM_UP = 3
-"""Steps before the first one that counts: DDP rebuilds its buckets after the first."""
-
+WARM_UP = 3  # steps before the first one that counts: DDP rebuilds its buckets after the first
 _ROUNDS = 3
 _FIRST_STEPS, _MOST_STEPS = 3, 20  # of a mode, in the first and in later rounds
 _MOST_ALONE = 100  # steps of an optimizer before there is a DDP model
@@ -45,10 +37,7 @@ class Finished(BaseException):
 
 
 class Phases:
-    """Which hook runs in which step, and how long the steps take, in about `budget` seconds.
-
-    The ranks agree through the store of the job: rank 0 says how many steps to take.
-    """
+    """Which hook runs in which step, and how long the steps take, in about `budget` seconds."""
 
     def __init__(self, job: Job, budget: float, modes: Sequence[str] = MODES) -> None:
         self.job, self.budget, self.modes = job, budget, modes
@@ -68,10 +57,7 @@ class Phases:
         self._left = next(self._plan)
 
     def attach(self, model: DistributedDataParallel) -> None:
-        """Measure the steps of a model from now on.
-
-        Of several models, the first one that exchanges gradients counts. The others follow it.
-        """
+        """Measure the steps of a model: of several ones, the first that exchanges gradients."""
         state = self, len(self._attached), model.process_group
         trained = ((n, p) for n, p in model.module.named_parameters() if p.requires_grad)
         self._attached.append({n: torch.empty_like(p, device="meta") for n, p in trained})
@@ -103,11 +89,7 @@ class Phases:
                 raise Finished
 
     def results(self) -> dict[str, list[float]]:
-        """Return the seconds of the measured steps of each mode.
-
-        Raises:
-            NotMeasured: if the training loop ended before every mode was measured.
-        """
+        """Return the seconds of the steps of each mode, or raise NotMeasured if one has none."""
         if not self._steps:
             raise NotMeasured(
                 f"no model in DistributedDataParallel exchanged gradients, in {self._alone} steps "
@@ -144,7 +126,7 @@ class Phases:
                 return
 
     def _agreed(self, value: int) -> int:
-        """Return the value of rank 0."""
+        """Return the value of rank 0, which says how many steps to take."""
         key = f"phases/{next(self._agreements)}"
         if self.job.rank == 0:
             self.job.store.set(key, str(value))
@@ -164,24 +146,6 @@ def hook(state: tuple[Phases, int, Any], bucket: GradBucket) -> torch.futures.Fu
     return exchanged
 
 
-@contextmanager
-def every_model(phases: Phases) -> Iterator[None]:
-    """Attach the phases to every DDP model that is made, and every optimizer, in this block."""
-    made = DistributedDataParallel.__init__
-
-    def init(model: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
-        made(model, *arguments, **options)
-        phases.attach(model)
-
-    DistributedDataParallel.__init__ = init  # type: ignore[assignment, method-assign]
-    handle = register_optimizer_step_post_hook(phases.optimized)
-    try:
-        yield
-    finally:
-        handle.remove()
-        DistributedDataParallel.__init__ = made  # type: ignore[method-assign]
-
-
 def _mark(device: torch.device) -> Any:
     """Return a point in time, on a GPU one of its stream: the host runs ahead of it."""
     if device.type != "cuda":
@@ -193,7 +157,7 @@ def _mark(device: torch.device) -> Any:
 
 def _differences(marks: list[Any], device: torch.device) -> list[float]:
     """Return the seconds between points in time."""
-    pairs = list(itertools.pairwise(marks))
+    pairs = itertools.pairwise(marks)
     if device.type != "cuda":
         return [after - before for before, after in pairs]
     torch.cuda.synchronize(device)

@@ -95,9 +95,6 @@ def _read(path: str) -> str:
         return ""
 
 
-# --- Clocks ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Clock:
     """The clock of a rank."""
@@ -144,9 +141,6 @@ def _answer(connection: socket.socket, seconds: float) -> None:
             connection.sendall(_TIME.pack(time.time()))
 
 
-# --- Speed ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Speed:
     """How long one rank took for the same matrix products as the others."""
@@ -157,10 +151,6 @@ class Speed:
     @property
     def median(self) -> float:
         return statistics.median(self.seconds)
-
-    def with_windows_of(self, other: "Speed") -> "Speed":
-        """Return both measurements as one."""
-        return Speed(self.seconds + other.seconds, (self.busy + other.busy) / 2)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float]:

@@ -11,16 +11,11 @@ from torchcomp.advisor.doctor.examination import Results
 from torchcomp.advisor.doctor.job import ranks_named
 from torchcomp.advisor.doctor.links import ALL_PAIRS, Link
 from torchcomp.advisor.doctor.phases import PLAIN
-from torchcomp.advisor.doctor.ranks import Facts
 from torchcomp.advisor.units import duration, rate, size
 from torchcomp.plan import wrapped
 
-SCHEMA = 1
-"""Version of the JSON. It grows when a name goes away or changes its meaning."""
-
-HEALTHY, FOUND, NOT_MEASURED = 0, 1, 3
-"""Exit statuses. 2 is bad options."""
-
+SCHEMA = 1  # version of the JSON: it grows when a name goes away or changes its meaning
+HEALTHY, FOUND, NOT_MEASURED = 0, 1, 3  # exit statuses; 2 is bad options
 _SHOWN_SIZES = (2**12, 2**18, 2**22, 2**24)
 _MOST_SHOWN = 20
 
@@ -78,28 +73,24 @@ def _counted(count: int, noun: str) -> str:
 def _machines(results: Results) -> Iterator[str]:
     groups: dict[str, list[int]] = {}
     for rank, facts in enumerate(results.facts):
-        groups.setdefault(_described(facts), []).append(rank)
+        parts = (
+            f"host {facts.host}",
+            _counted(facts.cores, "core"),
+            _counted(facts.threads, "thread"),
+            facts.gpu,
+            f"/dev/shm {size(facts.shm_free)} free" if facts.shm_bytes >= 0 else "no /dev/shm",
+            f"{facts.kernels} kernels",
+            f"interface {facts.interface or 'unknown'}",
+            f"torch {facts.torch}",
+            f"torchcomp {facts.torchcomp}",
+            f"Python {facts.python}",
+            facts.nccl and f"NCCL {facts.nccl}",
+            facts.driver and f"driver {facts.driver}",
+        )
+        groups.setdefault(", ".join(filter(None, parts)), []).append(rank)
     yield "machines"
     for described, ranks in list(groups.items())[:_MOST_SHOWN]:
         yield wrapped(f"  {ranks_named(ranks)}: ", described)
-
-
-def _described(facts: Facts) -> str:
-    parts = (
-        f"host {facts.host}",
-        _counted(facts.cores, "core"),
-        _counted(facts.threads, "thread"),
-        facts.gpu,
-        f"/dev/shm {size(facts.shm_free)} free" if facts.shm_bytes >= 0 else "no /dev/shm",
-        f"{facts.kernels} kernels",
-        f"interface {facts.interface or 'unknown'}",
-        f"torch {facts.torch}",
-        f"torchcomp {facts.torchcomp}",
-        f"Python {facts.python}",
-        facts.nccl and f"NCCL {facts.nccl}",
-        facts.driver and f"driver {facts.driver}",
-    )
-    return ", ".join(filter(None, parts))
 
 
 def _links(name: str, links: Sequence[Link], world_size: int) -> Iterator[str]:
@@ -111,26 +102,20 @@ def _links(name: str, links: Sequence[Link], world_size: int) -> Iterator[str]:
         some = [link for link in links if link.inside == inside and not link.error]
         if not some:
             continue
-        slowest = min(some, key=lambda link: link.bandwidth)
-        latest = max(some, key=lambda link: link.latency)
-        rates = [slowest.bandwidth, statistics.median(link.bandwidth for link in some)]
-        delays = [statistics.median(link.latency for link in some), latest.latency]
+        slow = min(some, key=lambda link: link.bandwidth)
+        late = max(some, key=lambda link: link.latency)
+        rates = [slow.bandwidth, statistics.median(link.bandwidth for link in some)]
+        delays = [statistics.median(link.latency for link in some), late.latency]
         cells = [*map(rate, rates), *map(duration, delays)]
         yield _cells(f"  {title:<14}{len(some):>5}", cells, 14)
-        yield wrapped(
-            "    ",
-            f"slowest: rank {slowest.source} to rank {slowest.target}; largest latency: rank "
-            f"{latest.source} to rank {latest.target}",
-        )
-        yield wrapped("    ", f"by size, with the answer: {', '.join(_by_size(some))}")
-
-
-def _by_size(links: Sequence[Link]) -> Iterator[str]:
-    """Yield the median bandwidth of some sizes."""
-    for nbytes in _SHOWN_SIZES:
-        rates = [nbytes / seconds for link in links for n, seconds in link.points if n == nbytes]
-        if len(rates) == len(links):
-            yield f"{size(nbytes)} {rate(statistics.median(rates))}"
+        ends = f"slowest: rank {slow.source} to rank {slow.target}; largest latency: rank "
+        yield wrapped("    ", f"{ends}{late.source} to rank {late.target}")
+        by_size = []
+        for nbytes in _SHOWN_SIZES:
+            rates = [nbytes / seconds for link in some for n, seconds in link.points if n == nbytes]
+            if len(rates) == len(some):
+                by_size.append(f"{size(nbytes)} {rate(statistics.median(rates))}")
+        yield wrapped("    ", f"by size, with the answer: {', '.join(by_size)}")
 
 
 def _cells(head: str, cells: Sequence[str], width: int) -> str:
@@ -138,14 +123,12 @@ def _cells(head: str, cells: Sequence[str], width: int) -> str:
 
 
 def _ranks(results: Results) -> Iterator[str]:
-    if not results.speeds:
-        return
-    times = [speed.median for speed in results.speeds]
-    slowest = max(range(len(times)), key=times.__getitem__)
-    factor = times[slowest] / statistics.median(times)
-    busy = f"it had a core for {results.speeds[slowest].busy:.0%} of the time"
-    yield "computing at the same time"
-    yield wrapped("  ", f"slowest: rank {slowest}, {factor:.2f}x the median rank's time; {busy}")
+    if results.speeds:
+        rank, speed = max(enumerate(results.speeds), key=lambda each: each[1].median)
+        factor = speed.median / statistics.median(each.median for each in results.speeds)
+        yield "computing at the same time"
+        text = f"slowest: rank {rank}, {factor:.2f}x the median rank's time; it had a core for "
+        yield wrapped("  ", f"{text}{speed.busy:.0%} of the time")
 
 
 def _collectives(results: Results) -> Iterator[str]:

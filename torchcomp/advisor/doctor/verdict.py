@@ -1,7 +1,4 @@
-"""Verdict: whether training waits for the network, and what would help.
-
-Its rows are measured, or predicted by a model of the step.
-"""
+"""Verdict: whether training waits for the network, and what would help, measured or predicted."""
 
 import statistics
 import time
@@ -17,23 +14,10 @@ from torchcomp.advisor.doctor.ranks import quartiles
 from torchcomp.advisor.prediction import BF16, DDP, USUAL, Prediction, Run
 from torchcomp.advisor.recording import MOST_ELEMENTS, random_values
 
-NOTHING, LITTLE = 0.10, 0.25
-"""Shares of a step that wait for gradients: below the first nothing can be won, below the second
-little."""
-
-NETWORK, PARTLY, COMPUTE = "network-bound", "partly network-bound", "compute-bound"
-UNCLEAR = "unclear"
-"""The steps vary by more than the exchange takes."""
-
-ERROR = 0.25
-"""More than nine in ten predictions are closer than this to the measured time.
-
-The 90th percentile is 13 % in docs/prediction.md, where the cost of the hook was measured as well.
-"""
-
-METHODS = tuple(spec for spec in USUAL if spec not in (DDP, BF16))
-"""What is predicted. The other usual methods are measured."""
-
+# Shares of a step that wait for gradients: below the first nothing can be won, below the second
+# little.
+_NOTHING, _LITTLE = 0.10, 0.25
+ERROR = 0.25  # more than nine in ten predictions are closer: see docs/prediction.md
 _STEPS = 1000  # of the run whose mean step is predicted
 _LOCAL = "local steps: each rank trains alone between two averages, see docs/methods/local-sgd.md"
 _FEW, _VARIATION = 3, 0.2
@@ -71,10 +55,7 @@ class Verdict:
 
 
 def measured_rows(ranks: Sequence[Mapping[str, Sequence[float]]]) -> list[Row]:
-    """Return a row for each mode, from the seconds of the steps of all ranks.
-
-    The slowest rank counts: without an exchange, the others do not wait for it.
-    """
+    """Return a row for each mode, from the seconds of the rank that was slowest."""
     rows = []
     for mode in ranks[0]:
         slowest = max((times[mode] for times in ranks), key=statistics.median)
@@ -90,18 +71,11 @@ def predicted_rows(
     cores: float,
     budget: float,
 ) -> list[Row]:
-    """Predict the step times of :data:`METHODS`, as far as there is time. All ranks call this.
+    """Predict the step times of further methods, as far as there is time. All ranks call this.
 
     Nothing is trained with them. Each rank records the work of a method on gradients of the model's
-    size, and simulates a step with what was measured.
-
-    Args:
-        job: this rank.
-        parameters: shapes and dtypes of the model's parameters, by name.
-        alone: seconds of a step without any exchange, of the slowest rank.
-        collectives: measured among these ranks.
-        cores: cores of each rank.
-        budget: about how many seconds this may take.
+    size, and simulates a step with what was measured: `alone`, the seconds of a step without any
+    exchange, and the collectives.
     """
     if sum(each.numel() for each in parameters.values()) > MOST_ELEMENTS:
         return []
@@ -110,7 +84,9 @@ def predicted_rows(
     # Where ranks share cores, a step needs less of a core than its time on the clock.
     run = Run(job.world_size, _STEPS, alone * min(1.0, cores))
     rows = []
-    for spec in METHODS:
+    for spec in USUAL:
+        if spec in (DDP, BF16):  # these are measured
+            continue
         prediction = Prediction(spec, values, run)
         seconds = prediction.step(collectives, cores=cores).seconds
         passed = time.monotonic() - began
@@ -130,18 +106,19 @@ def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
     ddp, floor = by_name[PLAIN].seconds, by_name[NO_EXCHANGE].seconds
     waiting = max(0.0, 1 - floor / ddp)
     rows = (*measured, *sorted(predicted, key=lambda row: row.seconds))
-    if waiting < NOTHING:
-        return Verdict(COMPUTE, waiting, rows, "Nothing to win: keep plain DDP.")
+    if waiting < _NOTHING:
+        return Verdict("compute-bound", waiting, rows, "Nothing to win: keep plain DDP.")
     overlap = by_name[NO_EXCHANGE].interval[1] > by_name[PLAIN].interval[0]
     # Nothing is faster than no exchange.
-    if overlap or min(row.seconds for row in measured) < (1 - NOTHING) * floor:
+    if overlap or min(row.seconds for row in measured) < (1 - _NOTHING) * floor:
         advice = "The steps vary too much to say: end other programs, or raise --seconds."
-        return Verdict(UNCLEAR, waiting, rows, advice)
+        return Verdict("unclear", waiting, rows, advice)
     advice = f"Without any exchange it would be {ddp / floor:.1f}x faster."
     advice += f" {_faster(rows, ddp) or 'No method is faster than plain DDP.'}"
-    if not predicted and waiting >= LITTLE:
+    if not predicted and waiting >= _LITTLE:
         advice += " Try the methods of docs/choosing.md, which send less."
-    return Verdict(NETWORK if waiting >= LITTLE else PARTLY, waiting, rows, advice)
+    bound = "network-bound" if waiting >= _LITTLE else "partly network-bound"
+    return Verdict(bound, waiting, rows, advice)
 
 
 def _faster(rows: Sequence[Row], ddp: float) -> str:

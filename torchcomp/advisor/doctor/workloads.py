@@ -1,7 +1,4 @@
-"""Workloads: what trains while the steps are measured.
-
-Each trains until the phases raise Finished in its next forward pass.
-"""
+"""Workloads: what trains until the phases raise Finished in its next forward pass."""
 
 import gc
 import math
@@ -12,14 +9,16 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchcomp.advisor.doctor.job import Job, NotMeasured
-from torchcomp.advisor.doctor.phases import Finished, Phases, every_model
+from torchcomp.advisor.doctor.phases import Finished, Phases
 from torchcomp.advisor.named_models import build_named
 from torchcomp.errors import UnsupportedModelError
 
@@ -71,10 +70,7 @@ def train_synthetic(numel: int, seconds: float, job: Job, phases: Phases) -> Non
 
 
 class Synthetic(nn.Module):
-    """A model with some parameters, whose forward and backward pass take some time in all.
-
-    A third of the time is the forward pass. The host sleeps: it computes nothing.
-    """
+    """A model that sleeps: a third of the time in its forward pass, the rest in its backward."""
 
     def __init__(self, numel: int, seconds: float) -> None:
         super().__init__()
@@ -115,15 +111,7 @@ def _attached(module: nn.Module, job: Job, phases: Phases) -> DistributedDataPar
 
 
 def run_script(words: Sequence[str], phases: Phases) -> None:
-    """Run a script as torchrun would, in this process, until the phases are measured.
-
-    Args:
-        words: a file, or "-m" and a module, and its arguments.
-        phases: what the script's DDP models are attached to.
-
-    Raises:
-        NotMeasured: if the script raises an error.
-    """
+    """Run a script, or "-m" and a module, as torchrun would, until the phases are measured."""
     is_module = words[0] == "-m"
     name, *arguments = words[is_module:]
     before = sys.argv, sys.path[0]
@@ -132,7 +120,7 @@ def run_script(words: Sequence[str], phases: Phases) -> None:
     if not is_module:
         sys.path[0] = str(Path(name).resolve().parent)
     try:
-        with every_model(phases), _group_kept(phases):
+        with _watched(phases):
             if is_module:
                 runpy.run_module(name, run_name="__main__", alter_sys=True)
             else:
@@ -154,20 +142,28 @@ def run_script(words: Sequence[str], phases: Phases) -> None:
 
 
 @contextmanager
-def _group_kept(phases: Phases) -> Iterator[None]:
-    """Keep the process group once the phases are measured, whatever the script says in this block.
+def _watched(phases: Phases) -> Iterator[None]:
+    """Attach the phases to every DDP model and every optimizer that a script makes in this block.
 
-    Finished leaves a script whose `finally` often ends the group. The exception still holds the
-    script's model then, and gloo can hang if the group ends before the model.
+    Once they are measured, its process group is kept: the script's `finally` often ends it while
+    the exception still holds the model, and gloo can hang if the group ends before the model.
     """
-    destroy = dist.destroy_process_group
+    made, destroy = DistributedDataParallel.__init__, dist.destroy_process_group
+
+    def init(model: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
+        made(model, *arguments, **options)
+        phases.attach(model)
 
     def destroy_unless_finished(*arguments: Any, **options: Any) -> None:
         if not phases.finished:
             destroy(*arguments, **options)
 
-    dist.destroy_process_group = destroy_unless_finished
+    handle = register_optimizer_step_post_hook(phases.optimized)
     try:
-        yield
+        with (
+            patch.object(DistributedDataParallel, "__init__", init),
+            patch.object(dist, "destroy_process_group", destroy_unless_finished),
+        ):
+            yield
     finally:
-        dist.destroy_process_group = destroy
+        handle.remove()
