@@ -280,7 +280,7 @@ four: `python -m benchmarks.predict --delay 10 50 --models smallcnn --batch 64 1
 _CHOICE_HEADS = ["link, model", "chosen", "best", "chosen / best", "gain predicted", "measured"]
 
 _FORMULA = """
-`torchcomp plan` and `explain(..., link=)` compute the collectives of ranks that one does not have
+`torchcomp plan` and `advisor.plan` compute the collectives of ranks that one does not have
 from bandwidth and latency, with formulas for gloo and NCCL. Here the same set-ups are predicted in
 this way: bandwidth, latency and the work of the methods are known, the collectives are not
 measured. The formulas charge gloo's processor time to the cores, but a collective that runs alone

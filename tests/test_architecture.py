@@ -182,6 +182,11 @@ def test_imports_have_no_cycle():
             "averager imports guard",
         ),
         ("ddp/register.py", "from torchcomp.guard import watch", "ddp imports guard"),
+        (
+            "explain.py",
+            "def f():\n    from torchcomp.advisor import plan",
+            "explain imports advisor",
+        ),
     ],
 )
 def test_an_upward_import_is_found(path, text, found):
@@ -198,7 +203,7 @@ def test_the_annex_is_imported_when_it_is_asked_for():
     script = """
 import sys, torchcomp
 torchcomp.Averager
-assert not any(name.startswith("torchcomp.guard") for name in sys.modules)
+assert not any(name.startswith(("torchcomp.advisor", "torchcomp.guard")) for name in sys.modules)
 assert torchcomp.Guard(every=3).every == 3
 from torchcomp import *
 assert watch is sys.modules["torchcomp.guard"].watch
