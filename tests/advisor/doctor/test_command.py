@@ -7,13 +7,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
 from torchcomp.advisor.doctor import command, ranks, workloads
 from torchcomp.advisor.doctor.phases import MODES, NO_EXCHANGE
-from torchcomp.advisor.doctor.workloads import materialized
 
 
 @pytest.mark.parametrize(
@@ -26,6 +24,7 @@ from torchcomp.advisor.doctor.workloads import materialized
         (["--model", "x"], ["'x'", "timm/NAME"]),
         (["--timeout", "0"], ["--timeout", " 0"]),
         (["--backend", "mpi"], ["--backend", "'mpi'"]),
+        (["--backend", "nccl"], ["--backend nccl", "no GPU"]),
         (["--json", "/no such/x.json"], ["--json", "/no such"]),
         (["--json", "/"], ["--json", "'/'"]),
         (["--json", ""], ["--json", "''"]),
@@ -35,7 +34,8 @@ from torchcomp.advisor.doctor.workloads import materialized
     ],
     ids=" ".join,
 )
-def test_bad_options_are_explained_on_stderr_and_exit_2(given, words, capsys):
+def test_bad_options_are_explained_on_stderr_and_exit_2(given, words, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     try:
         status = main(["doctor", *given])
     except SystemExit as error:
@@ -45,26 +45,6 @@ def test_bad_options_are_explained_on_stderr_and_exit_2(given, words, capsys):
     message = printed.err.partition("error: ")[2] or printed.err
     assert [word for word in words if word not in " ".join(message.split())] == []
     assert max(map(len, printed.err.split("\n"))) <= 80
-
-
-def test_help_names_the_exit_statuses_in_80_columns(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    with pytest.raises(SystemExit) as stopped:
-        main(["doctor", "--help"])
-    assert stopped.value.code == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.split("\n"))) <= 80
-    assert "0 healthy, 1 something was found, 2 bad options, 3 a link" in " ".join(printed.split())
-
-
-def test_a_model_gets_values_and_keeps_shared_parameters_and_buffers():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 3))
-    with torch.device("meta"):
-        model[0].weight = model[2].weight = nn.Parameter(torch.empty(3, 3))
-    made = materialized(model, torch.device("cpu"))
-    assert made[0].weight is made[2].weight
-    assert all(not parameter.is_meta for parameter in made.parameters())
-    assert made[1].running_var.tolist() == [1.0] * 3
 
 
 @pytest.fixture
@@ -86,29 +66,31 @@ def alone(tmp_path, monkeypatch):
     return examined
 
 
+DDP = """
+import torch, torchcomp
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel as DDP
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+model = DDP(torch.nn.Linear(5, 2))
+"""
+WITHOUT = """
+import torch
+model = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(model.parameters())
+while True:
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+"""
+
+
 @pytest.mark.parametrize(
     ("script", "words"),
     [
         ("raise ValueError('no data')", ["ValueError", "no data"]),
         ("import sys; sys.exit(4)", ["exit status 4"]),
         ("pass", ["0 steps", "DistributedDataParallel"]),
-        (
-            "import torch\n"
-            "model = torch.nn.Linear(2, 2)\n"
-            "optimizer = torch.optim.SGD(model.parameters())\n"
-            "while True:\n"
-            "    model(torch.ones(2)).sum().backward()\n"
-            "    optimizer.step()\n",
-            ["100 steps", "DistributedDataParallel"],
-        ),
-        (
-            "import torch, torchcomp\n"
-            "import torch.distributed as dist\n"
-            "from torch.nn.parallel import DistributedDataParallel as DDP\n"
-            "dist.init_process_group('gloo', store=dist.HashStore(), rank=0, world_size=1)\n"
-            "torchcomp.register(DDP(torch.nn.Linear(2, 2)), 'topk(0.5)')\n",
-            ["train_alone.py", "without torchcomp"],
-        ),
+        (WITHOUT, ["100 steps", "DistributedDataParallel"]),
+        (f"{DDP}torchcomp.register(model, 'topk(0.5)')", ["train_alone.py", "without torchcomp"]),
     ],
     ids=["raises", "exits", "does not train", "has no DDP model", "has a hook"],
 )
@@ -121,21 +103,14 @@ def test_a_script_that_fails_is_named_and_exits_3(script, words, alone, capsys):
     assert (len(values["facts"]), len(values["speeds"]), values["rows"]) == (1, 1, [])
 
 
-TRAINS = """
+TRAINS = f"""{DDP}
 import sys
-import torch
-import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel as DDP
-
 assert sys.argv[1:] == ["--lr", "0.1"] and __name__ == "__main__"
 print("stdout is for the JSON")
-dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-model = DDP(torch.nn.Linear(5, 2))
 while True:
     try:
         model(torch.randn(4, 5)).sum().backward()
     except BaseException:  # of any kind, as some scripts do
-        print("the end")
         del model
         sys.exit(1)
 """
@@ -159,29 +134,28 @@ def test_one_rank_takes_the_step_of_a_synthetic_model(alone, capsys):
 
 
 class TwoHeads(nn.Module):
-    """A model with an auxiliary classifier."""
+    """A model with an auxiliary classifier, a shared parameter and buffers, without values."""
 
     def __init__(self):
         super().__init__()
-        self.first, self.second = nn.Linear(3, 4), nn.Linear(3, 4)
+        self.first, self.second, self.norm = nn.Linear(3, 4), nn.Linear(3, 4), nn.BatchNorm1d(3)
+        with torch.device("meta"):
+            self.first.weight = self.second.weight = nn.Parameter(torch.empty(4, 3))
 
     def forward(self, images):
-        means = images.mean((2, 3))
+        assert self.first.weight is self.second.weight
+        assert self.norm.running_var.shape == (3,)
+        means = self.norm(images.mean((2, 3)))
         return self.first(means), self.second(means)
 
 
-def test_a_model_with_several_outputs_is_trained_by_all_of_them(alone, capsys, monkeypatch):
+def test_a_named_model_is_trained_by_all_of_its_outputs(alone, capsys, monkeypatch):
     for module in (command, workloads):
         monkeypatch.setattr(module, "build_named", lambda name: TwoHeads())
     status, values, _ = alone(capsys, "--model", "timm/two_heads", "--batch", "2")
     assert (status, values["error"]) == (0, "")
     assert values["rows"][0]["seconds"] > 0
-
-
-def test_nccl_without_a_gpu_is_a_bad_option(capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert main(["doctor", "--backend", "nccl"]) == 2
-    assert "--backend nccl" in capsys.readouterr().err
+    assert values["workload"] == "timm/two_heads, batch 2 per rank"
 
 
 SCRIPT = """
@@ -228,18 +202,13 @@ def test_two_ranks_run_a_script_under_torchrun(tmp_path):
     assert (tmp_path / "out.json").exists(), done.stderr
     values = json.loads((tmp_path / "out.json").read_text())
     # A busy machine can have a slow rank, but nothing else.
-    assert "findings" in values, f"{values}\n{done.stderr}"
     found = {finding["code"] for finding in values["findings"]}
     assert found <= {"slow-rank"}, done.stdout
     assert (values["status"], done.returncode) == ((1, 1) if found else (0, 0)), done.stderr
-    assert [row["method"] for row in values["rows"]] == list(MODES)
-    assert values["verdict"]["bound"]
-    assert len(values["links"]) == 2
-    assert values["collectives"]["world_size"] == 2
+    assert [row["method"] for row in values["rows"]][:3] == list(MODES)
+    assert len(values["verdict"]["rows"]) > 3
+    assert (len(values["links"]), values["collectives"]["world_size"]) == (2, 2)
     assert str([str(tmp_path / "train.py"), "--lr", "0.1"]) in done.stdout
     assert "caught" not in done.stdout
-    report = done.stdout[done.stdout.index("torchcomp doctor: ") :]
-    assert all(len(line) <= 80 or " " not in line.strip() for line in report.split("\n"))
-    assert report.count("verdict: ") == 1
+    assert done.stdout.count("verdict: ") == 1
     assert "measuring collectives" in done.stderr
-    assert DistributedDataParallel.__init__.__qualname__ == "DistributedDataParallel.__init__"

@@ -65,13 +65,10 @@ def test_all_ranks_name_the_connections_that_fail(connections):
     assert all("127.0.0.1" in each.address and each.reason for each in failed[0])
 
 
-def test_a_gather_has_values_in_rank_order_or_names_the_missing_ranks():
+def test_ranks_gather_in_order_name_those_that_are_missing_and_know_the_first():
     assert at_once(lambda job: job.gather("x", job.rank**2), jobs(3)) == [[0, 1, 4]] * 3
     with pytest.raises(NotMeasured, match="ranks 0, 2 of 3"):
         jobs(3)[1].gather("facts", 1, seconds=0.1)
-
-
-def test_one_rank_is_the_first():
     ranks = jobs(3)
     assert [ranks[rank].is_first("report") for rank in (2, 0, 1)] == [True, False, False]
     assert ranks[1].is_first("another")

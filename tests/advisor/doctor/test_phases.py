@@ -1,11 +1,14 @@
 """The phases of a training loop, with ranks that are stepped by hand on a clock of their own."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from torchcomp.advisor.doctor import phases
-from torchcomp.advisor.doctor.job import NotMeasured
+from torchcomp.advisor.doctor.job import Job, NotMeasured
 from torchcomp.advisor.doctor.phases import (
     BF16,
     MODES,
@@ -17,46 +20,20 @@ from torchcomp.advisor.doctor.phases import (
 )
 
 
-class Job:
-    """What phases need of a rank: its number, its device, and what rank 0 has said."""
-
-    device = torch.device("cpu")
-
-    def __init__(self, rank, said):
-        self.rank, self.store, self.said = rank, self, said
-
-    def set(self, key, value):
-        self.said[key] = value
-
-    def get(self, key):
-        return self.said[key]
-
-
-class Model:
-    """What phases need of a DDP model."""
-
-    process_group = None
-
-    def __init__(self, name="weight"):
-        self.module = nn.ParameterDict({name: torch.zeros(2)})
-
-    def register_forward_pre_hook(self, stop):
-        pass
-
-
 class Ranks:
     """Ranks that compute for different times, and wait for each other in an exchange."""
 
     def __init__(self, monkeypatch, seconds, modes=MODES, models=1):
-        said = {}
+        store = dist.HashStore()
         self.seconds, self.now, self.clocks = seconds, 0.0, [0.0] * len(seconds)
-        self.phases = [Phases(Job(rank, said), 1e3, modes) for rank in range(len(seconds))]
-        ddp = phases.DistributedDataParallel
-        monkeypatch.setattr(ddp, "register_comm_hook", lambda *_: None)
+        jobs = [Job(rank, 2, rank, 0, "gloo", 1.0, store) for rank in range(len(seconds))]
+        self.phases = [Phases(job, 1e3, modes) for job in jobs]
+        monkeypatch.setattr(phases.DistributedDataParallel, "register_comm_hook", Mock())
         monkeypatch.setattr(phases, "_mark", lambda device: self.now)
         for each in self.phases:
             for number in range(models):
-                each.attach(Model(f"weight{number}"))
+                weights = nn.ParameterDict({f"weight{number}": torch.zeros(2)})
+                each.attach(Mock(module=weights))
 
     def step(self):
         """Take one step on each rank. The exchange begins in the last bucket, after the mark."""

@@ -71,8 +71,12 @@ def _check(options: argparse.Namespace) -> None:
     if options.model is not None:
         build_named(options.model)  # without memory
     if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
+        file = Path(options.json)
         try:
-            Path(options.json).open("a").close()
+            existed = file.exists()
+            file.open("a").close()
+            if not existed:
+                file.unlink()
         except OSError as error:
             raise SpecError(
                 f"--json {options.json!r} cannot be written ({error.strerror}): pass the name of a "
