@@ -5,6 +5,7 @@
 - ``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
 from torchcomp import moved
@@ -80,6 +81,8 @@ def __getattr__(name: str) -> Any:
         from torchcomp import guard
 
         return getattr(guard, name)
+    if name in moved.MODULES:
+        return sys.modules[f"{__name__}.{name}"]
     if name in moved.NAMES:
         return moved.found(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,7 +6,8 @@ import warnings
 from types import ModuleType
 from typing import Any
 
-NAMES = ("Link", "TimeModel", "WallClock", "fit_time_model")
+GONE = ("TimeModel", "WallClock", "fit_time_model")
+NAMES = ("Link", *GONE)
 MODULES = {
     "doctor": "torchcomp.advisor.doctor",
     "named_models": "torchcomp.advisor.named_models",
@@ -30,10 +31,10 @@ def found(name: str, module: str = "torchcomp.advisor", level: int = 3) -> Any:
     Raises:
         AttributeError: if there is no such name.
     """
-    if name in NAMES[1:]:  # what the step model has replaced
+    if name in GONE:
         raise AttributeError(
-            f"torchcomp.{name} is gone: torchcomp.advisor.plan(..., link=, step_seconds=) predicts "
-            "the hours of a run, also with local steps"
+            f"torchcomp.{name} is gone: torchcomp.advisor.plan(spec, run, link, ...) predicts the "
+            "hours of a run, also with local steps"
         )
     value = getattr(importlib.import_module(module), name)
     message = f"use {module}.{name}: its old name goes with the next release of torchcomp"

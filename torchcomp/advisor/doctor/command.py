@@ -71,17 +71,12 @@ def _check(options: argparse.Namespace) -> None:
     if options.model is not None:
         build_named(options.model)  # without memory
     if options.json not in (None, "-") and os.environ.get("RANK", "0") == "0":
-        file = Path(options.json)
-        try:
-            existed = file.exists()
-            file.open("a").close()
-            if not existed:
-                file.unlink()
-        except OSError as error:
+        file = Path(options.json).absolute()
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
             raise SpecError(
-                f"--json {options.json!r} cannot be written ({error.strerror}): pass the name of a "
-                "file in a folder that exists, or -"
-            ) from None
+                f"--json {options.json!r} cannot be written: pass the name of a file in a folder "
+                "that exists, or -"
+            )
 
 
 def _print(results: Results, path: str | None) -> None:
@@ -90,11 +85,10 @@ def _print(results: Results, path: str | None) -> None:
     if results.error:
         # In one piece, because other ranks write at the same time.
         sys.stderr.write(wrapped("", f"torchcomp: {results.error}") + "\n")
-    content = json.dumps(as_dict(results), indent=1)
     if path == "-":
-        print(content, flush=True)
+        print(json.dumps(as_dict(results), indent=1), flush=True)
     elif path is not None:
-        Path(path).write_text(f"{content}\n")
+        Path(path).write_text(json.dumps(as_dict(results), indent=1) + "\n")
     if status(results) and "TORCHELASTIC_RUN_ID" in os.environ:
         note = f"torchcomp: exit status {status(results)}, which torchrun reports below"
         print(note, file=sys.stderr, flush=True)
