@@ -202,6 +202,25 @@ def test_accumulation() -> None:
     assert not faults_of(body)
 
 
+@pytest.mark.parametrize("spec", [TOPK, "bidirectional(topk(0.1), topk(0.1))"])
+def test_norms_that_another_thread_reads_during_a_backward_pass(spec: str) -> None:
+    """It has another stream, and DDP has not waited for the side stream yet."""
+
+    def body() -> None:
+        run, other = Run(spec, check="late"), torch.cuda.Stream()
+        norms: list[dict[str, float]] = []
+
+        def read(counts: bool) -> None:
+            with torch.cuda.stream(other):
+                norms.append(run.handle.residual_norms())
+
+        run.handle.averager.on_finish(read)
+        run.train(0, 1, 2)
+        assert all(map(any, map(dict.values, norms)))
+
+    assert not faults_of(body)
+
+
 @pytest.mark.parametrize(
     "local",
     [OVERLAP, OVERLAP | {"fragments": 3}, OVERLAP | {"moments": "average"}],

@@ -40,7 +40,7 @@ def interpret(tests, *options):
     done = subprocess.run(
         [*command, str(tests)],
         check=False,
-        timeout=PATIENCE,
+        timeout=3 * PATIENCE,  # a file has hundreds of cases
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
