@@ -9,10 +9,12 @@ from torchcomp.advisor import (
     ALL_REDUCE,
     ALL_TO_ALL,
     KINDS,
+    Call,
     CollectiveTimes,
     Point,
     measure_collectives,
 )
+from torchcomp.advisor.taped import ThreadExchange
 from torchcomp.errors import SpecError
 from torchcomp.exchange import run_in_process
 
@@ -92,20 +94,25 @@ def test_bad_input_is_refused(bad):
 
 def measured(ranks, **options):
     def body(exchange):
-        return measure_collectives(exchange, **options), exchange.take_traffic(0).sent
+        activities = []
+        with exchange.recorded(activities):
+            found = measure_collectives(exchange, **options)
+        calls = {(a.kind, a.nbytes) for a in activities if isinstance(a, Call)}
+        return found, calls, exchange.take_traffic(0).sent
 
-    return run_in_process(ranks, body)
+    return run_in_process(ranks, body, ThreadExchange.ranks(ranks))
 
 
 def test_all_ranks_measure_the_same():
     results = measured(3, seconds=1.0)
-    times = results[0][0]
-    assert results == [(times, 0)] * 3
+    times, calls, _ = results[0]
+    assert [(found, sent) for found, _, sent in results] == [(times, 0)] * 3
     assert times.world_size == 3
     assert set(times.points) == set(KINDS)
     assert all(0 <= p.cpu <= p.seconds for points in times.points.values() for p in points)
+    assert {(kind, p.nbytes) for kind, points in times.points.items() for p in points} <= calls
 
 
 def test_the_time_of_the_host_is_at_least_that_of_the_process():
-    ((times, _),) = measured(1, seconds=0.2, host_ranks=1)
+    ((times, *_),) = measured(1, seconds=0.2, host_ranks=1)
     assert all(0 < point.cpu <= point.seconds for point in times.points[ALL_REDUCE])
