@@ -215,7 +215,7 @@ def page(results: Path) -> str:
 _HEAD = """
 # Predicted and measured step times
 
-`torchcomp.step_model` predicts the time of a training step with any method: see
+`torchcomp.advisor` predicts the time of a training step with any method: see
 [usage](usage.md#hours-and-bytes-of-a-run). This page compares its predictions with measured times,
 on hosts with shaped links that share the cores of one machine. It is generated; do not edit it:
 
@@ -280,7 +280,7 @@ four: `python -m benchmarks.predict --delay 10 50 --models smallcnn --batch 64 1
 _CHOICE_HEADS = ["link, model", "chosen", "best", "chosen / best", "gain predicted", "measured"]
 
 _FORMULA = """
-`torchcomp plan` and `explain(..., link=)` compute the collectives of ranks that one does not have
+`torchcomp plan` and `advisor.plan` compute the collectives of ranks that one does not have
 from bandwidth and latency, with formulas for gloo and NCCL. Here the same set-ups are predicted in
 this way: bandwidth, latency and the work of the methods are known, the collectives are not
 measured. The formulas charge gloo's processor time to the cores, but a collective that runs alone

@@ -3,7 +3,7 @@
     python -m benchmarks.utilisation
     python -m benchmarks.utilisation --model torchvision/vit_b_16 --step-ms 350 --out picture.png
 
-Step times are predicted, not measured: torchcomp.step_model records each method on this machine
+Step times are predicted, not measured: torchcomp.advisor records each method on this machine
 and computes the network from its numbers.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.models import build_model
-from torchcomp.step_model import BF16, DDP, USUAL, Link, Prediction, Run, values_of
+from torchcomp.advisor import BF16, DDP, USUAL, Link, Prediction, Run, values_of
 
 _PICTURE = Path(__file__).parents[1] / "docs" / "performance" / "utilisation.png"
 GBITS = tuple(10 ** (exponent / 8) for exponent in range(-8, 22))  # 0.1 to 400

@@ -5,8 +5,10 @@
 - ``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from torchcomp import moved
 from torchcomp._version import __version__
 from torchcomp.auto import Auto
 from torchcomp.averager import Averager
@@ -33,8 +35,6 @@ from torchcomp.redistribution import redistribute
 from torchcomp.register import register
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
-from torchcomp.step_model import Link
-from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 if TYPE_CHECKING:
     from torchcomp.advisor.auto import Choice
@@ -52,7 +52,6 @@ __all__ = [
     "Handle",
     "InProcessExchange",
     "JointSpar",
-    "Link",
     "LocalSGD",
     "NonFiniteError",
     "PerRank",
@@ -63,13 +62,10 @@ __all__ = [
     "ScheduleError",
     "SpecError",
     "Stats",
-    "TimeModel",
     "UnsupportedModelError",
-    "WallClock",
     "WireError",
     "__version__",
     "explain",
-    "fit_time_model",
     "parse",
     "redistribute",
     "reestimate_batchnorm",
@@ -90,4 +86,8 @@ def __getattr__(name: str) -> Any:
         from torchcomp.advisor.auto import Choice
 
         return Choice
+    if name in moved.MODULES:
+        return sys.modules[f"{__name__}.{name}"]
+    if name in moved.NAMES:
+        return moved.found(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

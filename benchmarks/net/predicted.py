@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.net.prediction import has_our_hook, period_of
-from torchcomp.step_model import (
+from torchcomp.advisor import (
     CollectiveTimes,
     Compute,
     Link,

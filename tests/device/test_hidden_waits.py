@@ -18,7 +18,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "explain.py", "plan.py", "comparison.py", "time_model.py", "named_models.py"),
+    *("__main__.py", "explain.py", "plan.py", "comparison.py"),
     *(
         "nodes.py",
         "spec.py",
@@ -31,7 +31,7 @@ OUTSIDE = (
     # Checkpoints and simulations.
     *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
     # Measure and predict, before training.
-    *("step_model/", "doctor/", "flags.py"),
+    *("advisor/", "flags.py"),
     # NumPy.
     "jointspar/bandit.py",
 )
@@ -58,10 +58,6 @@ EXCEPTIONS = {
     "guard/watch.py BucketWatch.read": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "when the step after a comparison begins",
     "guard/alarms.py replica_alarm": "a number of the host",
-    # Auto: between the steps of a trial.
-    "advisor/auto.py AutoHandle._agree": "the ranks begin together, and agree on times",
-    "advisor/moments.py seconds": "the time of steps that have ended",
-    "advisor/proposal.py Proposing.end": "once, after 50 steps",
     # The one wait of a step.
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
     "host.py wait_for_all_streams": "the caller asks for norms",

@@ -16,6 +16,7 @@ import torch
 from torch._C._distributed_c10d import GradBucket
 
 from torchcomp import checkpoint, host
+from torchcomp.advisor import Compute, Link, Recording, Submitted, Work, simulate
 from torchcomp.advisor.moments import Moment, now, seconds
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
@@ -30,8 +31,6 @@ from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange, InProcessExchange
 from torchcomp.observer import Both, Observer
 from torchcomp.spec import parse_aggregator
-from torchcomp.step_model import Compute, Link, Recording, simulate
-from torchcomp.step_model.activities import Submitted, Work
 
 _log = logging.getLogger(__name__)
 
