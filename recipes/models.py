@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from recipes.dual_patchnorm_vit import DualPatchNormViT
 from recipes.errors import RecipeError, nearest
 from recipes.simple_vit import SIZES, SimpleViT
-from torchcomp.torchvision_compat import import_torchvision
+from torchcomp.advisor.torchvision_compat import import_torchvision
 
 # One name of each family, for the hint of an error.
 _EXAMPLES = ["smallcnn", "simple_vit/b16", "vit_pytorch/simple_b16", "torchvision/resnet18"]

@@ -30,7 +30,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 # From the bottom up. A module (or sub-package) imports from lower layers or from its own layer.
 LAYERS = [
-    {"compat", "torchvision_compat", "errors", "host", "profiling", "_version"},
+    {"compat", "errors", "host", "moved", "profiling", "_version"},
     {"checks"},
     {"learning_rates"},
     {"component", "draws", "keys", "wire", "other_names"},
@@ -48,18 +48,19 @@ LAYERS = [
     {"redistribution"},
     {"averager", "gathering"},
     {"per_rank"},
-    {"time_model", "algorithms"},
+    {"algorithms"},
     {"ddp", "fsdp", "batchnorm"},
     {"register"},
-    {"plan", "comparison", "named_models", "flags", "step_model"},
-    {"explain", "catalogue", "local_sgd", "jointspar", "doctor"},
-    {"guard"},
+    {"plan", "comparison", "flags"},
+    {"explain", "catalogue", "local_sgd", "jointspar"},
+    {"advisor", "guard"},
     {"__init__"},
     {"__main__", "integrations"},
 ]
 # What hangs on the core. A few functions import it when it is asked for, and nothing else does.
-ANNEX = {"guard"}
+ANNEX = {"advisor", "guard"}
 DOORS = {"ddp/arguments.py", "ddp/register.py", "fsdp/register.py", "register.py"}
+DOORS |= {"local_sgd/local_steps.py"}
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
 # Functions that send data or wait for other ranks. Process groups can be created in any file.
@@ -182,6 +183,12 @@ def test_imports_have_no_cycle():
             "averager imports guard",
         ),
         ("ddp/register.py", "from torchcomp.guard import watch", "ddp imports guard"),
+        ("ddp/handle.py", "from torchcomp.advisor.auto import Choice", "ddp imports advisor"),
+        (
+            "explain.py",
+            "def f():\n    from torchcomp.advisor import plan",
+            "explain imports advisor",
+        ),
     ],
 )
 def test_an_upward_import_is_found(path, text, found):
@@ -198,10 +205,11 @@ def test_the_annex_is_imported_when_it_is_asked_for():
     script = """
 import sys, torchcomp
 torchcomp.Averager
-assert not any(name.startswith("torchcomp.guard") for name in sys.modules)
+assert not any(name.startswith(("torchcomp.advisor", "torchcomp.guard")) for name in sys.modules)
 assert torchcomp.Guard(every=3).every == 3
 from torchcomp import *
 assert watch is sys.modules["torchcomp.guard"].watch
+assert Choice is sys.modules["torchcomp.advisor.auto"].Choice
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
 
@@ -258,9 +266,9 @@ def callers_of_collectives(sources):
 
 
 def test_four_files_send_data():
-    # doctor's channels only measure links, before anything trains.
+    # doctor only measures links, before anything trains.
     assert callers_of_collectives(SOURCES) == {
-        "doctor/channels.py",
+        "advisor/doctor/links.py",
         "exchange/managed.py",
         "exchange/private.py",
         "exchange/process_group.py",

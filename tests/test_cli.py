@@ -14,8 +14,8 @@ from torch import nn
 import torchcomp
 from tests.support.patience import PATIENCE
 from torchcomp.__main__ import main
+from torchcomp.advisor.named_models import build_named
 from torchcomp.component import choices_of
-from torchcomp.named_models import build_named
 from torchcomp.outer_steps import OuterStep
 from torchcomp.spec import COMPONENTS, parse_outer_step, parse_registered
 
@@ -278,7 +278,7 @@ def test_a_narrow_terminal_still_shows_everything(capsys, monkeypatch):
     assert capsys.readouterr().out == f"{plan}\n"
 
 
-@pytest.mark.parametrize("command", [[], ["explain"], ["methods"]])
+@pytest.mark.parametrize("command", [[], ["explain"], ["methods"], ["plan"], ["doctor"]])
 def test_help_fits_80_columns(command, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit) as stopped:
@@ -286,7 +286,9 @@ def test_help_fits_80_columns(command, capsys, monkeypatch):
     assert stopped.value.code == 0
     printed = capsys.readouterr().out
     assert max(map(len, printed.split("\n"))) <= 80
-    assert command or all(name in printed for name in ("explain", "methods"))
+    assert command or all(name in printed for name in ("explain", "methods", "plan", "doctor"))
+    statuses = "0 healthy, 1 something was found, 2 bad options, 3 a link"
+    assert (statuses in " ".join(printed.split())) == (command == ["doctor"])
 
 
 def test_version_is_that_of_the_package(capsys):

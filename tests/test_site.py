@@ -14,8 +14,8 @@ import torch
 
 import torchcomp
 from torchcomp import spec
+from torchcomp.advisor.torchvision_compat import import_torchvision
 from torchcomp.schedules import Schedule
-from torchcomp.torchvision_compat import import_torchvision
 from torchcomp.traffic import compared, three_digits
 
 yaml = pytest.importorskip("yaml")

@@ -5,10 +5,12 @@
 - ``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
 """
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from torchcomp import moved
 from torchcomp._version import __version__
-from torchcomp.auto import Auto, Choice
+from torchcomp.auto import Auto
 from torchcomp.averager import Averager
 from torchcomp.batchnorm import reestimate_batchnorm
 from torchcomp.ddp.handle import Handle
@@ -33,10 +35,9 @@ from torchcomp.redistribution import redistribute
 from torchcomp.register import register
 from torchcomp.spec import parse
 from torchcomp.stats import Stats
-from torchcomp.step_model import Link
-from torchcomp.time_model import TimeModel, WallClock, fit_time_model
 
 if TYPE_CHECKING:
+    from torchcomp.advisor.auto import Choice
     from torchcomp.guard import Alarm, Guard, watch
 
 __all__ = [
@@ -51,7 +52,6 @@ __all__ = [
     "Handle",
     "InProcessExchange",
     "JointSpar",
-    "Link",
     "LocalSGD",
     "NonFiniteError",
     "PerRank",
@@ -62,13 +62,10 @@ __all__ = [
     "ScheduleError",
     "SpecError",
     "Stats",
-    "TimeModel",
     "UnsupportedModelError",
-    "WallClock",
     "WireError",
     "__version__",
     "explain",
-    "fit_time_model",
     "parse",
     "redistribute",
     "reestimate_batchnorm",
@@ -85,4 +82,12 @@ def __getattr__(name: str) -> Any:
         from torchcomp import guard
 
         return getattr(guard, name)
+    if name == "Choice":
+        from torchcomp.advisor.auto import Choice
+
+        return Choice
+    if name in moved.MODULES:
+        return sys.modules[f"{__name__}.{name}"]
+    if name in moved.NAMES:
+        return moved.found(name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,25 +11,30 @@ from dataclasses import fields
 from typing import Any, NoReturn
 
 from torchcomp._version import __version__
+from torchcomp.advisor import BF16, DDP, USUAL, Link, Prediction, Run, values_of
+from torchcomp.advisor.doctor import examine
+from torchcomp.advisor.named_models import build_named
+from torchcomp.advisor.table import table
 from torchcomp.aggregators import Aggregator
 from torchcomp.catalogue import described, listed
 from torchcomp.comparison import MOST_RANKS
-from torchcomp.doctor import add_options as add_options_of_doctor
-from torchcomp.doctor import examine
 from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.explain import explain, refuse_for_methods, refuse_for_schedules
 from torchcomp.flags import number, whole
 from torchcomp.learning_rates import DECAYS, LRFunction, decaying
-from torchcomp.named_models import build_named
 from torchcomp.plan import wrapped
 from torchcomp.schedules import Schedule
 from torchcomp.spec import parse
-from torchcomp.step_model import BF16, DDP, USUAL, Link, Prediction, Run, table, values_of
 
 # Options of explain that apply to schedules only. They default to None: those given show.
 _OF_SCHEDULES = ("total_steps", "warmup_steps", "compress", "outer")
 _OF_LEARNING_RATES = ("lr", "decay", "final_lr")
 _OF_LINKS = tuple(field.name for field in fields(Link))
+
+_EPILOG_OF_DOCTOR = """\
+exit status: 0 healthy, 1 something was found, 2 bad options, 3 a link, a rank or the script failed.
+Under torchrun, whose own status is always 1, it is in the JSON and in torchrun's report.
+"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -176,7 +181,7 @@ def _parser() -> argparse.ArgumentParser:
     summary = "measure the ranks of a job, their links and a training step"
     command = commands.add_parser("doctor", help=summary, description=f"{summary}.".capitalize())
     command.set_defaults(command=examine)
-    add_options_of_doctor(command)
+    _add_options_of_doctor(command)
     return parser
 
 
@@ -226,6 +231,32 @@ def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("for schedules").add_argument
     add("--warmup-steps", type=whole(0), metavar="N", help="steps of warm-up (default: 0)")
     _add_learning_rate(command)
+
+
+def _add_options_of_doctor(command: argparse.ArgumentParser) -> None:
+    command.epilog = _EPILOG_OF_DOCTOR
+    add = command.add_argument
+    seconds = number("above 0")
+    help_text = "how long one answer of another rank may take (default: 15)"
+    add("--timeout", type=seconds, default=15.0, metavar="SECONDS", help=help_text)
+    help_text = "gloo or nccl (default: nccl where there are GPUs)"
+    add("--backend", choices=("gloo", "nccl"), help=help_text)
+    help_text = "write all results as JSON to this file, or - for stdout in place of the report"
+    add("--json", metavar="FILE", help=help_text)
+    group = command.add_argument_group("a training step", "one of --model, --numel and --script")
+    add = group.add_argument
+    add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
+    add("--batch", type=whole(1), metavar="N", help="images per rank, for --model (default: 8)")
+    add("--numel", type=whole(1), metavar="N", help="parameters of a model that only waits")
+    help_text = "compute time of its step, as you measured it"
+    add("--step-ms", type=seconds, metavar="MS", help=help_text)
+    help_text = "about how long to take steps; the collectives get half of it (default: 20)"
+    add("--seconds", type=seconds, default=20.0, help=help_text)
+    help_text = (
+        "run your own script for some steps: FILE or -m MODULE, and its arguments; the last "
+        "option. What it trains is thrown away"
+    )
+    add("--script", nargs=argparse.REMAINDER, metavar="...", help=help_text)
 
 
 def _add_size(command: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ Compressors, aggregators and schedules are all components. ``str(component)`` is
 """
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, get_args
 
@@ -39,12 +39,14 @@ class Component:
         kind: what the component is, for error messages ("compressor", "schedule", ...).
         positional: how many leading options are printed without their names.
         example: a spec that builds one, shown in lists and in errors about missing options.
+        removed: options that earlier versions had, and what to do instead.
     """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     positional: ClassVar[int] = 1
     example: ClassVar[str] = ""
+    removed: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for option in fields(self):

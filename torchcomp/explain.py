@@ -1,7 +1,7 @@
 """explain: compute what a method sends, stores and costs, without a run."""
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, replace
 from fractions import Fraction
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
+from torchcomp.moved import planned
 from torchcomp.nodes import check_divides
 from torchcomp.outer_steps import OuterStep
 from torchcomp.pieces import pieces_of
@@ -25,8 +26,6 @@ from torchcomp.plan import NodePlan, Plan
 from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
 from torchcomp.state import Kind
-from torchcomp.step_model import Link, Prediction, Run, values_of
-from torchcomp.time_model import TimeModel
 from torchcomp.traffic import Traffic, sum_bytes
 
 
@@ -42,10 +41,9 @@ def explain(
     warmup_steps: int = 0,
     compress: str | Component = "mean",
     outer: str | OuterStep | None = None,
-    time: TimeModel | None = None,
     rank: int = 0,
     nodes: int | None = None,
-    link: Link | None = None,
+    link: Any = None,
     step_seconds: float | None = None,
 ) -> Plan:
     """Compute what a method sends per rank and step.
@@ -66,16 +64,12 @@ def explain(
         warmup_steps: for a schedule, steps of warm-up.
         compress: for a schedule, the method that averages, as in :class:`torchcomp.LocalSGD`.
         outer: for a schedule, the outer step, as in :class:`torchcomp.LocalSGD`.
-        time: for a schedule without `compress`, the constants of a cluster; adds the run's wall
-            clock.
         rank: the rank whose traffic is computed. Ranks differ by a few bytes if shards are uneven.
         nodes: for a method, the number of ranks of a node, which share its network card. Adds the
             bytes through the card, for the flat method and for ``register(..., nodes=nodes)``.
             Those inside a node are uncompressed, without ``inside="bf16"``.
-        link: the network of a cluster; predicts the hours and the bytes of the whole run. The work
-            of the method is measured here, on random gradients, which takes seconds. It needs
-            `step_seconds` and `total_steps`. With `nodes`, the run exchanges in two levels.
-        step_seconds: with `link`, seconds of a step of one rank without any exchange.
+        link: deprecated; :func:`torchcomp.advisor.plan` predicts a run on a network.
+        step_seconds: as `link`.
 
     Raises:
         SpecError: if the spec cannot be built, or if an argument is invalid, missing or does not
@@ -98,91 +92,42 @@ def explain(
     extra: dict[str, Component] = {} if average.transparent else {"compress": average}
     if outer is not None:
         extra["outer"] = parse_outer_step(outer)
-    run = _Schedule(lr, total_steps, warmup_steps, time)
     method = built if isinstance(built, Aggregator) else average
     shapes = _shapes(numel, model, dtype, method.whole_model)
     if isinstance(built, Aggregator):
-        refuse_for_methods(built, [*extra, *run.given(link)])
+        horizon: dict[str, Any] = {"lr": lr, "warmup_steps": warmup_steps or None}
+        horizon |= {} if link is not None else {"total_steps": total_steps}
+        given = [name for name, value in horizon.items() if value is not None]
+        refuse_for_methods(built, [*extra, *given])
         plan = _explain_method(built, shapes, _nbytes(shapes), world_size, rank)
         if nodes is not None:
             plan = replace(plan, nodes=_explain_nodes(built, shapes, world_size, rank, nodes))
     else:
         if nodes is not None:
             refuse_for_schedules(built, "nodes")
-        plan = _explain_run(built, run, average, extra, shapes, model, world_size, rank)
-    if link is None:
-        if step_seconds is not None:
-            raise SpecError("step_seconds needs link, the network of the cluster: pass both")
+        if total_steps is None:
+            raise SpecError(
+                f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
+            )
+        statistics = {} if model is None else statistics_of(updated_layers(model))
+        averaged = sum(each.numel() * max(4, each.itemsize) for each in statistics.values())
+        steps = Horizon(total_steps, warmup_steps)
+        plan = _explain_schedule(
+            built, lr, steps, average, extra, shapes, averaged, world_size, rank
+        )
+    if link is None and step_seconds is None:
         return plan
-    if step_seconds is None or total_steps is None:
-        raise SpecError("link needs step_seconds and total_steps, which describe the run")
-    if outer is not None or time is not None:
-        raise SpecError("link cannot be combined with outer or time: leave them out")
-    predicted = Run(world_size, total_steps, step_seconds, warmup_steps=warmup_steps, lr=lr)
-    if isinstance(model, DistributedDataParallel):
-        model = model.module
-    training = Prediction(
-        built, values_of(model, numel, dtype=dtype), predicted, nodes=nodes or 1, compress=average
-    ).on(link)
+    if link is None or step_seconds is None or total_steps is None or outer is not None:
+        raise SpecError("link needs step_seconds and total_steps, and cannot have outer")
+    run: dict[str, Any] = {
+        "world_size": world_size,
+        "total_steps": total_steps,
+        "step_seconds": step_seconds,
+    }
+    run |= {"warmup_steps": warmup_steps, "lr": lr}
+    size = {"numel": numel, "model": model, "dtype": dtype}
+    training = planned(built, run, link, **size, compress=average, nodes=nodes or 1)
     return replace(plan, training=training)
-
-
-@dataclass(frozen=True)
-class _Schedule:
-    """The arguments of explain that describe a run with a schedule."""
-
-    lr: LRFunction | None
-    total_steps: int | None
-    warmup_steps: int
-    time: TimeModel | None
-
-    def given(self, link: Link | None) -> list[str]:
-        """Return the names of those that were passed, and that have no meaning for a method."""
-        values: dict[str, Any] = {"lr": self.lr, "total_steps": self.total_steps}
-        values |= {"warmup_steps": self.warmup_steps or None, "time": self.time}
-        if link is not None:
-            del values["total_steps"]
-        return [name for name, value in values.items() if value is not None]
-
-
-def _explain_run(
-    built: Schedule,
-    run: _Schedule,
-    average: Aggregator,
-    extra: dict[str, Component],
-    shapes: list[BucketShape],
-    model: nn.Module | None,
-    world_size: int,
-    rank: int,
-) -> Plan:
-    """Return the plan of a run with a schedule."""
-    if run.total_steps is None:
-        raise SpecError(
-            f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
-        )
-    horizon = Horizon(run.total_steps, run.warmup_steps)
-    statistics = {} if model is None else statistics_of(updated_layers(model))
-    averaged = sum(each.numel() * max(4, each.itemsize) for each in statistics.values())
-    plan = _explain_schedule(
-        built, run.lr, horizon, average, extra, shapes, averaged, world_size, rank
-    )
-    if run.time is None:
-        return plan
-    # The time model has the formula of an all-reduce only.
-    if not average.transparent:
-        raise SpecError(
-            f"time cannot be combined with compress='{average}', because the time model covers "
-            "all-reduce only: leave one of them out"
-        )
-    size = {"total_steps": run.total_steps, "world_size": world_size}
-    # Local steps average parameters in float32 or wider; plain DDP reduces gradients as they are.
-    wide = _nbytes([shape.wide() for shape in shapes])
-    clock = run.time.local(built, lr=run.lr, warmup_steps=run.warmup_steps, nbytes=wide, **size)
-    return replace(
-        plan,
-        wall_clock=clock,
-        parallel_wall_clock=run.time.parallel(nbytes=_nbytes(shapes), **size),
-    )
 
 
 def refuse_for_methods(method: Aggregator, given: Sequence[str]) -> None:

@@ -1,14 +1,15 @@
 """Observer: what may watch the steps of an averager. The averager does not know what it is."""
 
 from collections.abc import Collection, Mapping
-from typing import Protocol
 
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.bucket import Bucket
 
 
-class Observer(Protocol):
+class Observer:
     """An object that an averager tells about its steps, if it is its ``observer``.
+
+    A subclass overrides what it wants to know.
 
     All ranks have the same observer. It can therefore use the collectives of the averager's
     exchange in `begin`, `finishing` and `finished`.
@@ -46,3 +47,38 @@ class Observer(Protocol):
 
         Here, and only here, the user may be told, within :meth:`~torchcomp.settlement.Steps.tell`.
         """
+
+
+class Both(Observer):
+    """Two observers of one averager: `first` is told before `second`."""
+
+    def __init__(self, first: Observer, second: Observer) -> None:
+        self._each = first, second
+
+    def begin(self, ratios: Mapping[str, float]) -> None:
+        for each in self._each:
+            each.begin(ratios)
+
+    def before(self, bucket: Bucket, method: Aggregator) -> None:
+        for each in self._each:
+            each.before(bucket, method)
+
+    def after(self, bucket: Bucket, method: Aggregator) -> None:
+        for each in self._each:
+            each.after(bucket, method)
+
+    def finishing(self) -> None:
+        for each in self._each:
+            each.finishing()
+
+    def finished(self, counts: bool, unchanged: Collection[str]) -> None:
+        for each in self._each:
+            each.finished(counts, unchanged)
+
+    def changed(self) -> None:
+        for each in self._each:
+            each.changed()
+
+    def settle(self) -> None:
+        for each in self._each:
+            each.settle()

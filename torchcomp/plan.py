@@ -4,8 +4,6 @@ import textwrap
 from dataclasses import dataclass
 from typing import Any
 
-from torchcomp.step_model import Training
-from torchcomp.time_model import WallClock
 from torchcomp.traffic import compared, three_digits
 
 
@@ -76,9 +74,7 @@ class Plan:
         warmup_bytes_sent: bytes that a rank sends per step of the warm-up, on average.
         syncs: number of synchronisations of the whole run, for a schedule; else None.
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
-        wall_clock: wall-clock time of the whole run, for a schedule with a time model; else None.
-        parallel_wall_clock: the same for plain DDP; else None.
-        training: time and bytes of the whole run on a link, if one was passed; else None.
+        training: of a deprecated `link`; :func:`torchcomp.advisor.plan` returns the same.
         nodes: bytes through the network card of a node, for a method with `nodes`; else None. All
             other fields are those of the flat method.
         hints: similar methods that would send or lose less, as sentences.
@@ -98,9 +94,7 @@ class Plan:
     warmup_bytes_sent: int | None = None
     syncs: int | None = None
     total_steps: int | None = None
-    wall_clock: WallClock | None = None
-    parallel_wall_clock: WallClock | None = None
-    training: Training | None = None
+    training: Any = None
     nodes: NodePlan | None = None
     hints: tuple[str, ...] = ()
 
@@ -133,8 +127,6 @@ class Plan:
             ("break-even", even),
             ("state per rank", _bytes(self.memory_bytes)),
         ]
-        clocks = {"wall clock": self.wall_clock, "plain DDP takes": self.parallel_wall_clock}
-        rows += [(name, str(clock)) for name, clock in clocks.items() if clock is not None]
         if self.training is not None:
             rows += self.training.rows()
         if self.nodes is not None:

@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
-from torchcomp.auto import Auto, Trial
+from torchcomp.auto import Auto
 from torchcomp.checks import closest, shown
 from torchcomp.component import Component, choices_of, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
@@ -102,9 +102,7 @@ def candidates(auto: Auto) -> tuple[Aggregator, ...]:
     Raises:
         SpecError: if a candidate cannot be built, or if there are too few steps for all of them.
     """
-    methods = auto.methods([parse_aggregator(each) for each in auto.candidates])
-    Trial(len(methods), auto.steps)
-    return methods
+    return auto.methods([parse_aggregator(each) for each in auto.candidates])
 
 
 def parse_schedule(spec: str | Component) -> Schedule:
@@ -182,8 +180,7 @@ class _Parser:
             if problem.startswith("leading zeros"):
                 problem = "a number has a leading 0; write decimals with a point, as in 0.01"
             elif "%" in self.text:
-                within = "within" in self.text
-                problem += '; write within="1%"' if within else "; write 1 % as 0.01"
+                problem += "; write 1 % as 0.01"
             column = (getattr(error, "offset", None) or 1) - 1
             # A name such as 1bit is not a name in Python.
             word = re.match(r"\w*", self.text[column:])
@@ -258,6 +255,8 @@ class _Parser:
         for keyword in call.keywords:
             if keyword.arg is None:
                 raise self._error("** is not supported in a spec; name each option", keyword)
+            if keyword.arg in cls.removed:
+                raise self._error(cls.removed[keyword.arg], keyword)
             if keyword.arg not in known:
                 problem = f"{cls.name} has no option '{keyword.arg}'; {nearest(keyword.arg, known)}"
                 raise self._error(problem + _owners(keyword.arg), keyword)

@@ -7,7 +7,7 @@ from typing import Any
 
 from benchmarks.net.prediction import has_our_hook, period_of
 from benchmarks.net.rows import milliseconds, step_columns, step_times
-from torchcomp.step_model import (
+from torchcomp.advisor import (
     CollectiveTimes,
     Compute,
     Link,

@@ -22,11 +22,7 @@ from benchmarks.net.job import Job
 from benchmarks.net.methods import Course, Trainee, attached, in_ddp
 from benchmarks.net.names import BASELINES, BF16, ONE_VALUE, PLAIN
 from benchmarks.net.steps import StepBench
-from torchcomp.batchnorm import statistics_of, updated_layers
-from torchcomp.bucket import DEFAULT_CAPS, partition
-from torchcomp.exchange import PrivateExchange, ProcessGroupExchange, new_name
-from torchcomp.schedules import Every
-from torchcomp.step_model import (
+from torchcomp.advisor import (
     ALL_REDUCE,
     Compute,
     Recording,
@@ -36,7 +32,11 @@ from torchcomp.step_model import (
     record_all_reduce,
     record_average,
 )
-from torchcomp.step_model.activities import Call, Submitted
+from torchcomp.advisor.activities import Call, Submitted
+from torchcomp.batchnorm import statistics_of, updated_layers
+from torchcomp.bucket import DEFAULT_CAPS, partition
+from torchcomp.exchange import PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.schedules import Every
 
 PROBES = (ONE_VALUE, "topk(k=1)")
 """A hook of PyTorch and one of ours that send one value of a bucket. What their steps take more

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, grid_sample
 
-from torchcomp.torchvision_compat import functional
+from torchcomp.advisor.torchvision_compat import functional
 
 _MAX_MAGNITUDE = 10
 _LEAST_LEVEL = 0.1

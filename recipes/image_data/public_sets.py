@@ -9,7 +9,7 @@ import numpy as np
 from recipes.errors import RecipeError
 from recipes.image_data.in_memory import require_path
 from recipes.image_data.sources import Arrays, cifar10, digits
-from torchcomp.torchvision_compat import import_torchvision
+from torchcomp.advisor.torchvision_compat import import_torchvision
 
 
 def read_public(name: str, path: Path | None) -> dict[str, Arrays]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcomp.torchvision_compat import functional
+from torchcomp.advisor.torchvision_compat import functional
 
 _MAX_MAGNITUDE = 30
 # torchvision's values at the maximum magnitude.

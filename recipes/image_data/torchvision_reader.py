@@ -14,7 +14,7 @@ from recipes.image_data.order import CROP, Indices, keyed_seed
 from recipes.image_data.presets import Preset
 from recipes.image_data.sources import Arrays, Photographs, decode_image
 from recipes.interruption import ignore_signals
-from torchcomp.torchvision_compat import import_torchvision
+from torchcomp.advisor.torchvision_compat import import_torchvision
 
 
 class TorchvisionReader:

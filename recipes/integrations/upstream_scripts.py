@@ -140,9 +140,9 @@ class Script:
         )
 
 
-# The torchvision of the package registry is a CUDA build (torchcomp/torchvision_compat.py).
+# The torchvision of the package registry is a CUDA build (torchcomp/advisor/torchvision_compat.py).
 _COMPAT = (
-    "from torchcomp.torchvision_compat import import_torchvision",
+    "from torchcomp.advisor.torchvision_compat import import_torchvision",
     "import_torchvision()  # with a CPU build of torch",
 )
 

@@ -19,9 +19,9 @@ from recipes.experiments import ResultTable
 from recipes.jointspar.parts import parse_common
 from recipes.result_files import make_folder, pyplot, read_csv, save_figure
 from recipes.spread import Spread, spread
+from torchcomp.advisor.torchvision_compat import import_torchvision
 from torchcomp.jointspar import default_layers, sample
 from torchcomp.keys import Key
-from torchcomp.torchvision_compat import import_torchvision
 from torchcomp.traffic import sum_bytes
 
 RANKS = (2, 4, 8, 16, 32, 64)

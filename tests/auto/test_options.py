@@ -1,45 +1,43 @@
-"""auto(...): its options, and the candidates that remain."""
+"""auto(...): its options, and the methods that it times."""
 
-import csv
-from collections import defaultdict
 from collections.abc import Callable
-from pathlib import Path
-from statistics import mean
 
 import pytest
 
 import torchcomp
 from tests.support.outcomes import raised_by
 from torchcomp import Auto, SpecError
-from torchcomp.auto.effects import EFFECTS
-from torchcomp.spec import parse_aggregator, parse_registered
-
-ACCURACY = Path(__file__).parents[2] / "benchmarks" / "results" / "accuracy.csv"
+from torchcomp.spec import candidates, parse_registered
 
 
 def methods(auto: str | Auto) -> list[str]:
     parsed = parse_registered(auto)
     assert isinstance(parsed, Auto)
-    return [str(m) for m in parsed.methods([parse_aggregator(c) for c in parsed.candidates])]
+    return [str(method) for method in candidates(parsed)]
 
 
 @pytest.mark.parametrize(
     "spec",
-    [
-        "auto",
-        "auto(steps=40)",
-        'auto(candidates=[ef(topk(0.01)), mean(cast("bf16"))], within="0.5%")',
-    ],
+    ["auto", "auto(steps=40)", 'auto(candidates=[ef(topk(0.01)), mean(cast("bf16"))], steps=60)'],
 )
 def test_a_spec_prints_as_it_was_written(spec: str) -> None:
     assert str(parse_registered(spec)) == spec
 
 
+def test_default_candidates_are_16_8_and_4_bits() -> None:
+    assert methods("auto") == [
+        "mean",
+        'mean(cast("bf16"))',
+        'bidirectional(quantize("int8"), quantize("int8"))',
+        'bidirectional(quantize("int4"), quantize("int4"))',
+    ]
+
+
 def test_candidates_are_specs_objects_or_quoted_specs() -> None:
     topk = torchcomp.parse("ef(topk(0.01))")
     wanted = ["mean", "ef(topk(0.01))"]
-    for candidates in (["ef(topk(0.01))"], [topk], ("ef(topk(0.01))",)):
-        assert methods(Auto(candidates=candidates)) == wanted
+    for each in (["ef(topk(0.01))"], [topk], ("ef(topk(0.01))",)):
+        assert methods(Auto(candidates=each)) == wanted
     assert methods('auto(candidates=["ef(topk(0.01))"])') == wanted
     assert hash(Auto(candidates=[topk])) == hash(Auto(candidates=[topk]))
 
@@ -48,60 +46,38 @@ def test_mean_comes_first_wherever_it_was_listed() -> None:
     assert methods("auto(candidates=[powersgd(1), mean])") == ["mean", "powersgd(1)"]
 
 
+def test_a_trial_has_steps_for_every_method() -> None:
+    assert len(methods("auto(steps=20)")) == 4
+    assert len(methods("auto(candidates=[powersgd(1)], steps=12)")) == 2
+
+
 @pytest.mark.parametrize(
-    ("make", "part"),
+    ("make", "field"),
     [
-        (lambda: Auto(candidates=[]), "candidates is empty"),
-        (lambda: Auto(candidates="ef(topk(0.01))"), "must be a list"),
-        (lambda: Auto(candidates=[3]), "a candidate is a method, not 3"),
-        (lambda: Auto(within=0.5), 'a percentage such as "0.5%"'),
-        (lambda: Auto(within="-1%"), 'a percentage such as "0.5%"'),
-        (lambda: Auto(within="x%"), 'a percentage such as "0.5%"'),
-        (lambda: Auto(steps=0), "auto: steps must be an integer"),
-        (lambda: methods("auto(candidates=[topk(0.1), mean(topk(0.1))])"), "appears twice"),
-        (lambda: methods("auto(candidates=[every(4)])"), "every"),
-        (lambda: methods("auto(candidates=[mean])"), "no candidate remains"),
-        (lambda: methods('auto(candidates=[ef(topk(0.02))], within="1%")'), "was not measured"),
-        (lambda: methods('auto(candidates=[powersgd(1)], within="0.5%")'), "no candidate remains"),
-        (lambda: torchcomp.parse("auto"), "torchcomp.register"),
-        (lambda: torchcomp.parse("ef(auto)"), "auto"),
+        (lambda: Auto(candidates="ef(topk(0.01))"), "candidates"),
+        (lambda: methods(Auto(candidates=[])), "candidates"),
+        (lambda: methods("auto(candidates=[mean])"), "candidates"),
+        (lambda: methods("auto(candidates=[topk(0.1), mean(topk(0.1))])"), "candidates"),
+        (lambda: methods(Auto(candidates=[3])), None),
+        (lambda: methods("auto(candidates=[every(4)])"), None),
+        (lambda: Auto(steps=0), "steps"),
+        (lambda: methods("auto(steps=19)"), "steps"),
+        (lambda: methods("auto(candidates=[powersgd(1)], steps=11)"), "steps"),
+        (lambda: torchcomp.parse("auto"), None),
+        (lambda: torchcomp.parse("ef(auto)"), None),
     ],
 )
-def test_an_invalid_option_is_refused(make: Callable[[], object], part: str) -> None:
+def test_an_invalid_option_is_refused(make: Callable[[], object], field: str | None) -> None:
     error = raised_by(make)
     assert isinstance(error, SpecError)
-    assert part in str(error)
+    assert error.field == field
 
 
 @pytest.mark.parametrize(
-    ("within", "left"),
-    [("0%", 2), ("0.1%", 2), ("0.2%", 3), ("0.5%", 4), ("1%", 5)],
+    "make", [lambda: Auto(within="1%"), lambda: parse_registered('auto(within="1%")')]
 )
-def test_within_leaves_out_methods_that_have_lost_more(within: str, left: int) -> None:
-    assert len(methods(Auto(within=within))) == left
-
-
-def test_all_effects_are_those_of_the_committed_measurements() -> None:
-    of_auto = {
-        "bf16": 'mean(cast("bf16"))',
-        "mean": "mean",
-        "powersgd-1": "powersgd(1)",
-    }
-    by_seed: dict[str, dict[str, float]] = defaultdict(dict)
-    with ACCURACY.open() as file:
-        for row in csv.DictReader(file):
-            if row["images"] == "test":
-                by_seed[row["method"]][row["seed"]] = float(row["accuracy"])
-    found = {}
-    for method, accuracies in by_seed.items():
-        differences = [each - by_seed["ddp"][seed] for seed, each in accuracies.items()]
-        spec = of_auto.get(method, method)
-        if method in of_auto or "(" in method:
-            found[spec] = mean(differences)
-    canonical = {
-        str(torchcomp.parse(spec)): effect
-        for spec, effect in found.items()
-        if not spec.startswith("qsr")
-    }
-    assert EFFECTS.keys() == canonical.keys()
-    assert all(abs(EFFECTS[spec] - effect) <= 0.005 for spec, effect in canonical.items())
+def test_the_removed_option_says_what_to_name_now(make: Callable[[], object]) -> None:
+    error = raised_by(make)
+    assert isinstance(error, SpecError)
+    assert "within" in str(error)
+    assert "candidates" in str(error)

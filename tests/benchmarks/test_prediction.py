@@ -10,8 +10,8 @@ from benchmarks import predict
 from benchmarks.net.names import PLAIN
 from benchmarks.net.predicted import Known
 from benchmarks.net.rows import PREDICTIONS, Table
-from torchcomp.step_model import ALL_REDUCE, ALL_TO_ALL, CollectiveTimes, Compute, Point
-from torchcomp.step_model.activities import Call, Recording, Submitted, Work
+from torchcomp.advisor import ALL_REDUCE, ALL_TO_ALL, CollectiveTimes, Compute, Point
+from torchcomp.advisor.activities import Call, Recording, Submitted, Work
 
 TOPK = "ef(topk(0.01))"
 COMMON = {"date": "2026-01-02", "revision": "0", "torch": "2", "device": "cpu", "cpus": 2}

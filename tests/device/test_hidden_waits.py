@@ -18,7 +18,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "explain.py", "plan.py", "comparison.py", "time_model.py", "named_models.py"),
+    *("__main__.py", "explain.py", "plan.py", "comparison.py"),
     *(
         "nodes.py",
         "spec.py",
@@ -31,7 +31,7 @@ OUTSIDE = (
     # Checkpoints and simulations.
     *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
     # Measure and predict, before training.
-    *("step_model/", "doctor/", "flags.py"),
+    *("advisor/", "flags.py"),
     # NumPy.
     "jointspar/bandit.py",
 )
@@ -58,12 +58,6 @@ EXCEPTIONS = {
     "guard/watch.py BucketWatch.read": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "when the step after a comparison begins",
     "guard/alarms.py replica_alarm": "a number of the host",
-    # Auto: twice in a trial, and once in 50 steps after it.
-    "ddp/choosing.py Choosing._agree": "the ranks agree on times",
-    "auto/marks.py seconds_between": "the time of steps that have ended",
-    "local_sgd/proposal.py Proposing.end": "once, after 50 steps",
-    "auto/options.py _points": "a number of the host",
-    "auto/pace.py Pace.changed": "numbers of the host",
     # The one wait of a step.
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
     "host.py wait_for_all_streams": "the caller asks for norms",

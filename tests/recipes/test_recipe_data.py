@@ -22,7 +22,7 @@ from recipes.image_data.presets import PRESETS
 from recipes.image_data.randaugment import OPERATIONS, RandAugment
 from recipes.settings import Settings
 from tests.support.patience import PATIENCE
-from torchcomp.torchvision_compat import import_torchvision
+from torchcomp.advisor.torchvision_compat import import_torchvision
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ from recipes.errors import RecipeError
 from recipes.models import build_model, check_model
 from recipes.simple_vit import SIZES, sin_cos_positions
 from tests.support.patience import PATIENCE
-from torchcomp.torchvision_compat import import_torchvision
+from torchcomp.advisor.torchvision_compat import import_torchvision
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def test_images_that_do_not_fit_are_refused_before_training() -> None:
 
 def test_torchvision_imports_without_its_compiled_operators() -> None:
     code = (
-        "from torchcomp.torchvision_compat import import_torchvision\n"
+        "from torchcomp.advisor.torchvision_compat import import_torchvision\n"
         "first = import_torchvision()\n"
         "assert import_torchvision() is first\n"
         "first.models.get_model('resnet18', weights=None)\n"

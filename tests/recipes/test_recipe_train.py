@@ -81,7 +81,7 @@ def test_auto_chooses_in_the_first_steps(
 ) -> None:
     auto = "auto(candidates=[ef(topk(0.1))], steps=20)"
     train_here(*digits_flags, "--epochs", "1", "--compress", auto)  # 22 steps
-    assert len(messages_of("ddp.choosing", caplog)) == 1
+    assert len(messages_of("advisor.auto", caplog)) == 1
 
 
 def gloo_threads() -> set[int]:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
-from torchcomp.auto import Choice
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Names
 from torchcomp.checkpoint import layout_of
@@ -35,11 +34,9 @@ class Buckets:
 
     Attributes:
         gathers: whether `everyone` is all ranks. With a manager, it is this rank alone.
-        choice: what ``"auto"`` has chosen, if it has.
     """
 
     gathers = True
-    choice: Choice | None = None
     _one_order = False  # whether ranks can have different DDP buckets, and need one order of groups
 
     def __init__(
@@ -57,16 +54,6 @@ class Buckets:
         self.executors = executors
         self._reordering: Reordering | None = None
         self._changes = -1  # `averager.changes` when it was made
-
-    def beside(self, averager: Averager) -> "Buckets":
-        """Return others that average with another averager, on the same executors.
-
-        The steps of both must not overlap.
-
-        Args:
-            averager: with the exchange, parameters and groups of this object's averager.
-        """
-        return Buckets(averager, self.everyone, self.place, self.parameters, self.executors)
 
     def shape_of(self, names: Names) -> BucketShape:
         """Return the shape of a bucket of these parameters."""
@@ -146,17 +133,13 @@ class Buckets:
         own = checkpoint.header(state["spec"], self.everyone)
         return {**state, **own, "two_levels": two_levels(self.place, layout_of(self.parameters))}
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, method: Aggregator | None = None) -> None:
         """Restore the state of this rank; see :meth:`.Averager.load_state_dict`."""
-        method = self._method_to_load(state)
+        method = method or self.averager.aggregator
         checkpoint.check_header(state, str(method), self.everyone, checkpoint.ADVICE)
         check_place(state, self.place)
         own = checkpoint.header(str(method), self.averager.exchange)
         self.averager.load_state_dict({**state, **own}, method)
-
-    def _method_to_load(self, state: Any) -> Aggregator:
-        """Return the method that a state must have."""
-        return self.averager.aggregator
 
     def leave(self) -> None:
         """Hand the residual of this rank to the others at the end of the next step."""

@@ -9,7 +9,6 @@ import torch
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.auto import Choice
 from torchcomp.component import Component
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.discarded import Discarded
@@ -38,13 +37,18 @@ class Handle(OfOneProcess, Gatherable):
         seconds_waited: time for which backward passes of this rank have waited for the worker
             thread after the last gradient was computed, in total. 0 on CUDA, where the stream
             waits and the host does not.
+        guard: its last `report`, None before the first one, and what it found, `alarms`.
+        choice: the :class:`torchcomp.Choice` of ``register(model, "auto")``; None before, and with
+            any other method.
     """
 
+    choice: Any = None
     _after_close = "Register the model again to continue training"  # advice in errors
 
     def __init__(self, buckets: Buckets) -> None:
         self._buckets = buckets
         self.averager = buckets.averager
+        self.guard: Any = buckets.averager.observer or _NO_GUARD
         self._closed = False
         self.seconds_waited = 0.0
         self._discarded: Discarded | None = None
@@ -86,16 +90,6 @@ class Handle(OfOneProcess, Gatherable):
                 server residual as the owner of shards.
         """
         return self.averager.residual_norms(slot)
-
-    @property
-    def guard(self) -> Any:
-        """The guard: its last `report`, None before the first one, and what it found, `alarms`."""
-        return self.averager.observer or _NO_GUARD
-
-    @property
-    def choice(self) -> Choice | None:
-        """What ``register(model, "auto")`` has chosen; None before, and with any other method."""
-        return self._buckets.choice
 
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps. Call this on all ranks with the same spec.
@@ -166,7 +160,7 @@ class Handle(OfOneProcess, Gatherable):
         """
         self._require_idle("load_state_dict")
         self._require_open("load_state_dict")
-        self._buckets.load_state_dict(state)
+        self._buckets.load_state_dict(state, self._method_of(state))
 
     def leave(self) -> None:
         """Say that the next step of this rank is its last one, with ``register(manager=...)``.
@@ -234,6 +228,10 @@ class Handle(OfOneProcess, Gatherable):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+    def _method_of(self, state: Any) -> Aggregator | None:
+        """Return the method that a state must have; None if it is the one in use."""
+        return None
 
     def _check_method(self, aggregator: Aggregator) -> None:
         """Raise SpecError if the method cannot run on this kind of model."""

@@ -1,10 +1,8 @@
 """What `register` logs once, on one rank."""
 
 import logging
-from collections.abc import Sequence
 
-from torchcomp.aggregators import Aggregator, Mean
-from torchcomp.auto import Auto
+from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.stats import sent_instead
@@ -41,15 +39,6 @@ def log_method(averager: Averager, elements: int, planned: Traffic, between: str
             aggregator,
             aggregator.compressor,
         )
-
-
-def log_auto(auto: Auto, methods: Sequence[Aggregator]) -> None:
-    """Log which methods the first steps time."""
-    _log.info(
-        "auto: the first %d steps at most are uncompressed, and time %s",
-        auto.steps,
-        ", ".join(map(str, methods)),
-    )
 
 
 def log_optimizers(lrs: OptimizerLRs | None) -> None:

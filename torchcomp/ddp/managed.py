@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from torchcomp import checkpoint, wire
+from torchcomp.aggregators import Aggregator
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, Group
 from torchcomp.ddp.buckets import Buckets
@@ -176,7 +177,7 @@ class Managed(Buckets):
         self._ballot.require_vote("state_dict")
         return super().state_dict()
 
-    def load_state_dict(self, state: Any) -> None:
+    def load_state_dict(self, state: Any, method: Aggregator | None = None) -> None:
         # Of any rank and number of ranks: those of the next quorum are not known yet.
         checkpoint.HEADER(state, "the state dict")
         averager, before, rank = self.averager, self.averager.exchange, state["rank"]
@@ -184,7 +185,7 @@ class Managed(Buckets):
         averager.exchange = self._ranks(rank, state["world_size"], None)
         try:
             check_place(state, Place.in_order(rank))
-            averager.load_state_dict(state)
+            averager.load_state_dict(state, method)
         except Exception:
             averager.exchange = before
             raise

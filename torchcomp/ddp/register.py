@@ -28,10 +28,9 @@ from torchcomp.ddp.checks import (
     device_of,
     trained_parameters,
 )
-from torchcomp.ddp.choosing import Choosing
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.hook import DDPHandle, hook
-from torchcomp.ddp.log import log_auto, log_method, log_optimizers
+from torchcomp.ddp.log import log_method, log_optimizers
 from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.two_level import Levels, TwoLevel
@@ -89,9 +88,12 @@ def register_ddp(
         from torchcomp.guard import watch
 
         watch(buckets.averager, options.guard, _replicated(model))
-    if auto is not None:
-        buckets = Choosing(buckets, methods, auto.steps)
-    handle = DDPHandle(model, buckets, options.scaler, lrs)
+    if auto is None:
+        handle = DDPHandle(model, buckets, options.scaler, lrs)
+    else:
+        from torchcomp.advisor.auto import AutoHandle
+
+        handle = AutoHandle(methods, auto.steps, model, buckets, options.scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
     setattr(model, OWNER, f"{REGISTERED}('{auto or aggregator}')")
@@ -104,8 +106,6 @@ def register_ddp(
         nodes_of = f"nodes of {size} ranks" if size > 1 else ""
         log_method(buckets.averager, elements, planned, nodes_of)
         log_optimizers(lrs)
-        if auto is not None:
-            log_auto(auto, methods)
     return handle
 
 

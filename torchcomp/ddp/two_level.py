@@ -136,9 +136,6 @@ class TwoLevel(Buckets):
         lanes = [executor_for(levels.everyone, levels.leave) for _ in range(3)]
         return cls(averager, parameters, levels, lanes, inside)
 
-    def beside(self, averager: Averager) -> "TwoLevel":
-        return TwoLevel(averager, self.parameters, self._levels, self.executors, self._inside)
-
     def shape_of(self, names: Names) -> BucketShape:
         return BucketShape.of(names, self.parameters)
 

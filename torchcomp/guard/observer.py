@@ -27,6 +27,7 @@ from torchcomp.guard.alarms import Alarm, alarms, replica_alarm
 from torchcomp.guard.replicas import Replicas
 from torchcomp.guard.report import Compared, Report
 from torchcomp.guard.watch import SCALARS, BucketWatch
+from torchcomp.observer import Observer
 from torchcomp.profiling import label
 
 _log = logging.getLogger(__name__)
@@ -86,7 +87,7 @@ class Guard:
         raise SpecError(f"guard must be True, False or a torchcomp.Guard, not {value!r}", "guard")
 
 
-class GuardObserver:
+class GuardObserver(Observer):
     """The observer of an averager with a guard.
 
     Args:

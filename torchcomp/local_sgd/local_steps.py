@@ -31,7 +31,6 @@ from torchcomp.local_sgd.options import (
     check_values,
     warn_if_rarely_averaged,
 )
-from torchcomp.local_sgd.proposal import Proposing
 from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of
 from torchcomp.local_sgd.saving import restore, state_of
 from torchcomp.profiling import label
@@ -112,7 +111,11 @@ class LocalSteps:
         self._warned = False  # whether the log says what an evaluation inside a round means
         # On one rank only: with two levels, each rank of a node is in another exchange.
         self._logs = self.first_in_node and exchange.rank == 0
-        self.proposing = Proposing(exchange, self._logs) if method.proposes else None
+        self.proposing: Any = None
+        if method.proposes:
+            from torchcomp.advisor.proposal import Proposing
+
+            self.proposing = Proposing(exchange, self._logs)
         if self._logs:
             self._log_method()
             warn_if_rarely_averaged(method, optimizers)

@@ -1,0 +1,298 @@
+"""Jobs for doctor: each healthy, or with one fault that is planted in a rank or on a link.
+
+Ranks on the loopback are started by one torchrun, through a shell that plants the fault. Ranks on
+hosts are network namespaces (see benchmarks/net/hosts.py) with a torchrun each.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.net.hosts import Hosts
+from benchmarks.net.shell import run as shell
+
+ROOT = Path(__file__).parents[3]
+_PORT = "29500"
+_LIMIT = 240  # seconds for a job
+_EPHEMERAL = "0x8000"  # the ports that systems choose have this bit
+
+# Sets the clock of a process one minute ahead.
+_CLOCK = r"""
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+int clock_gettime(clockid_t id, struct timespec *t) {
+    int (*real)(clockid_t, struct timespec *) = dlsym(RTLD_NEXT, "clock_gettime");
+    int code = real(id, t);
+    if (id == CLOCK_REALTIME) t->tv_sec += 60;
+    return code;
+}
+"""
+
+
+class DoctorHosts(Hosts):
+    """Hosts whose links can be slowed down and cut, each direction by itself."""
+
+    def slow_down(self, host: int, mbit: int, to: int | None = None) -> None:
+        """Slow down what a host sends, to one other host or to all."""
+        if to is None:
+            self._tc(host, f"qdisc replace dev {self.interface} root {_shaped(mbit)}")
+        else:
+            self._divert(self._name(host), self.interface, _shaped(mbit), self._to(to))
+
+    def cut(self, host: int, to: int) -> None:
+        """Lose everything that a host sends to another one."""
+        self._divert(self._name(host), self.interface, "blackhole", self._to(to))
+
+    def block_ports(self, host: int) -> None:
+        """Lose what opens a connection to a high port of a host, as many firewalls do."""
+        opens = "match ip protocol 6 0xff match u8 0x02 0x12 at 33"
+        match = f"{self._to(host)} {opens} match ip dport {_EPHEMERAL} {_EPHEMERAL}"
+        for other in range(self.count):
+            if other != host:
+                self._divert(self._name(other), self.interface, "blackhole", match)
+
+    def _to(self, host: int) -> str:
+        return f"match ip dst {self.address(host)}/32"
+
+    def _divert(self, namespace: str, device: str, qdisc: str, match: str) -> None:
+        """Send what matches through another queue."""
+        rate = f"rate {self.mbit}mbit burst 70kb cburst 70kb"
+        for line in (
+            f"qdisc replace dev {device} root handle 1: htb default 1",
+            f"class add dev {device} parent 1: classid 1:1 htb {rate}",
+            f"class add dev {device} parent 1: classid 1:2 htb {rate}",
+            f"qdisc add dev {device} parent 1:2 {qdisc}",
+            f"filter add dev {device} parent 1: protocol ip u32 {match} flowid 1:2",
+        ):
+            shell("tc", "-n", namespace, *line.split())
+
+    def _tc(self, host: int, line: str) -> None:
+        shell("tc", "-n", self._name(host), *line.split())
+
+
+def _shaped(mbit: int) -> str:
+    return f"tbf rate {mbit}mbit burst 66000 latency 100ms"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job, and what doctor has to find.
+
+    Attributes:
+        name: what is wrong, in words.
+        code: code of the finding; "" for a healthy job.
+        ranks: the ranks that the finding names.
+        world_size: number of ranks.
+        mbit: speed of the links of hosts; 0 for ranks on the loopback.
+        plant: for the loopback, shell commands of the last rank, before it becomes doctor. They
+            find a folder for files in $FOLDER, and the next command in "$@".
+        arrange: for hosts, plants the fault.
+    """
+
+    name: str
+    code: str = ""
+    ranks: tuple[int, ...] = ()
+    world_size: int = 3
+    mbit: int = 0
+    plant: str = ""
+    arrange: Callable[[DoctorHosts], None] | None = None
+
+
+def _slow_link(hosts: DoctorHosts) -> None:
+    hosts.slow_down(1, 10, to=2)
+
+
+def _dead_link(hosts: DoctorHosts) -> None:
+    hosts.cut(1, 2)
+    hosts.cut(2, 1)
+
+
+def _blocked_port(hosts: DoctorHosts) -> None:
+    hosts.block_ports(2)
+
+
+def _slow_card(hosts: DoctorHosts) -> None:
+    hosts.slow_down(2, 20)
+
+
+_OTHER_VERSION = """
+cp -r "$ROOT/torchcomp" "$FOLDER/torchcomp"
+echo '__version__ = "0.0.9"' > "$FOLDER/torchcomp/_version.py"
+cd "$FOLDER"; export PYTHONPATH="$FOLDER"
+"""
+_NO_NUMBA = """
+mkdir "$FOLDER/numba"; echo 'raise ImportError("planted")' > "$FOLDER/numba/__init__.py"
+export PYTHONPATH="$FOLDER:$PYTHONPATH"
+"""
+_SMALL_SHM = """
+exec unshare --mount sh -c 'mount -t tmpfs -o size=16m tmpfs /dev/shm && exec "$@"' sh "$@"
+"""
+# Runs for a tenth of the time, as in a container with a limit. Not from the start: its links would
+# be slow as well.
+_THROTTLED = """
+rank=$$
+(
+    until grep -q "computing on all ranks" "$FOLDER/err0"; do sleep 0.02; done
+    while kill -STOP $rank; do sleep 0.09; kill -CONT $rank; sleep 0.01; done
+) 2>/dev/null &
+"""
+_SKEWED = 'gcc -shared -fPIC -o "$FOLDER/clock.so" "$FOLDER/clock.c" -ldl\n'
+_SKEWED += 'export LD_PRELOAD="$FOLDER/clock.so"\n'
+
+FAULTS = (
+    Case("one slow link", "slow-link", (1, 2), 4, 200, arrange=_slow_link),
+    Case("one dead link", "dead-link", (1, 2), 4, 200, arrange=_dead_link),
+    Case("ports blocked by a firewall", "blocked-port", (2,), 4, 200, arrange=_blocked_port),
+    Case("one host sends slowly", "slow-links", (2,), 4, 200, arrange=_slow_card),
+    Case("one slow rank", "slow-rank", (2,), plant=_THROTTLED),
+    Case("two versions", "versions", (2,), plant=_OTHER_VERSION),
+    Case("small /dev/shm", "shm", (2,), plant=_SMALL_SHM),
+    Case("other number of threads", "threads", (2,), plant="export OMP_NUM_THREADS=2\n"),
+    Case("clock one minute ahead", "clock", (2,), plant=_SKEWED),
+    Case("no Numba", "kernels", (2,), plant=_NO_NUMBA),
+)
+
+HEALTHY = (
+    *(Case(f"loopback, run {run}", world_size=2 + run % 3) for run in range(10)),
+    *(
+        Case(f"{mbit} Mbit/s, {ranks} hosts", world_size=ranks, mbit=mbit)
+        for ranks in (2, 4)
+        for mbit in (10, 50, 100, 500, 1000)
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What doctor said.
+
+    Attributes:
+        found: the JSON of rank 0; empty if there is none.
+        codes: exit status of each torchrun.
+        report: stdout.
+        log: stderr of all.
+        seconds: from the start to the end of the job.
+    """
+
+    found: dict[str, Any]
+    codes: tuple[int, ...]
+    report: str
+    log: str
+    seconds: float
+
+    def names(self, case: Case) -> bool:
+        """Whether the fault was found, with its ranks and nothing else; or nothing, if healthy."""
+        if "findings" not in self.found:
+            return False
+        findings = self.found["findings"]
+        if not case.code:
+            return self.found["status"] == 0 and not findings
+        named = {(finding["code"], frozenset(finding["ranks"])) for finding in findings}
+        return named == {(case.code, frozenset(case.ranks))}
+
+    def findings(self) -> str:
+        """The findings as one text."""
+        return "; ".join(
+            f"{each['code']} {','.join(map(str, each['ranks']))}"
+            for each in self.found.get("findings", [])
+        )
+
+
+def examined(case: Case, *options: str) -> Outcome:
+    """Run doctor on a job."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "clock.c").write_text(_CLOCK)
+        if not case.mbit:
+            return _finished([_on_loopback(case, folder, options)], folder, "lo")
+        with DoctorHosts(case.world_size, case.mbit, delay_us=100) as hosts:
+            if case.arrange is not None:
+                case.arrange(hosts)
+            commands = [
+                [*hosts.inside(host), *_on_host(host, hosts, folder, options)]
+                for host in range(case.world_size)
+            ]
+            return _finished(commands, folder, hosts.interface)
+
+
+_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+_DOCTOR = ("-m", "torchcomp", "doctor")
+
+
+def _on_loopback(case: Case, folder: str, options: tuple[str, ...]) -> list[str]:
+    script = Path(folder) / "start.sh"
+    last = case.world_size - 1
+    script.write_text(f'if [ "$RANK" = {last} ]; then\n:\n{case.plant}fi\nexec "$@"\n')
+    ranks = ("--standalone", "--nproc-per-node", str(case.world_size), "--no-python")
+    doctor = (sys.executable, *_DOCTOR, "--json", f"{folder}/doctor.json", *options)
+    return [*_TORCHRUN, *ranks, "sh", str(script), *doctor]
+
+
+def _on_host(host: int, hosts: Hosts, folder: str, options: tuple[str, ...]) -> list[str]:
+    job = ("--nnodes", str(hosts.count), "--node-rank", str(host), "--nproc-per-node", "1")
+    store = ("--master-addr", hosts.address(0), "--master-port", _PORT)
+    return [*_TORCHRUN, *job, *store, *_DOCTOR, "--json", f"{folder}/doctor.json", *options]
+
+
+def _finished(commands: list[list[str]], folder: str, interface: str) -> Outcome:
+    environment = {
+        **os.environ,
+        "FOLDER": folder,
+        "ROOT": str(ROOT),
+        "PYTHONPATH": str(ROOT),
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "passive",
+    }
+    began = time.monotonic()
+    with _started(commands, environment, Path(folder)) as jobs:
+        codes = tuple(job.wait(max(1.0, began + _LIMIT - time.monotonic())) for job in jobs)
+    texts = [
+        "".join((Path(folder) / f"{name}{job}").read_text() for job in range(len(jobs)))
+        for name in ("out", "err")
+    ]
+    path = Path(folder, "doctor.json")
+    found = json.loads(path.read_text()) if path.exists() else {}
+    return Outcome(found, codes, *texts, time.monotonic() - began)
+
+
+@contextmanager
+def _started(
+    commands: list[list[str]], environment: dict[str, str], folder: Path
+) -> Iterator[list["subprocess.Popen[bytes]"]]:
+    jobs: list[subprocess.Popen[bytes]] = []
+    try:
+        for number, command in enumerate(commands):
+            with (
+                (folder / f"out{number}").open("wb") as out,
+                (folder / f"err{number}").open("wb") as err,
+            ):
+                jobs.append(
+                    subprocess.Popen(
+                        command,
+                        cwd=ROOT,
+                        env=environment,
+                        stdin=subprocess.DEVNULL,
+                        stdout=out,
+                        stderr=err,
+                        start_new_session=True,
+                    )
+                )
+        yield jobs
+    finally:
+        for job in jobs:
+            # torchrun and all it started, also what a planted fault left.
+            try:
+                os.killpg(job.pid, signal.SIGTERM if job.poll() is None else signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            job.wait()

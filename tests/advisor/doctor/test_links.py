@@ -1,0 +1,121 @@
+"""Links: which pairs are measured when, and what one measurement gives."""
+
+import itertools
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.advisor.doctor.cases import link
+from tests.support.patience import PATIENCE
+from tests.support.ranks import on_processes
+from torchcomp.advisor.doctor.links import (
+    GroupChannel,
+    Link,
+    SocketChannel,
+    chosen_pairs,
+    echo,
+    probe,
+    rounds,
+)
+
+
+def test_all_pairs_up_to_16_ranks_and_a_connected_sample_above():
+    assert chosen_pairs(16) == list(itertools.combinations(range(16), 2))
+    sample = chosen_pairs(64)
+    assert sample == chosen_pairs(64)
+    assert {(rank, rank + 1) for rank in range(63)} | {(0, 63)} <= set(sample)
+    assert 64 < len(sample) <= 64 * 4
+
+
+@pytest.mark.parametrize(
+    ("world_size", "node", "most"), [(2, 1, 1), (4, 1, 4), (16, 16, 23), (8, 2, 16), (64, 8, 400)]
+)
+def test_no_two_pairs_of_a_round_share_a_rank_or_a_card(world_size, node, most):
+    nodes = [rank // node for rank in range(world_size)]
+    pairs = chosen_pairs(world_size)
+    made = rounds(pairs, nodes)
+    assert sorted(pair for members in made for pair in members) == sorted(pairs)
+    assert len(made) <= most
+    for members in made:
+        ranks = [rank for pair in members for rank in pair]
+        assert len(ranks) == len(set(ranks))
+        crossing = [{nodes[i], nodes[j]} for i, j in members if nodes[i] != nodes[j]]
+        assert all(not one & other for one, other in itertools.combinations(crossing, 2))
+
+
+@pytest.fixture
+def ends():
+    """Both ends of a TCP connection."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as first,
+        server.accept()[0] as second,
+    ):
+        yield first, second
+
+
+class Slow(SocketChannel):
+    """A link of 10 MB/s."""
+
+    def send(self, nbytes):
+        time.sleep(nbytes / 10e6)
+        super().send(nbytes)
+
+
+@pytest.mark.parametrize(("channel", "largest"), [(SocketChannel, 2**24), (Slow, 2**20)])
+def test_a_probe_measures_growing_messages_and_a_slow_link_by_small_ones(ends, channel, largest):
+    answers = threading.Thread(target=echo, args=(SocketChannel(ends[1], PATIENCE),))
+    answers.start()
+    trip, points = probe(channel(ends[0], PATIENCE), 0.05)
+    answers.join()
+    sizes = [nbytes for nbytes, _ in points]
+    assert sizes == sorted(set(sizes))
+    assert (sizes[0], sizes[-1] <= largest) == (2**12, True)
+    assert all(seconds > 0 for seconds in (trip, *(seconds for _, seconds in points)))
+    measured = Link(0, 1, False, 0.0, tuple(points))
+    assert channel is SocketChannel or measured.bandwidth <= 10e6
+
+
+def test_a_message_of_several_pieces_arrives_whole(ends):
+    first, second = (SocketChannel(end, PATIENCE) for end in ends)
+    sizes = [3 * 2**20 + 5, 1, 0, 2**20]
+    sender = threading.Thread(target=lambda: [first.send(size) for size in sizes])
+    sender.start()
+    assert [second.receive() for _ in sizes] == sizes
+    sender.join()
+
+
+def test_a_silent_link_ends_with_an_error_within_the_timeout(ends):
+    first, second = ends
+    with pytest.raises(TimeoutError):
+        SocketChannel(first, 0.1).receive()
+    second.close()
+    with pytest.raises(ConnectionError):
+        SocketChannel(first, 0.1).receive()
+
+
+def test_the_better_of_two_measurements_has_the_best_of_both():
+    fast, near = link(0, 1, 100.0, trip=2e-3), link(0, 1, 50.0, trip=1e-3)
+    both = fast.better_of(near)
+    assert (both.round_trip, both.points) == (1e-3, fast.points)
+    failed = link(0, 1, error="timed out")
+    assert failed.better_of(near) == near.better_of(failed) == near
+
+
+def messages():
+    channel = GroupChannel(1 - dist.get_rank(), torch.device("cpu"), PATIENCE)
+    sizes = [1, 100_000, 1, 0]
+    if dist.get_rank() == 1:
+        return [channel.receive() for _ in sizes]
+    for nbytes in sizes:
+        channel.send(nbytes)
+    return sizes
+
+
+@pytest.mark.thorough
+def test_a_process_group_carries_the_same_messages():
+    assert on_processes(2, messages) == [[1, 100_000, 1, 0]] * 2

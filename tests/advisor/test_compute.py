@@ -1,0 +1,55 @@
+"""The compute step: when DDP's buckets are ready, measured and by their share of the elements."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.support.ranks import on_threads
+from torchcomp.advisor import Compute, Link, measure_compute, record, simulate
+from torchcomp.bucket import BucketShape
+from torchcomp.errors import SpecError
+
+
+def body():
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(20, 300), nn.ReLU(), nn.Linear(300, 300), nn.Linear(300, 3))
+    model = DistributedDataParallel(module, bucket_cap_mb=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    inputs = torch.randn(4, 20) + dist.get_rank()
+    compute = measure_compute(model, lambda: model(inputs).sum(), optimizer, steps=2)
+    weights = [p.detach().clone() for p in module.parameters()]
+    parameters = dict(module.named_parameters())
+    recording = record("ef(topk(0.1))", parameters, 2, buckets=compute.buckets, steps=2)
+    return compute, weights, simulate(recording, compute, Link(1.0).flat(2))
+
+
+def test_buckets_are_ready_in_the_order_of_the_backward_pass():
+    (compute, weights, step), (_, others, _) = on_threads(2, body)
+    names = [name for bucket in compute.buckets for name in bucket]
+    assert len(compute.buckets) > 1
+    assert sorted(names) == sorted(f"{i}.{p}" for i in (0, 2, 3) for p in ("bias", "weight"))
+    assert "3.bias" in compute.buckets[0]
+    assert "0.weight" in compute.buckets[-1]
+    assert 0 < compute.ready[0] <= compute.ready[-1] <= compute.backward <= compute.total
+    # Nothing was exchanged.
+    assert not torch.equal(weights[0], others[0])
+    assert step.seconds > step.compute == compute.total
+    assert Compute.from_dict(json.loads(json.dumps(compute.to_dict()))) == compute
+
+
+def test_ready_times_by_elements():
+    shapes = [BucketShape((name,), ((n,),), torch.float32) for name, n in (("a", 100), ("b", 300))]
+    # The backward pass is from 3 to 9.6 s.
+    compute = Compute.by_elements(shapes, 10.0)
+    assert compute.buckets == (("a",), ("b",))
+    assert (*compute.ready, compute.backward, compute.total) == pytest.approx((4.65, 9.6, 9.6, 10))
+
+
+@pytest.mark.parametrize("bad", [{"steps": 0}, {"warm_up": 1}])
+def test_bad_numbers_of_steps_are_refused(bad):
+    with pytest.raises(SpecError):
+        measure_compute(None, lambda: None, None, **bad)

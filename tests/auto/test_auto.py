@@ -1,0 +1,670 @@
+"""register(model, "auto"): time candidates between uncompressed steps, go on with the best."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import torchcomp
+from tests.support.clock import Clock
+from tests.support.logs import messages_of
+from tests.support.models import (
+    Branches,
+    gradients,
+    loss_of,
+    mlp,
+    residual_norm,
+    rows,
+    seeded,
+    weights,
+    wrap,
+)
+from tests.support.outcomes import (
+    assert_replicas_equal,
+    caught,
+    raised_by,
+    reloaded,
+    same,
+)
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import Auto, Guard, SpecError
+from torchcomp.advisor import auto
+from torchcomp.aggregators import Mean
+from torchcomp.bucket import Bucket
+from torchcomp.ddp import register
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
+
+TOPK = "ef(topk(0.1))"
+AUTO = Auto(candidates=[TOPK], steps=20)
+STEPS = 20
+SECONDS = 0.02
+"""What the average of a bucket takes on the slow network of these tests."""
+
+BUCKETS = 3  # of the model, see SMALL_BUCKETS
+COMPUTE = 0.004
+"""What the rest of a step takes. All buckets are ready at its end."""
+
+CLOCK = Clock()
+_mean, _join = Mean.aggregate, Buckets.join
+
+
+@dataclass(frozen=True)
+class SlowOnRank1(Mean):
+    """Averages as mean does, but takes long on one rank."""
+
+    name = "slow_on_rank_1"
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        CLOCK.exchange(SECONDS * (dist.get_rank() == 1))
+        _mean(self, g, bucket, key)
+
+
+@dataclass(frozen=True)
+class Part(Mean):
+    """Averages as mean does, in a part of the time that it takes on the slow network."""
+
+    name = "part"
+
+    part: float = 1.0
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        CLOCK.exchange(SECONDS * self.part)
+        _mean(self, g, bucket, key)
+
+
+@pytest.fixture(autouse=True)
+def clock() -> Iterator[None]:
+    def join(self: Buckets) -> BaseException | None:
+        CLOCK.join()
+        return _join(self)
+
+    with (
+        mock.patch.object(auto, "now", CLOCK.moment),
+        mock.patch.object(Buckets, "join", join),
+        mock.patch.object(auto.AutoHandle, "_exchange", CLOCK.alone(auto.AutoHandle._exchange)),
+    ):
+        yield
+
+
+@pytest.fixture
+def slow_mean() -> Iterator[None]:
+    """An uncompressed average that takes long, as on a slow network."""
+
+    def slow(self: Mean, *args: Any) -> None:
+        CLOCK.exchange(SECONDS)
+        _mean(self, *args)
+
+    with mock.patch.object(Mean, "aggregate", slow):
+        yield
+
+
+def train(model: Any, steps: int, first: int = 0) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+    for step in range(first, first + steps):
+        CLOCK.advance(COMPUTE)
+        optimizer.zero_grad()
+        loss_of(model(rows(step))).backward()
+        optimizer.step()
+
+
+def trained(spec: Any, steps: int, **options: Any) -> tuple[Tensor, str, Any, list[str]]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, spec, **options)
+    methods = []
+    for step in range(steps):
+        CLOCK.advance(COMPUTE)
+        model.zero_grad()
+        loss_of(model(rows(step))).backward()
+        methods.append(str(handle.method))
+    return gradients(model), str(handle.method), handle.choice, methods
+
+
+def after(spec: Any, steps: int, **options: Any) -> tuple[Tensor, Any]:
+    model = wrap(mlp(), **options)
+    handle = torchcomp.register(model, spec)
+    train(model, steps)
+    return weights(model), handle.stats
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_training_is_that_of_mean_bit_for_bit_while_candidates_are_timed(view: bool) -> None:
+    candidates = Auto(candidates=[TOPK, "powersgd(1)", "bidirectional(topk(0.1), topk(0.1))"])
+
+    def body() -> Any:
+        # All candidates were timed, and none was chosen yet.
+        return [after(each, 60, gradient_as_bucket_view=view) for each in (candidates, "mean")]
+
+    for (one, stats), (other, of_mean) in on_threads(2, body):
+        assert torch.equal(one, other)
+        assert (stats.steps, stats.bytes_sent) == (of_mean.steps, of_mean.bytes_sent)
+
+
+def test_the_fast_candidate_is_chosen_on_a_slow_network(
+    slow_mean: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = on_threads(2, trained, AUTO, STEPS + 5)
+    for _, method, choice, methods in found:
+        assert method == choice.method == TOPK
+        assert methods == ["mean"] * (STEPS - 1) + [TOPK] * 6
+        assert choice.step == STEPS
+        assert choice == found[0][2]
+        seconds = [choice.seconds["mean"], choice.seconds[TOPK], choice.alone, choice.average]
+        average = BUCKETS * SECONDS
+        assert seconds == pytest.approx([COMPUTE + average, COMPUTE, COMPUTE, average])
+    (message,) = messages_of("advisor.auto", caplog)
+    assert TOPK in message
+
+
+def test_what_every_step_waits_for_is_in_all_times(slow_mean: None) -> None:
+    wait = 0.01
+
+    def late(self: Buckets) -> BaseException | None:
+        CLOCK.join()
+        CLOCK.advance(wait)
+        return _join(self)
+
+    with mock.patch.object(Buckets, "join", late):
+        for _, _, choice, _ in on_threads(2, trained, AUTO, STEPS):
+            average = BUCKETS * SECONDS
+            seconds = [choice.seconds["mean"], choice.seconds[TOPK]]
+            assert seconds == pytest.approx([COMPUTE + average + wait, COMPUTE + wait])
+
+
+def test_no_step_is_shorter_than_the_computation_of_its_gradients() -> None:
+    def slow_alone(self: Mean, *args: Any) -> None:
+        if CLOCK.is_alone:  # what is timed takes longer than the same in training
+            CLOCK.exchange(SECONDS)
+        _mean(self, *args)
+
+    with mock.patch.object(Mean, "aggregate", slow_alone):
+        for _, _, choice, _ in on_threads(2, trained, AUTO, STEPS):
+            assert choice.seconds == pytest.approx({"mean": COMPUTE, TOPK: COMPUTE})
+
+
+@dataclass(frozen=True)
+class OfTheModel(Mean):
+    """Averages the whole model as one bucket."""
+
+    name = "of_the_model"
+    whole_model = True
+    depends_on_grouping = True
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        CLOCK.exchange(SECONDS)
+        _mean(self, g, bucket, key)
+
+
+def test_a_candidate_is_timed_with_the_buckets_that_it_would_have() -> None:
+    candidates = Auto(candidates=[OfTheModel()], steps=STEPS)
+    for _, _, choice, _ in on_threads(2, trained, candidates, STEPS):
+        # Once, and not for each of DDP's buckets.
+        assert choice.seconds["of_the_model"] == pytest.approx(COMPUTE + SECONDS)
+
+
+def test_mean_is_kept_if_no_candidate_is_faster() -> None:
+    slow = Auto(candidates=[SlowOnRank1()], steps=20)
+    for _, method, choice, _ in on_threads(2, trained, slow, STEPS + 5):
+        assert method == choice.method == "mean"
+        # Rank 1 alone is slow, and its time counts on both.
+        assert choice.seconds["slow_on_rank_1"] == pytest.approx(BUCKETS * SECONDS + COMPUTE)
+        assert choice.seconds["mean"] == pytest.approx(COMPUTE)
+
+
+@pytest.mark.parametrize(
+    ("parts", "chosen"),
+    [
+        ([0.96, 0.99], "mean"),  # not worth it
+        ([0.9, 0.87], "part(part=0.9)"),  # liked more, and hardly slower
+        ([0.9, 0.5], "part(part=0.5)"),
+    ],
+)
+def test_the_first_method_is_chosen_that_no_other_is_worth_changing_for(
+    parts: list[float], chosen: str, slow_mean: None
+) -> None:
+    candidates = Auto(candidates=[Part(part=each) for each in parts], steps=16)
+    assert [method for _, method, *_ in on_threads(2, trained, candidates, 16)] == [chosen] * 2
+
+
+def test_after_the_trial_nothing_watches_the_steps(slow_mean: None) -> None:
+    def body() -> list[bool]:
+        model = wrap(mlp())
+        handle = torchcomp.register(model, AUTO)
+        found = [handle.averager.observer is None]
+        train(model, STEPS)
+        return [*found, handle.averager.observer is None]
+
+    assert on_threads(2, body) == [[False, True]] * 2
+
+
+def test_the_method_that_was_chosen_trains(slow_mean: None) -> None:
+    assert_replicas_equal([each for each, _ in on_threads(2, after, AUTO, STEPS + 10)])
+
+
+def resumed(at: int) -> list[Any]:
+    found = []
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    train(model, at)
+    saved = reloaded([handle.state_dict(), model.state_dict()])
+    train(model, 5, at)
+    found.append([handle.choice, str(handle.method), weights(model)])
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    handle.load_state_dict(saved[0])
+    model.load_state_dict(saved[1])
+    train(model, 5, at)
+    found.append([handle.choice, str(handle.method), weights(model)])
+    return [saved[0], *found]
+
+
+def test_a_run_resumes_with_the_choice_bit_for_bit(slow_mean: None) -> None:
+    for state, straight, again in on_threads(2, resumed, STEPS + 3):
+        assert state["spec"] == TOPK
+        assert straight[0] == again[0]
+        assert straight[0].method == TOPK
+        assert same(straight[1:], again[1:])
+
+
+def test_a_trial_begins_again_after_a_resume(slow_mean: None) -> None:
+    for state, straight, again in on_threads(2, resumed, STEPS - 5):
+        assert state["spec"] == "mean"
+        assert straight[0].step == STEPS
+        assert again[0] is None
+
+
+def loads_another_method() -> list[Any]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, "ef(topk(0.2))")
+    train(model, 3)
+    state = reloaded(handle.state_dict())
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    handle.load_state_dict(state)
+    found: list[Any] = [str(handle.method), residual_norm(handle)]
+    train(model, 3)
+    found += [str(handle.method), residual_norm(handle)]
+    train(model, STEPS)
+    return [*found, handle.choice]
+
+
+def test_the_residual_of_another_checkpoint_is_sent_before_the_trial(slow_mean: None) -> None:
+    for spec, before, then, later, choice in on_threads(2, loads_another_method):
+        assert (spec, then, choice.method) == ("mean", "mean", TOPK)
+        assert before > later == 0
+        assert choice.step > 3 + STEPS  # a step that sends the residual is not of the trial
+
+
+CHOICE = {"method": "mean", "seconds": {"mean": 1.0}, "alone": 1.0, "average": 1.0, "step": 9}
+
+
+def with_other_candidates() -> tuple[str, str, list[str]]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    train(model, STEPS + 2)
+    chosen, state = str(handle.method), handle.state_dict()
+    other = wrap(mlp())
+    again = torchcomp.register(other, Auto(candidates=["powersgd(1)"], steps=20))
+    again.load_state_dict(state)
+    methods = [str(again.method)]
+    train(other, 2 * STEPS, STEPS + 2)
+    return chosen, str(again.choice.method), methods
+
+
+def test_a_choice_that_is_no_candidate_any_more_is_made_again(slow_mean: None) -> None:
+    for chosen, later, methods in on_threads(2, with_other_candidates):
+        assert (chosen, methods) == (TOPK, ["mean"])
+        assert later == "powersgd(1)"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        {"auto": {}},
+        {"auto": {"trial": True, "choice": {}}},
+        {"auto": {"trial": 3, "choice": None}},
+        {"auto": {"trial": False, "choice": CHOICE | {"seconds": {"mean": "long"}}}},
+        {"auto": {"trial": False, "choice": CHOICE | {"step": -1}}},
+        {"spec": "nothing(3)"},
+        {"spec": [3]},
+    ],
+)
+def test_a_damaged_checkpoint_changes_nothing(damage: dict[str, Any]) -> None:
+    def body() -> None:
+        model = wrap(mlp())
+        handle = torchcomp.register(model, AUTO)
+        train(model, 2)
+        before = handle.state_dict()
+        error = raised_by(lambda: handle.load_state_dict({**before, **damage}))
+        assert isinstance(error, torchcomp.CheckpointError)
+        assert same(handle.state_dict(), before)
+
+    on_threads(2, body)
+
+
+def with_nan(at: int) -> list[bool]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    found = []
+    for step in range(STEPS):
+        CLOCK.advance(COMPUTE)
+        model.zero_grad()
+        loss = loss_of(model(rows(step)))
+        (loss * float("nan") if step == at else loss).backward()
+        found.append(all(bool(each.isfinite().all()) for each in gradients(model).values()))
+    assert handle.choice is not None
+    return found
+
+
+@pytest.mark.parametrize("at", [2, 11])
+def test_a_nan_passes_through_a_trial_as_through_plain_ddp(at: int) -> None:
+    for found in on_threads(2, with_nan, at):
+        assert found == [step != at for step in range(STEPS)]
+
+
+def raises(at: int) -> list[Any]:
+    """DDP itself cannot go on after a backward pass that raised, so another model does."""
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    train(model, at)
+    before = handle.state_dict()
+
+    def fail(grad: Tensor) -> Tensor:
+        raise ValueError("planted")
+
+    model.module[0].bias.register_hook(fail)
+    loss = loss_of(model(rows(at)))
+    assert isinstance(raised_by(loss.backward), ValueError)
+    later = handle.state_dict()
+    handle.close()
+    weights_then = model.state_dict()
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    handle.load_state_dict(later)
+    model.load_state_dict(weights_then)
+    train(model, STEPS + 5)
+    return [before, later, handle.choice.method]
+
+
+@pytest.mark.parametrize("at", [2, 12])
+def test_a_backward_pass_that_raises_leaves_the_state_before_it(at: int, slow_mean: None) -> None:
+    for before, later, method in on_threads(2, raises, at):
+        assert same(before, later)
+        assert method == TOPK
+
+
+@dataclass(frozen=True)
+class Broken(Mean):
+    """Raises on all ranks, but not on one alone."""
+
+    name = "broken"
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        if bucket.exchange.world_size > 1:
+            raise OSError("planted")
+
+
+class BrokenOnRank1(Mean):
+    """Raises on rank 1, also alone."""
+
+    name = "broken_on_rank_1"
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        if dist.get_rank() == 1:
+            raise MemoryError
+
+
+def with_a_broken_candidate(unused: bool) -> tuple[Any, Any, bool]:
+    model = wrap(seeded(Branches().double()), find_unused_parameters=unused)
+    handle = torchcomp.register(model, Auto(candidates=[Broken()], steps=20))
+    branches = ["left"] if unused else ["left", "right"]
+    error, steps = None, 0
+    while error is None:
+        before = handle.state_dict()
+        model.zero_grad()
+        loss = loss_of(model(rows(steps), branches))
+        error = caught(loss.backward)
+        steps += 1
+    assert steps == 10  # the second step of the block of the candidate
+    return before, handle.state_dict(), isinstance(error, OSError)
+
+
+@pytest.mark.parametrize("unused", [False, True])
+def test_a_candidate_that_fails_raises_at_the_end_of_the_backward_pass(
+    unused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with mock.patch.object(register, "rehearse_all"):
+        found = on_threads(2, with_a_broken_candidate, unused)
+    for before, later, right in found:
+        # The bytes of the step were sent.
+        assert same(before | {"traffic": None}, later | {"traffic": None})
+        assert right
+    assert any(str(Broken()) in message for message in messages_of("advisor.auto", caplog))
+
+
+@pytest.mark.parametrize("others", [[], [TOPK]])
+def test_a_candidate_that_fails_on_one_rank_is_left_out_on_all(
+    others: list[str], slow_mean: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    candidates = Auto(candidates=[BrokenOnRank1(), *others], steps=STEPS)
+    with mock.patch.object(register, "rehearse_all"):
+        found = on_threads(2, trained, candidates, STEPS + 2)
+    for _, method, choice, methods in found:
+        assert methods[: STEPS - 1] == ["mean"] * (STEPS - 1)
+        assert method == (TOPK if others else "mean")
+        assert (choice is None) == (not others)
+    assert any(str(BrokenOnRank1()) in message for message in messages_of("advisor.auto", caplog))
+
+
+@pytest.mark.parametrize("steps", [10, 30])
+def test_a_closed_handle_has_the_state_that_it_had_before(steps: int, slow_mean: None) -> None:
+    def closed() -> tuple[Any, Any]:
+        model = wrap(mlp())
+        with torchcomp.register(model, AUTO) as handle:
+            train(model, steps)
+            before = handle.state_dict()
+        return before, handle.state_dict()
+
+    for before, later in on_threads(2, closed):
+        assert same(before, later)
+
+
+def scaled(spec: Any) -> list[Any]:
+    """Train with a GradScaler and an overflow in a step after which a candidate is timed."""
+    model, scaler = wrap(mlp()), torch.amp.GradScaler("cpu", init_scale=64.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    guard = Guard(every=4)
+    handle = torchcomp.register(model, spec, scaler=scaler, lr_inside=optimizer, guard=guard)
+    for step in range(16):
+        CLOCK.advance(COMPUTE)
+        optimizer.zero_grad()
+        loss = scaler.scale(loss_of(model(rows(step))))
+        (loss * float("inf") if step == 11 else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return [weights(model), scaler.get_scale(), handle.stats.steps, handle.guard.report.step]
+
+
+def test_a_trial_follows_the_scaler_the_learning_rates_and_the_guard() -> None:
+    assert same(on_threads(2, scaled, AUTO), on_threads(2, scaled, "mean"))
+
+
+def accumulated(spec: Any) -> Tensor:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, spec)
+    for step in range(STEPS - 2):
+        CLOCK.advance(COMPUTE)
+        model.zero_grad()
+        with model.no_sync():
+            loss_of(model(rows(2 * step))).backward()
+        loss_of(model(rows(2 * step + 1))).backward()
+    assert handle.stats.steps == STEPS - 2
+    return weights(model)
+
+
+def test_a_trial_counts_steps_with_accumulated_gradients_once() -> None:
+    assert same(on_threads(2, accumulated, AUTO), on_threads(2, accumulated, "mean"))
+
+
+def test_a_trial_keeps_the_checksums_of_messages() -> None:
+    def body() -> tuple[bool, bool]:
+        model = wrap(mlp())
+        handle = torchcomp.register(model, AUTO, checksum=True)
+        train(model, STEPS - 1)
+        return handle.choice is None, handle.averager.exchange.checksum
+
+    assert on_threads(2, body) == [(True, True)] * 2
+
+
+@dataclass(frozen=True)
+class Fast(Mean):
+    """A method of the user, which parse() does not know."""
+
+    name = "fast"
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        _mean(self, g, bucket, key)
+
+
+def resumed_with_an_object() -> tuple[str, str]:
+    fast = Auto(candidates=[Fast()], steps=20)
+    model = wrap(mlp())
+    handle = torchcomp.register(model, fast)
+    train(model, STEPS)
+    state = reloaded(handle.state_dict())
+    other = torchcomp.register(wrap(mlp()), fast)
+    other.load_state_dict(state)
+    return str(handle.method), str(other.method)
+
+
+def test_a_candidate_can_be_an_object_of_a_class_of_the_user(slow_mean: None) -> None:
+    assert on_threads(2, resumed_with_an_object) == [("fast", "fast")] * 2
+
+
+def gathered() -> Any:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    train(model, STEPS)
+    return handle.gather_state_dict()
+
+
+def loaded(state: Any) -> tuple[str, Any]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    handle.load_gathered(state)
+    train(model, 2)
+    return str(handle.method), handle.choice
+
+
+def test_the_choice_goes_to_another_number_of_ranks(slow_mean: None) -> None:
+    state = reloaded(on_threads(2, gathered)[0])
+    for method, choice in on_threads(3, loaded, state):
+        assert method == choice.method == TOPK
+
+
+def swaps(at: int) -> tuple[Any, str, str]:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, AUTO)
+    train(model, at)
+    handle.swap("powersgd(1)")
+    state = reloaded(handle.state_dict())
+    train(model, STEPS)
+    again = torchcomp.register(wrap(mlp()), AUTO)
+    again.load_state_dict(state)
+    return handle.choice, str(handle.method), str(again.method)
+
+
+@pytest.mark.parametrize("at", [12, STEPS + 2])
+def test_a_swap_ends_auto(at: int, slow_mean: None) -> None:
+    assert on_threads(2, swaps, at) == [(None, "powersgd(1)", "powersgd(1)")] * 2
+
+
+def swapped_by_a_guard() -> tuple[str, Any]:
+    """Train with a guard that finds the first comparison wrong, at the step of the choice."""
+    model = wrap(mlp())
+    guard = Guard(every=STEPS, callback=lambda alarm: handle.swap("powersgd(1)"))
+    handle = torchcomp.register(model, AUTO, guard=guard)
+    measure = handle.guard.after
+
+    def change(bucket: Bucket, method: Any) -> None:
+        bucket.flat.mul_(2)
+        measure(bucket, method)
+
+    handle.guard.after = change
+    train(model, STEPS + 2)
+    return str(handle.method), handle.choice
+
+
+def test_the_swap_of_a_guard_comes_before_the_choice(slow_mean: None) -> None:
+    assert on_threads(2, swapped_by_a_guard) == [("powersgd(1)", None)] * 2
+
+
+def real_ranks(options: dict[str, Any], nodes: int | None, check: str) -> Any:
+    torch.set_num_threads(1)
+    module = seeded(Branches()) if options else mlp(torch.float32)
+    model = wrap(module, **options)
+    handle = torchcomp.register(model, Auto(candidates=[TOPK], steps=20), nodes=nodes, check=check)
+    for step in range(STEPS + 4):
+        model.zero_grad()
+        inputs = rows(step, torch.float32)
+        out = model(inputs, ["left"]) if options else model(inputs)
+        loss_of(out).backward()
+    applied = {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
+    choice = handle.choice
+    handle.close()
+    return applied, choice
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "nodes", "check"),
+    [
+        (2, {}, None, "late"),
+        (2, {"find_unused_parameters": True}, None, "step"),
+        (4, {}, 2, "step"),
+    ],
+)
+def test_gloo_ranks_choose_alike(
+    ranks: int, options: dict[str, Any], nodes: int | None, check: str
+) -> None:
+    found = on_processes(ranks, real_ranks, options, nodes, check)
+    for applied, choice in found:
+        assert choice == found[0][1]
+        assert choice.seconds.keys() == {"mean", TOPK}
+        assert 0 < choice.alone <= min(choice.seconds.values())
+        assert same(applied, found[0][0])
+
+
+@pytest.mark.parametrize(
+    "spec", ["auto(steps=10)", "auto(candidates=[ef(topk(2.0))])", "auto(candidates=[every(4)])"]
+)
+def test_a_choice_that_cannot_be_made_is_refused_before_training(spec: str) -> None:
+    def body() -> None:
+        error = raised_by(lambda: torchcomp.register(wrap(mlp()), spec))
+        assert isinstance(error, SpecError)
+
+    on_threads(2, body)
+
+
+def test_only_register_takes_auto() -> None:
+    def body() -> list[Exception]:
+        model = wrap(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = torchcomp.register(model, "mean")
+        return [
+            raised_by(lambda: handle.swap("auto")),
+            raised_by(lambda: torchcomp.JointSpar(wrap(mlp()), budget=0.5, compress="auto")),
+            raised_by(
+                lambda: torchcomp.LocalSGD(
+                    wrap(mlp()), optimizer, "every(2)", total_steps=4, compress="auto"
+                )
+            ),
+        ]
+
+    for errors in on_threads(2, body):
+        assert all(isinstance(error, SpecError) for error in errors)

@@ -1,0 +1,76 @@
+"""The part of a step that hides an exchange: what was measured, by the rule of the step model."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from torchcomp.advisor.auto import Choice, Hidden
+from torchcomp.advisor.moments import Moment
+
+BUCKETS = 3
+
+
+def moments(*pairs: tuple[float, float]) -> list[Moment]:
+    """Moments on the host's clock, each with the seconds of work until then."""
+    return [Moment(host, work) for host, work in pairs]
+
+
+def hidden(cores: float = 1.0) -> Hidden:
+    """A backward pass from 3 to 6 with a bucket each second, in a step of 8 seconds."""
+    step = [(at, cores * at) for at in (0.0, 4.0, 5.0, 6.0, 6.0)]
+    return Hidden([moments(*step, (8.0, 8.0))] * 3)
+
+
+def exchanges(seconds: float, work: float = 0.0) -> list[Sequence[Moment]]:
+    """The moments of exchanges of which each bucket takes so long."""
+    return [moments(*((n * seconds, n * work) for n in range(BUCKETS + 1)))] * 3
+
+
+def test_a_step_is_the_one_that_was_measured() -> None:
+    measured = hidden()
+    assert (measured.alone, measured.step) == (6.0, 8.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "step"),
+    [
+        (0.0, 6.0),
+        (0.5, 6.5),  # only the last bucket's is seen
+        (1.0, 7.0),
+        (2.0, 10.0),  # from the first bucket on, one follows another
+    ],
+)
+def test_buckets_are_exchanged_one_after_another_while_the_backward_pass_goes_on(
+    seconds: float, step: float
+) -> None:
+    assert hidden().step_with(exchanges(seconds)) == pytest.approx(step)
+
+
+@pytest.mark.parametrize(
+    ("cores", "work", "step"),
+    [
+        (1.0, 1.0, 9.0),  # nothing hides work
+        (4.0, 1.0, 7.5),  # it delays each bucket by a quarter, and the last one is seen
+        (0.25, 0.25, 7.5),  # other programs had the core for most of the time
+    ],
+)
+def test_work_competes_with_the_computation_of_gradients(
+    cores: float, work: float, step: float
+) -> None:
+    assert hidden(cores).step_with(exchanges(1.0, work)) == pytest.approx(step)
+
+
+def test_one_slow_step_does_not_change_the_median() -> None:
+    slow = moments(*((n * 50.0, 0.0) for n in range(BUCKETS + 1)))
+    rows = [*exchanges(0.5), slow]
+    assert hidden().step_with(rows) == pytest.approx(6.5)
+
+
+def test_a_choice_says_what_was_measured_and_proposes_local_steps() -> None:
+    seconds = {"mean": 0.2, "powersgd(1)": 0.1}
+    text = str(Choice("powersgd(1)", seconds, alone=0.05, average=0.16, step=96))
+    for part in ("step 97", "powersgd(1)", "2.00 times", "200 ms", "100 ms", "every(8)", "70 ms"):
+        assert part in text
+    text = str(Choice("mean", seconds | {"powersgd(1)": 0.196}, 0.19, 0.16, 96))
+    assert "1.02" in text
+    assert "every(8)" not in text

@@ -1,0 +1,313 @@
+"""Plan: hours, bytes and price of a whole run, among ranks that one need not have."""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.advisor.activities import Recording
+from torchcomp.advisor.collectives import Times
+from torchcomp.advisor.compute import Compute
+from torchcomp.advisor.links import Link
+from torchcomp.advisor.recording import (
+    MOST_ELEMENTS,
+    MOST_RANKS,
+    Parameters,
+    random_values,
+    record,
+    record_all_reduce,
+    record_average,
+)
+from torchcomp.advisor.simulation import StepTime, simulate, simulate_alone
+from torchcomp.advisor.units import span, step_time, volume
+from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
+from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
+from torchcomp.checks import check_at_least_0, check_count, check_positive
+from torchcomp.component import Component
+from torchcomp.errors import SpecError
+from torchcomp.learning_rates import LRFunction
+from torchcomp.schedules import Horizon, Schedule, synchronisations
+from torchcomp.spec import parse, parse_aggregator
+
+DDP, BF16 = "ddp", "bf16"
+"""Plain DDP, and DDP with PyTorch's ``bf16_compress_hook``."""
+
+USUAL = (
+    DDP,
+    BF16,
+    'ef(quantize("int8"))',
+    "powersgd(rank=2)",
+    "ef(topk(0.01))",
+    "dgc(topk(0.001))",
+    'bidirectional(quantize("int4"), quantize("int4"))',
+    'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))',
+    "every(8)",
+)
+"""The methods that are compared if none is named: one of each kind."""
+
+_CHUNK = 2**18
+
+
+@dataclass(frozen=True)
+class Run:
+    """A training run.
+
+    Attributes:
+        world_size: number of ranks.
+        total_steps: optimizer steps.
+        step_seconds: seconds of a step of one rank without any exchange.
+        warmup_steps: steps of warm-up, for a schedule.
+        lr: for a schedule that reads it, learning rate as a function of the steps before.
+        speedup: how many times as fast the ranks encode and decode as this machine.
+    """
+
+    world_size: int
+    total_steps: int
+    step_seconds: float
+    warmup_steps: int = 0
+    lr: LRFunction | None = None
+    speedup: float = 1.0
+
+    def __post_init__(self) -> None:
+        check_count("world_size", self.world_size, most=MOST_RANKS)
+        check_count("total_steps", self.total_steps)
+        check_positive("step_seconds", self.step_seconds)
+        check_count("warmup_steps", self.warmup_steps, 0, self.total_steps - 1)
+        check_positive("speedup", self.speedup)
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a run takes with one method.
+
+    Attributes:
+        method: "ddp", "bf16", or the spec.
+        step: predicted time of a step; with a schedule, the mean over the run.
+        total_steps: optimizer steps.
+        bytes_per_step: bytes that all nodes together send over their cards, on average.
+        local: whether the ranks train alone between two averages.
+    """
+
+    method: str
+    step: StepTime
+    total_steps: int
+    bytes_per_step: float
+    local: bool = False
+
+    @property
+    def hours(self) -> float:
+        """Hours of the whole run."""
+        return self.step.seconds * self.total_steps / 3600
+
+    @property
+    def gigabytes(self) -> float:
+        """Gigabytes (10^9 bytes) that all nodes send over their cards in the whole run."""
+        return self.bytes_per_step * self.total_steps / 1e9
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return the rows of a table."""
+        use = f"{self.step.utilisation:.0%} of it computes"
+        sent = f"{volume(self.gigabytes)} sent by all nodes over their cards"
+        return [
+            ("predicted step", f"{step_time(self.step.seconds)}, {use}"),
+            ("whole run", f"{span(self.hours)}, {sent}"),
+        ]
+
+    def price(self, per_gigabyte: float) -> float:
+        """Return the price of the traffic between nodes."""
+        check_at_least_0("per_gigabyte", per_gigabyte)
+        return self.gigabytes * per_gigabyte
+
+
+def plan(
+    spec: str | Component,
+    run: Run,
+    link: Link,
+    *,
+    numel: int | None = None,
+    model: nn.Module | None = None,
+    dtype: torch.dtype = torch.float32,
+    compress: str | Component = "mean",
+    nodes: int = 1,
+) -> Training:
+    """Predict the hours and the bytes of a run with one method on a network.
+
+    The work of the method is measured here, on random gradients, which takes seconds. The network
+    is computed from its numbers.
+
+    Args:
+        spec: "ddp", "bf16" (DDP with PyTorch's ``bf16_compress_hook``), a gradient method or a
+            schedule.
+        run: the training run.
+        link: the network.
+        numel: number of parameters; pass either `numel` or `model`.
+        model: a module or a DDP model.
+        dtype: of the gradients, with `numel`.
+        compress: for a schedule, the method that averages, as in :class:`torchcomp.LocalSGD`.
+        nodes: ranks of a node, for ``register(..., nodes=nodes)``: it must be that of `link`.
+
+    Raises:
+        SpecError: if the spec cannot be built, or if an argument is invalid.
+        ScheduleError: if the schedule cannot use the learning rate.
+    """
+    values = values_of(model, numel, dtype)
+    return Prediction(spec, values, run, nodes=nodes, compress=compress).on(link)
+
+
+def values_of(
+    model: nn.Module | None = None, numel: int | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, Tensor]:
+    """Return random parameters to record with, from a model (also on "meta") or a size.
+
+    Args:
+        model: the model.
+        numel: number of elements, in place of a model.
+        dtype: of the elements, with `numel`.
+
+    Raises:
+        SpecError: if the model is too large, or not exactly one of the two is passed.
+    """
+    if (model is None) == (numel is None):
+        raise SpecError("a prediction needs either numel or model: pass one of them")
+    if model is not None:
+        module = model.module if isinstance(model, DistributedDataParallel) else model
+        trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+        return random_values(trained, "cpu")
+    check_count("numel", numel, least=0)
+    count = int(numel or 0)
+    # In pieces, as the parameters of a model are: DDP exchanges its buckets one by one.
+    starts = range(0, count, _CHUNK)[: MOST_ELEMENTS // _CHUNK + 2]
+    sizes = {f"part {start}": min(_CHUNK, count - start) for start in starts}
+    pieces = {name: torch.empty(n, dtype=dtype, device="meta") for name, n in sizes.items()}
+    return random_values(pieces, "cpu")
+
+
+class Prediction:
+    """Predicts a run with one method, on any network.
+
+    Recording the method takes about four steps of it on this machine; a prediction takes
+    milliseconds.
+
+    Args:
+        spec: "ddp", "bf16", a gradient method or a schedule.
+        parameters: of the model, by name; see :func:`values_of`.
+        run: the training run.
+        nodes: number of ranks of a node, for a method that exchanges in two levels.
+        compress: the method that averages, for a schedule.
+
+    Raises:
+        SpecError: if the spec cannot be built, has one level only, or needs a learning rate.
+        ScheduleError: if the schedule cannot use the learning rate.
+    """
+
+    def __init__(
+        self,
+        spec: str | Component,
+        parameters: Parameters,
+        run: Run,
+        *,
+        nodes: int = 1,
+        compress: str | Component = "mean",
+    ) -> None:
+        average = parse_aggregator(compress)
+        self._parameters, self._run, self._nodes = parameters, run, nodes
+        self._built = built = spec if spec in (DDP, BF16) else parse(spec)
+        self.method = str(built)
+        self.local = isinstance(built, Schedule)
+        if nodes > 1 and not isinstance(built, Aggregator):
+            raise SpecError(f"{self.method} has one level only: leave nodes={nodes} out")
+        if isinstance(built, Schedule):
+            exchanged, exchanges = average, _synchronisations(built, run)
+        else:
+            dense = {DDP: "mean", BF16: 'cast("bf16")'}
+            exchanged = parse_aggregator(dense.get(self.method, built))
+            exchanges = run.total_steps
+        # Share of the steps that exchange, and the stages of the method (such as a warm-up), each
+        # with its share of the exchanges.
+        self._share = exchanges / run.total_steps
+        self._stages = [(each, n / exchanges) for each, n in exchanged.spans(exchanges)]
+        self._groups = partition(parameters.items(), DEFAULT_CAPS)
+        self._shapes = [BucketShape.of(group, parameters) for group in self._groups]
+        self._compute = Compute.by_elements(self._shapes, run.step_seconds)
+
+    def on(self, link: Link) -> Training:
+        """Predict the run on a link.
+
+        Raises:
+            SpecError: if the ranks do not fill the nodes of the link.
+        """
+        run, ranks = self._run, self._run.world_size
+        if self._nodes not in (1, link.ranks_per_node):
+            raise SpecError(
+                f"nodes={self._nodes} does not match the link, which has {link.ranks_per_node} "
+                "ranks per node"
+            )
+        if self._nodes == 1:
+            step = self.step(link.flat(ranks))
+        else:
+            step = self.step(link.between(ranks), link.inside(ranks))
+        sent = sum(part * self._bytes(stage, link) for stage, part in self._stages)
+        return Training(self.method, step, run.total_steps, self._share * sent, self.local)
+
+    def step(self, times: Times, inside: Times | None = None, *, cores: float = 1.0) -> StepTime:
+        """Predict the mean step of the run; see :func:`.simulate` for the arguments."""
+        alone = self._run.step_seconds / min(1.0, cores)
+        seconds = 0.0
+        for recording, part in self._recordings:
+            if self.local:
+                exchange = simulate_alone(recording, times, cores=cores)
+                seconds += part * (alone + self._share * exchange)
+            else:
+                simulated = simulate(recording, self._compute, times, inside, cores=cores)
+                seconds += part * simulated.seconds
+        return StepTime(seconds, alone)
+
+    @cached_property
+    def _recordings(self) -> list[tuple[Recording, float]]:
+        """The exchange of each stage, with its share."""
+        made = ((self._recorded(stage), part) for stage, part in self._stages)
+        return [(recording.scaled(self._run.speedup), part) for recording, part in made]
+
+    def _recorded(self, method: Aggregator) -> Recording:
+        ranks, parameters, groups = self._run.world_size, self._parameters, self._groups
+        # One rank decodes the messages of all of them, which takes long for many.
+        steps = 4 if ranks <= 16 else 2
+        if self.local:
+            return record_average(parameters, ranks, spec=method, groups=groups, steps=steps)
+        if self._built in (DDP, BF16):
+            dtype = torch.bfloat16 if self._built == BF16 else None
+            return record_all_reduce(parameters, buckets=groups, dtype=dtype)
+        return record(
+            method,
+            parameters,
+            ranks,
+            buckets=groups,
+            groups=groups,
+            nodes=self._nodes,
+            steps=steps,
+        )
+
+    def _bytes(self, method: Aggregator, link: Link) -> float:
+        """Return the bytes of an exchange over the cards of all nodes."""
+        ranks, nodes = self._run.world_size, link.nodes(self._run.world_size)
+        if nodes == 1:
+            return 0.0
+        shapes = self._shapes
+        if method.whole_model:
+            merged = merge(self._groups, self._parameters)
+            shapes = [BucketShape.of(group, self._parameters) for group in merged]
+        if self.local:
+            shapes = [shape.wide() for shape in shapes]
+        if self._nodes > 1:
+            return ranks * planned_two_levels(method, shapes, ranks, ranks // nodes).sent
+        return nodes * planned_traffic(method, shapes, ranks, node=ranks // nodes).sent
+
+
+def _synchronisations(schedule: Schedule, run: Run) -> int:
+    if schedule.reads_lr and run.lr is None:
+        raise SpecError(
+            f"'{schedule}' depends on the learning rate: pass lr, a function of the step"
+        )
+    return len(synchronisations(schedule, run.lr, Horizon(run.total_steps, run.warmup_steps)))

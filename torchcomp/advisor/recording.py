@@ -1,0 +1,364 @@
+"""Recording: the exchange of a step, without the ranks that it is made for.
+
+A method runs on this rank alone, over an exchange that pretends to have any number of ranks: it
+notes each collective with its size, and the work of this rank before it. What the other ranks would
+send is a copy of what this rank sends. One mechanism therefore covers every method and every route.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from torchcomp.advisor.activities import Activity, Call, Job, Recording, Submitted, Work
+from torchcomp.advisor.collectives import ALL_REDUCE, ALL_REDUCE_BF16
+from torchcomp.advisor.taped import PretendedExchange, Taped, ThreadExchange
+from torchcomp.aggregators import Aggregator, Bidirectional
+from torchcomp.averager import Averager
+from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.checks import check_count
+from torchcomp.component import Component
+from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.ddp.reordering import Reordering
+from torchcomp.ddp.two_level import Completed
+from torchcomp.errors import SpecError
+from torchcomp.exchange import run_in_process
+from torchcomp.means import exact_mean
+from torchcomp.nodes import check_divides
+from torchcomp.pieces import Pieces
+from torchcomp.spec import parse_aggregator
+
+MOST_RANKS = 1024
+"""Most ranks that one can stand for: it decodes the messages of all of them."""
+
+MOST_ELEMENTS = 300_000_000
+"""Largest model whose exchange is recorded: a recording takes 20 to 40 bytes per element."""
+
+_MOST_THREADS = 16
+_CACHE_BYTES = 2**25
+
+Parameters = Mapping[str, Tensor]
+"""Parameters of a model, by name."""
+
+_Taken = list[list[list[list[Activity]]]]
+"""The activities of a step, by bucket, job and lane."""
+
+
+def record(
+    spec: str | Component,
+    parameters: Parameters,
+    world_size: int,
+    *,
+    buckets: Sequence[Group],
+    groups: Sequence[Group] | None = None,
+    gradients: Parameters | None = None,
+    nodes: int = 1,
+    steps: int = 4,
+) -> Recording:
+    """Record the exchange of a method among `world_size` ranks, as ``register(model, spec)`` has.
+
+    Args:
+        spec: a gradient method. Of a method with a warm-up, this is what follows it.
+        parameters: of the model, by name.
+        world_size: number of ranks. They need not exist.
+        buckets: names of the parameters in each of DDP's buckets, in their order.
+        groups: names of the parameters that are compressed together, as for :class:`.Averager`.
+        gradients: of this rank, by name. By default, random numbers.
+        nodes: number of ranks of a node, for the exchange in two levels.
+        steps: number of steps. The first one is not counted.
+
+    Raises:
+        SpecError: if the spec cannot be built or not recorded by one rank, or if the nodes do not
+            divide the ranks.
+    """
+    check_count("world_size", world_size, most=MOST_RANKS)
+    check_count("steps", steps, least=2)
+    check_count("nodes", nodes)
+    check_divides(nodes, world_size)
+    method = parse_aggregator(spec).settled
+    values = gradients or random_values(parameters)
+    shapes = [BucketShape.of(names, parameters) for names in buckets]
+
+    def taken_by(rank: "_Flat | _TwoLevels") -> list[_Taken]:
+        return [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
+
+    device = next(iter(parameters.values())).device
+    if _needs_others(method):
+        if nodes > 1 or world_size > _MOST_THREADS:
+            raise SpecError(
+                f"{method} searches a threshold for each parameter, among the ranks that own parts "
+                f"of it: it is recorded for at most {_MOST_THREADS} ranks, in one level. Choose "
+                "another scope or selection",
+                "selection",
+            )
+        exchanges = ThreadExchange.ranks(world_size)
+        taken, *_ = run_in_process(
+            world_size,
+            lambda exchange: taken_by(_Flat(method, parameters, groups, exchange)),
+            exchanges,
+        )
+    elif nodes > 1:
+        taken = taken_by(_TwoLevels(method, parameters, groups, world_size, nodes))
+    else:
+        pretended = PretendedExchange(world_size, device)
+        taken = taken_by(_Flat(method, parameters, groups, pretended))
+    return Recording(str(method), _median(buckets, taken[1:]))
+
+
+def _needs_others(method: Aggregator) -> bool:
+    """Whether one rank cannot stand for all of them.
+
+    The search for the threshold of a parameter is among the ranks that own parts of it. The rank
+    that records owns no part of most parameters.
+    """
+    if not isinstance(method, Bidirectional) or method.selection != "exact":
+        return False
+    return isinstance(method.down, Sparsifier) and method.down.per_tensor
+
+
+class _Flat:
+    """Averages every bucket over all ranks, as :class:`torchcomp.ddp.averaging.Flat` does."""
+
+    def __init__(
+        self,
+        method: Component,
+        parameters: Parameters,
+        groups: Sequence[Group] | None,
+        exchange: Taped,
+    ) -> None:
+        self.exchange = exchange
+        self.averager = averager = Averager(method, exchange, parameters, groups)
+        shapes = [averager.shape_of(group) for group in averager.buckets]
+        self._reordering = Reordering(shapes) if averager.grouped else None
+
+    def step(self, buckets: Sequence[Bucket]) -> _Taken:
+        """Take a step; return its activities by bucket, job and lane."""
+        self.averager.begin()
+        if self._reordering is not None:
+            self._reordering.begin()
+        taken = []
+        for number, bucket in enumerate(buckets):
+            lane: list[Activity] = []
+            _fill_caches(bucket.flat.device)
+            with self.exchange.recorded(lane):
+                groups = self._reordering.add(bucket) if self._reordering else (bucket,)
+                for group in groups:
+                    self.averager.average(group)
+                if number == len(buckets) - 1:
+                    # The values that are not there can be of any kind.
+                    self.averager.finish(may_skip=True)
+            taken.append([[lane]])
+        return taken
+
+
+class _TwoLevels:
+    """Averages inside the nodes first, as :class:`torchcomp.ddp.two_level.TwoLevel` does."""
+
+    def __init__(
+        self,
+        method: Component,
+        parameters: Parameters,
+        groups: Sequence[Group] | None,
+        world_size: int,
+        nodes: int,
+    ) -> None:
+        device = next(iter(parameters.values())).device
+        self._nodes = nodes
+        self._between = PretendedExchange(world_size // nodes, device)
+        self._inside = PretendedExchange(nodes, device, inside=True)
+        pieces = {
+            name: Pieces(BucketShape.of((name,), parameters), nodes).like(parameter)
+            for name, parameter in parameters.items()
+        }
+        self._averager = averager = Averager(method, self._between, pieces, groups)
+        shapes = [BucketShape.of(group, parameters) for group in averager.buckets]
+        self._completed = Completed()
+        self._shapes = shapes if averager.grouped else None
+
+    def step(self, buckets: Sequence[Bucket]) -> _Taken:
+        """Take a step; return its activities by bucket, job and lane."""
+        self._averager.begin()
+        self._completed.begin(self._shapes)
+        taken = []
+        for bucket in buckets:
+            completed = self._completed.add(bucket)
+            taken.append([self._job(shape, parts) for shape, parts in completed])
+        between = next(job[1] for jobs in reversed(taken) for job in reversed(jobs))
+        with self._between.recorded(between):
+            self._averager.finish(may_skip=True)
+        return taken
+
+    def _job(self, shape: BucketShape, parts: dict[str, Tensor]) -> list[list[Activity]]:
+        lanes: list[list[Activity]] = [[], [], []]
+        _fill_caches(self._inside.device)
+        pieces = Pieces(shape, self._nodes)
+        dtype = shape.dtype
+        with self._inside.recorded(lanes[0]):
+            out = torch.empty(
+                pieces.ranks * pieces.piece.numel, dtype=dtype, device=self._inside.device
+            )
+            pieces.cut(parts, out)
+            mine = self._inside.reduce_scatter(out, dtype).div_(pieces.ranks)
+        with self._between.recorded(lanes[1]):
+            self._averager.average(Bucket(pieces.piece, mine))
+        with self._inside.recorded(lanes[2]):
+            pieces.join(self._inside.all_gather_rows(mine).view(-1), parts)
+        return lanes
+
+
+def record_all_reduce(
+    parameters: Parameters,
+    *,
+    buckets: Sequence[Group],
+    dtype: torch.dtype | None = None,
+    steps: int = 4,
+) -> Recording:
+    """Record plain DDP, or PyTorch's hook that all-reduces in 16 bits.
+
+    DDP issues the all-reduces of its buckets at once. NCCL runs them one after another. gloo has
+    two threads, but two all-reduces together took 1.7 to 1.9 times as long as one of them (2 to 8
+    ranks, 64 bytes to 4 MiB), so they are modelled one after another as well.
+
+    Args:
+        parameters: of the model, by name.
+        buckets: names of the parameters in each of DDP's buckets, in their order.
+        dtype: ``torch.bfloat16`` for PyTorch's ``bf16_compress_hook``.
+        steps: number of times that the work of the hook is measured.
+    """
+    submitted = []
+    for names in buckets:
+        shape = BucketShape.of(names, parameters)
+        device = parameters[names[0]].device
+        if dtype is None:
+            job: Job = ((Call(ALL_REDUCE, shape.nbytes),),)
+            submitted.append(Submitted(tuple(names), (job,)))
+            continue
+        flat = torch.zeros(shape.numel, dtype=shape.dtype, device=device)
+        rounds = [_cast(PretendedExchange(1, device), flat, dtype) for _ in range(steps)]
+        before, after = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
+        reduced = Call(ALL_REDUCE_BF16, shape.numel * dtype.itemsize)
+        submitted.append(Submitted(tuple(names), (((reduced, Work(after)),),), before))
+    name = "ddp" if dtype is None else str(dtype).removeprefix("torch.")
+    return Recording(name, tuple(submitted))
+
+
+def record_average(
+    parameters: Parameters,
+    world_size: int,
+    *,
+    spec: str | Component = "mean",
+    groups: Sequence[Group] | None = None,
+    statistics: Parameters | None = None,
+    steps: int = 4,
+) -> Recording:
+    """Record a synchronisation of local steps, as :class:`torchcomp.LocalSGD` has it.
+
+    Args:
+        parameters: of the model, by name.
+        world_size: number of ranks. They need not exist.
+        spec: the method that averages.
+        groups: names of the parameters that are averaged together.
+        statistics: of BatchNorm layers, which are averaged as well.
+        steps: number of synchronisations. The first one is not counted.
+    """
+    check_count("world_size", world_size, most=MOST_RANKS)
+    check_count("steps", steps, least=2)
+    method = parse_aggregator(spec).settled
+    wide = {
+        name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
+        for name, p in parameters.items()
+    }
+    exchange = PretendedExchange(world_size, next(iter(wide.values())).device)
+    averager = Averager(method, exchange, wide, groups, merged=False)
+    taken = []
+    for _ in range(steps):
+        lane: list[Activity] = []
+        _fill_caches(exchange.device)
+        with exchange.recorded(lane):
+            exchange.same(0)  # the ranks compare their steps
+            averager.begin()
+            if statistics:
+                exchange.same(0)  # they compare which statistics they have
+                exact_mean(exchange, statistics)
+            buckets = [Bucket.read(averager.shape_of(group), wide) for group in averager.buckets]
+            for bucket in buckets:
+                averager.average(bucket)
+            averager.finish(may_skip=True)
+            for bucket in buckets:
+                bucket.write(wide)
+        taken.append([[[lane]]])
+    return Recording(str(method), _median([tuple(wide)], taken[1:]))
+
+
+def _cast(alone: Taped, flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+    """Do the work of PyTorch's hook; return the seconds before and after the all-reduce."""
+    works: list[Activity] = []
+    _fill_caches(flat.device)
+    with alone.recorded(works):
+        narrow = flat.to(dtype).div_(2)
+    with alone.recorded(works):
+        flat.copy_(narrow)
+    before, after = (each.seconds for each in works if isinstance(each, Work))
+    return before, after
+
+
+def _fill_caches(device: torch.device) -> None:
+    """Fill the caches of the processor with other values, as a backward pass does."""
+    if device.type == "cpu":
+        torch.ones(_CACHE_BYTES // 4).add_(1)
+
+
+def random_values(
+    parameters: Parameters, device: str | torch.device | None = None
+) -> dict[str, Tensor]:
+    """Return random numbers with the shapes and dtypes of parameters, by name.
+
+    Args:
+        parameters: by name. On "meta", they need `device`.
+        device: of the result, by default that of each parameter.
+
+    Raises:
+        SpecError: if these are too many, or none.
+    """
+    total = sum(parameter.numel() for parameter in parameters.values())
+    if not 0 < total <= MOST_ELEMENTS:
+        raise SpecError(
+            "the exchange of a model is recorded on this machine, which takes up to 40 bytes per "
+            f"element: a model must have from 1 to {MOST_ELEMENTS:,} elements, not {total:,}"
+        )
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(p.shape, generator=generator).to(device or p.device, p.dtype)
+        for name, p in parameters.items()
+    }
+
+
+def _median(buckets: Sequence[Group], steps: Sequence[_Taken]) -> tuple[Submitted, ...]:
+    """Return the last step, with the median work of the steps that made the same calls."""
+
+    def lane(number: int, job: int, index: int) -> tuple[Activity, ...]:
+        every = [step[number][job][index] for step in steps]
+        alike = [each for each in every if _calls(each) == _calls(every[-1])]
+        return tuple(map(_middle, zip(*alike, strict=True)))
+
+    return tuple(
+        Submitted(
+            tuple(names),
+            tuple(
+                tuple(lane(number, job, index) for index in range(len(lanes)))
+                for job, lanes in enumerate(steps[-1][number])
+            ),
+        )
+        for number, names in enumerate(buckets)
+    )
+
+
+def _calls(activities: Sequence[Activity]) -> list[Call]:
+    return [activity for activity in activities if isinstance(activity, Call)]
+
+
+def _middle(same: Sequence[Activity]) -> Activity:
+    """Return one activity of several steps, with their median seconds if it is work."""
+    works = [activity.seconds for activity in same if isinstance(activity, Work)]
+    return Work(statistics.median(works)) if works else same[0]

@@ -1,0 +1,230 @@
+"""Simulation: when a step ends whose backward pass, encoding and collectives overlap.
+
+A rank has a thread of the backward pass and lanes that exchange its buckets, each a queue. What
+runs at the same time shares two resources:
+
+- the cores of the rank, or its device. A thread can use one core; a collective uses part of one;
+- its link. A collective uses it in the part of its time that grows with the size of the message.
+
+Each is shared fairly: nobody gets more than it needs, and what one does not need goes to the
+others. All ranks do the same at the same time, so one of them stands for all.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torchcomp.advisor.activities import Activity, Job, Recording, Work
+from torchcomp.advisor.collectives import Times
+from torchcomp.advisor.compute import Compute
+from torchcomp.checks import check_positive
+from torchcomp.errors import SpecError
+
+_NOTHING = 1e-12
+"""Seconds that are rounding errors."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The predicted time of a step.
+
+    Attributes:
+        seconds: of the whole step.
+        compute: seconds that the step takes without any exchange.
+        exposed: seconds of the exchange that no computation hides.
+    """
+
+    seconds: float
+    compute: float
+
+    @property
+    def exposed(self) -> float:
+        return max(0.0, self.seconds - self.compute)
+
+    @property
+    def utilisation(self) -> float:
+        """Share of the step that the computation would take alone."""
+        return min(1.0, self.compute / self.seconds)
+
+
+def simulate(
+    recording: Recording,
+    compute: Compute,
+    times: Times,
+    inside: Times | None = None,
+    *,
+    cores: float = 1.0,
+) -> StepTime:
+    """Predict the time of a step.
+
+    Args:
+        recording: the exchange of the step.
+        compute: the work of the step without it, with the same buckets.
+        times: the collectives among all ranks; for two levels, among ranks of equal place.
+        inside: the collectives inside a node.
+        cores: cores of each rank. Below 1 if ranks share them. 1 for a device.
+
+    Raises:
+        SpecError: if the buckets differ, or if a collective has no times.
+    """
+    check_positive("cores", cores)
+    if tuple(bucket.names for bucket in recording.buckets) != compute.buckets:
+        raise SpecError(
+            f"the exchange of {recording.method} was recorded for other buckets than the "
+            "computation was measured with: pass buckets=compute.buckets to record()"
+        )
+    machine = _Machine(_Speeds(times, inside, cores))
+    done = 0.0
+    for bucket, ready in zip(recording.buckets, compute.ready, strict=True):
+        machine.compute(ready - done + bucket.work)
+        done = ready
+        for job in bucket.jobs:
+            machine.submit(job)
+    machine.compute(compute.backward - done)
+    clock = machine.finish()
+    # The optimizer's step follows, alone.
+    share = min(1.0, cores)
+    return StepTime(clock + (compute.total - compute.backward) / share, compute.total / share)
+
+
+def simulate_alone(
+    recording: Recording, times: Times, inside: Times | None = None, *, cores: float = 1.0
+) -> float:
+    """Predict the seconds of an exchange that nothing overlaps, such as that of local steps."""
+    machine = _Machine(_Speeds(times, inside, cores))
+    for bucket in recording.buckets:
+        machine.compute(bucket.work)
+        for job in bucket.jobs:
+            machine.submit(job)
+    return machine.finish()
+
+
+@dataclass
+class _Running:
+    """An activity that runs.
+
+    Attributes:
+        left: seconds that it still takes at full speed.
+        core: share of a core that it uses at full speed.
+        link: share of the link.
+        place: index of the link.
+    """
+
+    left: float
+    core: float
+    link: float = 0.0
+    place: int = 0
+
+
+class _Speeds:
+    """What an activity takes alone, and how fast several are together."""
+
+    def __init__(self, times: Times, inside: Times | None, cores: float) -> None:
+        self._links = (times, inside)
+        self._cores = cores
+
+    def start(self, activity: Activity) -> _Running:
+        if isinstance(activity, Work):
+            return _Running(activity.seconds, 1.0)
+        times = self._links[activity.inside]
+        if times is None:
+            raise SpecError("an exchange in two levels needs `inside`, the times inside a node")
+        seconds = times.seconds(activity.kind, activity.nbytes)
+        if seconds <= 0:  # among one rank
+            return _Running(0.0, 0.0)
+        # Measured alone, so no more of the core than there is.
+        core = min(self._cores, times.cpu(activity.kind, activity.nbytes) / seconds)
+        latency = min(seconds, times.seconds(activity.kind, 0))
+        return _Running(seconds, core, 1 - latency / seconds, int(activity.inside))
+
+    def of(self, running: Sequence[_Running]) -> list[float]:
+        """Return the speed of each activity, from 0 to 1."""
+        speeds = _fair([each.core for each in running], self._cores)
+        for place in range(len(self._links)):
+            on = [each.link if each.place == place else 0.0 for each in running]
+            speeds = [min(pair) for pair in zip(speeds, _fair(on, 1.0), strict=True)]
+        return speeds
+
+
+def _fair(demands: Sequence[float], capacity: float) -> list[float]:
+    """Share a resource; return which part of its demand each one gets."""
+    left, level = capacity, 0.0
+    for waiting, demand in zip(range(len(demands), 0, -1), sorted(demands), strict=True):
+        level = left / waiting
+        if demand > level:
+            break
+        left -= demand
+    else:
+        return [1.0] * len(demands)
+    return [1.0 if demand <= level else level / demand for demand in demands]
+
+
+class _Lane:
+    """A queue of jobs, which run one after another."""
+
+    def __init__(self) -> None:
+        self.queue: deque[Job] = deque()
+        self.job: Job = ()
+        self.running: _Running | None = None
+        self.rest: deque[Activity] = deque()
+
+
+class _Machine:
+    """One rank: what runs in its lanes while it computes."""
+
+    def __init__(self, speeds: _Speeds) -> None:
+        self._speeds = speeds
+        self._lanes: list[_Lane] = []
+        self._clock = 0.0
+
+    def submit(self, job: Job) -> None:
+        """Let the lanes begin a job."""
+        while len(self._lanes) < len(job):
+            self._lanes.append(_Lane())
+        self._lanes[0].queue.append(job)
+
+    def compute(self, seconds: float) -> None:
+        """Compute for so much work, while the lanes go on."""
+        mine = _Running(seconds, 1.0)
+        while mine.left > _NOTHING:
+            self._advance(mine)
+
+    def finish(self) -> float:
+        """Wait for the lanes; return the time."""
+        while self._advance(None):
+            pass
+        return self._clock
+
+    def _advance(self, mine: _Running | None) -> bool:
+        """Go on to the next end of an activity; return whether anything ran."""
+        self._start_jobs()
+        running = [lane.running for lane in self._lanes if lane.running is not None]
+        running += [] if mine is None else [mine]
+        if not running:
+            return False
+        speeds = self._speeds.of(running)
+        passed = min(r.left / speed for r, speed in zip(running, speeds, strict=True))
+        self._clock += passed
+        for each, speed in zip(running, speeds, strict=True):
+            each.left -= passed * speed
+        self._end_activities()
+        return True
+
+    def _start_jobs(self) -> None:
+        for number, lane in enumerate(self._lanes):
+            if lane.running is None and lane.queue:
+                lane.job = lane.queue.popleft()
+                # Every job has an activity in each of its lanes, if only of 0 seconds.
+                first, *rest = lane.job[number]
+                lane.running, lane.rest = self._speeds.start(first), deque(rest)
+
+    def _end_activities(self) -> None:
+        for number, lane in enumerate(self._lanes):
+            if lane.running is None or lane.running.left > _NOTHING:
+                continue
+            if lane.rest:
+                lane.running = self._speeds.start(lane.rest.popleft())
+                continue
+            lane.running = None
+            if number + 1 < len(lane.job):
+                self._lanes[number + 1].queue.append(lane.job)

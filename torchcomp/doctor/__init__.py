@@ -1,9 +1,0 @@
-"""Doctor: measure the ranks of a job, their links and a training step, and say what is wrong.
-
-``torchrun ... -m torchcomp doctor`` runs it; docs/doctor.md explains the report.
-"""
-
-from torchcomp.doctor.command import examine
-from torchcomp.doctor.options import add_options
-
-__all__ = ["add_options", "examine"]
