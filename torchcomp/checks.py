@@ -45,10 +45,10 @@ def check_positive(name: str, value: object, *, owner: str = "") -> None:
     _require(valid, name, "a finite number above 0", value, owner)
 
 
-def check_at_least_0(name: str, value: object) -> None:
+def check_at_least_0(name: str, value: object, *, owner: str = "") -> None:
     """Require a finite number that is not negative."""
     valid = is_number(value) and value >= 0
-    _require(valid, name, "a finite number of at least 0", value)
+    _require(valid, name, "a finite number of at least 0", value, owner)
 
 
 def check_fraction(name: str, value: object, *, owner: str = "") -> None:
@@ -57,10 +57,10 @@ def check_fraction(name: str, value: object, *, owner: str = "") -> None:
     _require(valid, name, "a number above 0 and at most 1", value, owner)
 
 
-def check_share(name: str, value: object) -> None:
+def check_share(name: str, value: object, *, owner: str = "") -> None:
     """Require a number from 0 to 1."""
     valid = is_number(value) and 0 <= value <= 1
-    _require(valid, name, "a number from 0 to 1", value)
+    _require(valid, name, "a number from 0 to 1", value, owner)
 
 
 def check_momentum(name: str, value: object, *, owner: str = "") -> None:
@@ -102,7 +102,7 @@ def shown(value: object) -> str:
 
 
 def _require(
-    valid: bool, name: str, expected: str, value: object, owner: str = "", hint: str = ""
+    valid: bool, name: str, expected: str, value: object, owner: str, hint: str = ""
 ) -> None:
     if not valid:
         option = f"{owner}: {name}" if owner else name
