@@ -230,11 +230,7 @@ def measure_collectives(
 
 
 def _measured(
-    exchange: Exchange,
-    kind: str,
-    budget: float,
-    found: CollectiveTimes,
-    processor: "_Processor",
+    exchange: Exchange, kind: str, budget: float, found: CollectiveTimes, processor: "_Processor"
 ) -> list[Point]:
     """Measure one kind of collective within about `budget` seconds."""
     points: list[Point] = []

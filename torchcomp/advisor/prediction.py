@@ -280,13 +280,7 @@ class Prediction:
             dtype = torch.bfloat16 if self._built == BF16 else None
             return record_all_reduce(parameters, buckets=groups, dtype=dtype)
         return record(
-            method,
-            parameters,
-            ranks,
-            buckets=groups,
-            groups=groups,
-            nodes=self._nodes,
-            steps=steps,
+            method, parameters, ranks, buckets=groups, groups=groups, nodes=self._nodes, steps=steps
         )
 
     def _bytes(self, method: Aggregator, link: Link) -> float:

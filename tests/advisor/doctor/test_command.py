@@ -127,10 +127,10 @@ def test_one_rank_runs_a_file_or_a_module(words, alone, capsys, monkeypatch):
 
 
 def test_one_rank_takes_the_step_of_a_synthetic_model(alone, capsys):
-    status, values, _ = alone(capsys, "--numel", "5000", "--step-ms", "3")
+    status, values, _ = alone(capsys, "--numel", "5000", "--step-ms", "60")
     assert (status, values["collectives"]) == (0, None)
     # It sleeps for that long at least.
-    assert values["rows"][0]["seconds"] > 0.0029
+    assert values["rows"][0]["seconds"] > 0.059
 
 
 class TwoHeads(nn.Module):

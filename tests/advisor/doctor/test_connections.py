@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch.distributed as dist
 
+from torchcomp.advisor.doctor import ranks
 from torchcomp.advisor.doctor.connections import Connections, interface_of, own_address
 from torchcomp.advisor.doctor.job import Job, NotMeasured, join, ranks_named
 from torchcomp.advisor.doctor.ranks import Facts, measure_clocks, measure_speed, own_facts
@@ -74,7 +75,8 @@ def test_ranks_gather_in_order_name_those_that_are_missing_and_know_the_first():
     assert ranks[1].is_first("another")
 
 
-def test_a_process_without_torchrun_is_alone_and_has_facts_and_a_speed():
+def test_a_process_without_torchrun_is_alone_and_has_facts_and_a_speed(monkeypatch):
+    monkeypatch.setattr(ranks, "_SECONDS", 0.005)
     job = join("gloo", 5.0)
     assert (job.rank, job.world_size, job.local_rank, job.node) == (0, 1, 0, 0)
     facts = own_facts(job, "127.0.0.1")
