@@ -3,7 +3,7 @@
 import pytest
 
 from benchmarks.net.shell import missing
-from tests.doctor.planted import FAULTS, HEALTHY, Case, examined
+from tests.advisor.doctor.planted import FAULTS, HEALTHY, Case, examined
 
 pytestmark = pytest.mark.soak
 
