@@ -15,8 +15,8 @@ import torchcomp
 from tests.support.patience import PATIENCE
 from torchcomp.__main__ import main
 from torchcomp.component import choices_of
+from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.named_models import build_named
-from torchcomp.outer_steps import OuterStep
 from torchcomp.spec import COMPONENTS, parse_outer_step, parse_registered
 
 SIZE = ["--numel", "25557032", "--world-size", "8"]

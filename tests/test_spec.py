@@ -18,7 +18,7 @@ from torchcomp.aggregators.one_way import COLLECTIVES
 from torchcomp.auto import Auto
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
 from torchcomp.errors import SpecError
-from torchcomp.outer_steps import OUTER_STEPS, Nesterov, SlowMo
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS, Nesterov, SlowMo
 from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
 from torchcomp.spec import (
     COMPONENTS,

@@ -20,9 +20,9 @@ from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.explain import explain, refuse_for_methods, refuse_for_schedules
 from torchcomp.flags import number, whole
 from torchcomp.learning_rates import DECAYS, LRFunction, decaying
+from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.named_models import build_named
 from torchcomp.plan import wrapped
-from torchcomp.schedules import Schedule
 from torchcomp.spec import parse
 from torchcomp.step_model import BF16, DDP, USUAL, Link, Prediction, Run, table, values_of
 

@@ -18,9 +18,9 @@ from torchcomp.checks import closest, shown
 from torchcomp.component import Component, choices_of, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
 from torchcomp.errors import SpecError
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS, OuterStep
+from torchcomp.local_sgd.schedules import SCHEDULES, Schedule
 from torchcomp.other_names import answer, plain
-from torchcomp.outer_steps import OUTER_STEPS, OuterStep
-from torchcomp.schedules import SCHEDULES, Schedule
 
 _ALL: tuple[type[Component], ...] = (*COMPRESSORS, *AGGREGATORS, Auto, *SCHEDULES, *OUTER_STEPS)
 COMPONENTS: dict[str, type[Component]] = {component.name: component for component in _ALL}

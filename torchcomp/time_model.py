@@ -30,7 +30,7 @@ from torchcomp.checks import check_at_least_0, check_count, check_positive, chec
 from torchcomp.component import Component
 from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
-from torchcomp.schedules import Horizon, synchronisations
+from torchcomp.local_sgd.schedules import Horizon, synchronisations
 from torchcomp.spec import parse_schedule
 from torchcomp.traffic import sum_bytes
 

@@ -12,7 +12,7 @@ from tests.support.models import kept
 from tests.support.outcomes import assert_close, assert_refused
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov
-from torchcomp.local_sgd.rounds import piece_bounds
+from torchcomp.local_sgd.rounds import _bounds as piece_bounds
 
 TOTAL = 14
 # With every(6) and two fragments, one synchronises at 3, 9, ... and the other at 6, 12, ...; both

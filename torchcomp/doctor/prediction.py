@@ -12,7 +12,7 @@ from torch import Tensor
 from torchcomp.bucket import DEFAULT_CAPS, BucketShape, partition
 from torchcomp.doctor.job import Job
 from torchcomp.doctor.verdict import Row
-from torchcomp.schedules import Every
+from torchcomp.local_sgd.schedules import Every
 from torchcomp.spec import parse
 from torchcomp.step_model import BF16 as BF16_SPEC
 from torchcomp.step_model import DDP as DDP_SPEC
