@@ -33,9 +33,9 @@ LAYERS = [
     {"compat", "torchvision_compat", "errors", "host", "profiling", "_version"},
     {"checks"},
     {"learning_rates"},
-    {"component", "draws", "keys", "wire", "other_names"},
+    {"component", "draws", "keys", "wire"},
     {"kernels"},
-    {"compressors", "schedules", "outer_steps"},
+    {"compressors", "local_sgd/schedules", "local_sgd/outer_steps"},
     {"bucket", "nodes", "scratch", "traffic", "codec"},
     {"exchange", "pieces"},
     {"means", "state", "prepared", "units"},
@@ -53,13 +53,15 @@ LAYERS = [
     {"register"},
     {"plan", "comparison", "named_models", "flags", "step_model"},
     {"explain", "catalogue", "local_sgd", "jointspar", "doctor"},
-    {"guard"},
+    {"guard", "schedules"},
     {"__init__"},
     {"__main__", "integrations"},
 ]
 # What hangs on the core. A few functions import it when it is asked for, and nothing else does.
 ANNEX = {"guard"}
 DOORS = {"ddp/arguments.py", "ddp/register.py", "fsdp/register.py", "register.py"}
+# Parts of a room that lower layers use as well: each is a unit of its own.
+PARTS = ("local_sgd/schedules", "local_sgd/outer_steps")
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
 # Functions that send data or wait for other ranks. Process groups can be created in any file.
@@ -78,8 +80,13 @@ class Source:
 
     @property
     def unit(self):
-        """The top-level module or sub-package that the file belongs to."""
-        return self.path.removesuffix(".py").split("/")[0]
+        """The top-level module or sub-package that the file belongs to, or its part."""
+        return unit_of(self.path.removesuffix(".py"))
+
+
+def unit_of(path):
+    part = next((each for each in PARTS if f"{path}/".startswith(f"{each}/")), None)
+    return part or path.split("/")[0]
 
 
 def read(package):
@@ -116,7 +123,7 @@ def imported_units(source, units):
         for name in names:
             package, _, rest = name.partition(".")
             if package == "torchcomp":
-                unit = rest.split(".")[0]
+                unit = unit_of(rest.replace(".", "/"))
                 if unit not in ANNEX or source.path not in DOORS or node in at_once:
                     yield unit if unit in units else "__init__"
 

@@ -122,7 +122,7 @@ def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
             ["--nodes", "'every(4)'"],
         ),
         (["methods", "topkk"], ["'topkk'", "'topk'"]),
-        (["methods", "diloco"], ["nesterov(lr=0.7, momentum=0.9)"]),
+        (["methods", "diloco"], ["docs/methods/README.md"]),
         (["explain", "", *SIZE], ["torchcomp", "empty"]),
         (["explian", "mean", *SIZE], ["'explian'"]),
         ([], ["required", "command"]),

@@ -1,10 +1,10 @@
 """Hooks: all that local steps install on a model, its optimizers and its GradScaler."""
 
-import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from inspect import currentframe
 from typing import Any
 
 import torch
@@ -77,8 +77,9 @@ class Hooks:
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         # A subclass can call super().step(), for which torch runs the hooks again: it is one step.
-        frame = sys._getframe(1)  # the function of torch that runs the hooks
-        if optimizer not in running(frame.f_code, frame.f_back):
+        frame: Any = currentframe()
+        hooked = frame.f_back  # the function of torch that runs the hooks
+        if optimizer not in running(hooked.f_code, hooked.f_back):
             # During scaler.step(), _count_scaled() counts: a skipped step calls no optimizer hook.
             self._counts = not (self._scaling or (kwargs and creates_state(optimizer, kwargs)))
             if self._counts:
@@ -87,8 +88,9 @@ class Hooks:
     def _after_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
-        frame = sys._getframe(1)
-        if self._counts and optimizer not in running(frame.f_code, frame.f_back):
+        frame: Any = currentframe()
+        hooked = frame.f_back
+        if self._counts and optimizer not in running(hooked.f_code, hooked.f_back):
             self._counts = False
             self._steps.end(index)
 

@@ -18,7 +18,6 @@ from torchcomp.local_sgd.local_steps import LocalSteps
 from torchcomp.local_sgd.method import ProcessGroup, Specs, parsed, ranks_of
 from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.overflow import backward_until_finite
-from torchcomp.local_sgd.proposal import Proposal
 from torchcomp.local_sgd.saving import restore, state_of
 from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.stats import Stats
@@ -164,8 +163,12 @@ class LocalSGD(Gatherable):
         return self._steps.clock.next_sync
 
     @property
-    def proposal(self) -> Proposal | None:
-        """What the schedule ``"auto"`` proposes; None before, and with any other schedule."""
+    def proposal(self) -> Any:
+        """What the schedule ``"auto"`` proposes; None before, and with any other schedule.
+
+        Its `schedule` is a spec, such as ``"every(8)"``, and ``seconds(h)`` a step with
+        ``every(h)``.
+        """
         proposing = self._steps.proposing
         return None if proposing is None else proposing.proposal
 

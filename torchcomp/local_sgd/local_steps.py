@@ -1,9 +1,9 @@
 """Local steps of one model: count them, synchronise at the end of a round, add late parameters."""
 
 import logging
-import sys
 import time
 import weakref
+from inspect import currentframe
 from numbers import Real
 from types import CodeType, FrameType
 from typing import Any
@@ -21,16 +21,9 @@ from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_paramete
 from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.local_sgd.averages import Averages, PseudoGradients
-from torchcomp.local_sgd.method import (
-    LocalMethod,
-    Optimizers,
-    Parameters,
-    check_no_hook,
-    check_values,
-)
+from torchcomp.local_sgd.method import LocalMethod, Optimizers, Parameters, check_values
 from torchcomp.local_sgd.optimizer_state import mean_state, state_to_average
 from torchcomp.local_sgd.overlap import OverlappedAverages
-from torchcomp.local_sgd.proposal import Proposing
 from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of
 from torchcomp.profiling import label
 from torchcomp.traffic import sum_bytes
@@ -99,7 +92,11 @@ class LocalSteps:
         self._warned = False  # whether the log says what an evaluation inside a round means
         # On one rank only: with two levels, each rank of a node is in another exchange.
         self._logs = self.first_in_node and exchange.rank == 0
-        self.proposing = Proposing(exchange, self._logs) if method.proposes else None
+        self.proposing: Any = None
+        if method.proposes:
+            from torchcomp.local_sgd.proposal import Proposing
+
+            self.proposing = Proposing(exchange, self._logs)
         if self._logs:
             self._log_method()
 
@@ -125,8 +122,8 @@ class LocalSteps:
         shapes = [averager.shape_of(group) for group in averager.groups]
         wide, ranks = [shape.wide() for shape in shapes], averager.exchange.world_size
         _log.info(
-            "local steps with %s, total_steps=%d, compress=%s, outer=%s: %d parameters, groups: "
-            "%d; averaging them sends %s bytes, and a step of plain DDP %s",
+            "local steps with %s, total_steps=%d, compress=%s, outer=%s: averaging the %d "
+            "parameters, groups: %d, sends %s bytes, and a step of plain DDP %s",
             *(method.spec, self.clock.total_steps, method.aggregator, method.outer),
             *(len(averager.parameters), len(shapes)),
             f"{planned_traffic(method.aggregator, wide, ranks).sent:,}",
@@ -221,20 +218,16 @@ class LocalSteps:
         Returns:
             None, and the values that must be equal on all ranks.
         """
-        for found in running(torch.amp.GradScaler.step.__code__, sys._getframe()):
+        for found in running(torch.amp.GradScaler.step.__code__, currentframe()):
             if found is not self.scaler and found.is_enabled():
                 raise SpecError(
                     "a GradScaler that was not passed to LocalSGD takes this optimizer step. It "
                     "can skip steps on some ranks only: use torchcomp.LocalSGD(..., scaler=scaler)",
                     "scaler",
                 )
-        model, two_levels = self._model(), self.method.two_levels
-        # A hook can have been registered since the constructor checked.
-        if model is not None and not two_levels:
-            check_no_hook(model)
         # The plain average makes any parameters equal. Pseudo-gradients are applied to x, and ranks
         # of a node reduce gradients: both need equal parameters at the start.
-        must_be_equal = two_levels or not self.method.plain
+        must_be_equal = self.method.two_levels or not self.method.plain
         digest = None
         if self._expected_weights is not None or must_be_equal:
             digest = checkpoint.digest_of(self.averager.parameters)

@@ -116,7 +116,7 @@ def parsed(
 ) -> tuple[LocalMethod, dict[str, Any]]:
     """Return the parsed options of this rank, and the values that must be equal on all ranks."""
     if not two_levels:
-        check_no_hook(model)
+        _check_no_hook(model)
         if model.static_graph:
             raise UnsupportedModelError(
                 "static_graph=True makes DDP expect a gradient all-reduce in its first backward "
@@ -229,7 +229,18 @@ def _held(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def check_no_hook(model: DistributedDataParallel) -> None:
+def check_values(model: DistributedDataParallel) -> None:
+    """Require parameters with dense values, which can be averaged."""
+    for name, parameter in trained_parameters(model):
+        if parameter.is_meta or parameter.layout != torch.strided:
+            kind = "on the meta device" if parameter.is_meta else f"sparse ({parameter.layout})"
+            raise UnsupportedModelError(
+                f"parameter '{name}' is {kind}, and an average needs dense values: materialize it "
+                "before DistributedDataParallel(...)"
+            )
+
+
+def _check_no_hook(model: DistributedDataParallel) -> None:
     """Require a model without a communication hook, which local steps would never call."""
     for hook, _ in model._comm_hooks:
         # The name of torchcomp's own hook means nothing to the user.
@@ -241,17 +252,6 @@ def check_no_hook(model: DistributedDataParallel) -> None:
             "use torchcomp.LocalSGD(..., compress='ef(topk(0.01))'). Only with process_group can a "
             "method compress gradients, those inside a node"
         )
-
-
-def check_values(model: DistributedDataParallel) -> None:
-    """Require parameters with dense values, which can be averaged."""
-    for name, parameter in trained_parameters(model):
-        if parameter.is_meta or parameter.layout != torch.strided:
-            kind = "on the meta device" if parameter.is_meta else f"sparse ({parameter.layout})"
-            raise UnsupportedModelError(
-                f"parameter '{name}' is {kind}, and an average needs dense values: materialize it "
-                "before DistributedDataParallel(...)"
-            )
 
 
 def _check_optimizers(
