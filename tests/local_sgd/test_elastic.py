@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import torchcomp
 from tests.local_sgd import elastic, reference
-from tests.local_sgd.script import Script, constant, spied, synchronised_steps, unsent
-from tests.local_sgd.script import momentum as sgd_with_momentum
+from tests.local_sgd.script import Script, constant, synchronised_steps, unsent
 from tests.support.cases import some, thorough
-from tests.support.models import kept
-from tests.support.outcomes import assert_close, equal_on_all, flat
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 
@@ -109,26 +106,5 @@ def test_states_from_inside_a_round_fit_only_the_same_number_of_ranks():
         script = Script("every(3)", 12)
         script.sync.load_state_dict(torchcomp.redistribute(states, 2)[script.rank])
 
-    for rank, outcome in enumerate(on_threads(2, body, catch=True)):
-        assert type(outcome) is torchcomp.CheckpointError
-        for words in ("rank 0 of 3", "sync.next_sync"):
-            assert words in str(outcome), rank
-
-
-def test_every_rank_stores_the_weights_of_the_last_synchronisation_in_its_state():
-    """With `compress`, the state of any surviving rank contains the shared weights."""
-
-    def body():
-        local = []
-        watched = spied(sgd_with_momentum, lambda: local.append(script.weights()))
-        script = Script("every(3)", 12, optimizer=watched, local={"compress": "ef(topk(0.1))"})
-        script.train(0, 3)
-        shared = script.weights()
-        script.train(3, 5)
-        state = script.sync.state_dict()
-        return torch.equal(
-            flat(kept(state, "reference")[name] for name in state["parameters"]), shared
-        )
-
-    assert on_threads(2, body) == [True] * 2
-    assert not dist.is_initialized()
+    words = ("rank 0 of 3", "sync.next_sync")
+    assert_refused(2, body, torchcomp.CheckpointError, *words)

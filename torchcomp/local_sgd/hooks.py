@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
-from inspect import currentframe
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.ddp.checks import OWNER
-from torchcomp.local_sgd.local_steps import LocalSteps, running
+from torchcomp.local_sgd.local_steps import LocalSteps, callers
 from torchcomp.local_sgd.overlap import OverlappedAverages, wait_in_forward
 from torchcomp.nonfinite import largest_magnitudes
 
@@ -77,9 +76,7 @@ class Hooks:
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         # A subclass can call super().step(), for which torch runs the hooks again: it is one step.
-        frame: Any = currentframe()
-        hooked = frame.f_back  # the function of torch that runs the hooks
-        if optimizer not in running(hooked.f_code, hooked.f_back):
+        if callers().count(optimizer) == 1:
             # During scaler.step(), _count_scaled() counts: a skipped step calls no optimizer hook.
             self._counts = not (self._scaling or (kwargs and creates_state(optimizer, kwargs)))
             if self._counts:
@@ -88,9 +85,7 @@ class Hooks:
     def _after_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
-        frame: Any = currentframe()
-        hooked = frame.f_back
-        if self._counts and optimizer not in running(hooked.f_code, hooked.f_back):
+        if self._counts and callers().count(optimizer) == 1:
             self._counts = False
             self._steps.end(index)
 

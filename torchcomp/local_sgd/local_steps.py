@@ -5,7 +5,7 @@ import time
 import weakref
 from inspect import currentframe
 from numbers import Real
-from types import CodeType, FrameType
+from types import CodeType
 from typing import Any
 
 import torch
@@ -218,7 +218,7 @@ class LocalSteps:
         Returns:
             None, and the values that must be equal on all ranks.
         """
-        for found in running(torch.amp.GradScaler.step.__code__, currentframe()):
+        for found in callers(torch.amp.GradScaler.step.__code__):
             if found is not self.scaler and found.is_enabled():
                 raise SpecError(
                     "a GradScaler that was not passed to LocalSGD takes this optimizer step. It "
@@ -390,11 +390,18 @@ def _largest(known: list[float], others: list[Tensor]) -> Tensor:
     return values.amax().clamp(min=max(known, default=0.0))
 
 
-def running(code: CodeType, frame: FrameType | None) -> list[Any]:
-    """Return the `self` of each method with this code that is running, from `frame` outwards."""
-    found = []
+def callers(code: CodeType | None = None) -> list[Any]:
+    """Return the `self` of each call of a method that is running, from the innermost outwards.
+
+    Args:
+        code: that of the method. By default, of the one that called the function that calls this.
+    """
+    # No caller may keep a frame: it would keep all tensors of the script's functions alive.
+    frame, depth, found = currentframe(), 0, []
     while frame is not None:
+        if code is None and depth == 2:
+            code = frame.f_code
         if frame.f_code is code:
             found.append(frame.f_locals.get("self"))
-        frame = frame.f_back
+        frame, depth = frame.f_back, depth + 1
     return found
