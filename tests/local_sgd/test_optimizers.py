@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchcomp
 from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps
@@ -55,20 +54,6 @@ def test_a_step_that_calls_its_parents_step_counts_once():
         return weights
 
     assert synchronised_steps(on_threads(2, body)) == [3, 5]
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_sparse_gradients_tell_whether_a_step_only_creates_state(scale):
-    def body():
-        # It is no part of the model.
-        table = nn.Embedding(4, 2, sparse=True)
-        sgd = lambda parameters: torch.optim.SGD([*parameters, table.weight], lr=0.0)  # noqa: E731
-        script = Script("every(2)", optimizer=sgd, lr=lambda step: 0.0)
-        (scale * table(torch.tensor([1, 1])).sum()).backward()
-        script.optimizer.step(closure=None)
-        return script.sync.stats.steps
-
-    assert on_threads(1, body) == [int(scale)]
 
 
 def test_an_optimizer_that_evaluates_a_closure_more_often_on_one_rank():
@@ -272,24 +257,7 @@ def test_a_parameter_that_no_rank_uses_does_not_change():
     assert equal_on_all(weights)
 
 
-# --- EMA, torch.compile, clipping -----------------------------------------------------------------
-
-
-def test_a_moving_average_that_is_updated_between_rounds_is_the_same_on_all_ranks():
-    def body():
-        script = Script("every(3)", total_steps=TOTAL)
-        ema = AveragedModel(script.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        expected = None
-        for step in range(TOTAL):
-            weights = script.step(step)
-            if script.sync.next_sync is None:
-                ema.update_parameters(script.model.module)
-                expected = weights if expected is None else 0.5 * expected + 0.5 * weights
-        return flat(ema.module.parameters()), expected
-
-    averages, expected = zip(*on_threads(3, body), strict=True)
-    assert equal_on_all(averages)
-    assert_close(averages[0], expected[0])
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 def through_the_compiler(where):
