@@ -4,7 +4,6 @@ import copy
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,8 +11,7 @@ import torch
 
 import torchcomp
 from tests.local_sgd import elastic, reference
-from tests.local_sgd.script import Script, constant, synchronised_steps, unsent
-from tests.support.cases import some, thorough
+from tests.local_sgd.script import Script, constant
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
@@ -69,38 +67,13 @@ def test_a_rank_that_dies_inside_a_round_costs_only_that_round(tmp_path):
         assert_close(saved[0]["weights"], expected)
 
 
-METHODS = ("ef(topk(0.1))", 'bidirectional(topk(0.2), quantize("int8"), selection="shard")')
-
-
-def saved_at(step, spec):
-    script = Script("every(3)", 12, local={"compress": spec})
-    script.train(0, step)
-    return script.save()
-
-
-def continued(saved, states, spec):
-    script = Script("every(3)", 12, local={"compress": spec})
-    own = saved[script.rank % len(saved)]
-    script.load({**own, "sync": states[script.rank]})
-    return script.train(6, 12)
-
-
-@pytest.mark.parametrize("spec", some(METHODS, of=2))
-@pytest.mark.parametrize("world_size", [5, *thorough([1, 2])])
-def test_residuals_are_redistributed_to_another_number_of_ranks(spec, world_size):
-    saved = on_threads(3, saved_at, 6, spec)
-    before = [each["sync"] for each in saved]
-    states = torchcomp.redistribute(before, world_size)
-    old, new = unsent(before), unsent(states)
-    assert max(float(part.abs().max()) for part in old.values()) > 0
-    for name, part in old.items():
-        assert_close(new[name], part)
-    runs = on_threads(world_size, partial(continued, saved, states, spec))
-    assert {3, 6} <= set(synchronised_steps(runs))
-
-
 def test_states_from_inside_a_round_fit_only_the_same_number_of_ranks():
-    states = [each["sync"] for each in on_threads(3, saved_at, 4, "mean")]
+    def saved():
+        script = Script("every(3)", 12)
+        script.train(0, 4)
+        return script.sync.state_dict()
+
+    states = on_threads(3, saved)
 
     def body():
         script = Script("every(3)", 12)

@@ -21,10 +21,8 @@ from tests.local_sgd.script import (
     mlp,
     momentum,
     running_statistics,
-    sgd,
     spied,
     synchronised_steps,
-    trained,
 )
 from tests.support.models import seeded
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
@@ -265,16 +263,6 @@ def test_gradients_may_be_accumulated_in_any_way(idiom, no_sync):
     assert synchronised_steps(runs) == [2, 4, 5]
     for mine, wanted in zip(runs, on_threads(3, accumulated, nothing), strict=True):
         assert torch.equal(torch.stack(mine), torch.stack(wanted))
-
-
-@pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view"])
-def test_options_of_ddp_make_no_difference(option):
-    def body(**options):
-        return torch.stack(trained(4, spec="every(2)", optimizer=sgd, **options))
-
-    plain, other = on_threads(3, body), on_threads(3, partial(body, **{option: True}))
-    for mine, wanted in zip(other, plain, strict=True):
-        assert torch.equal(mine, wanted)
 
 
 def test_what_is_not_training_does_not_touch_the_clock():

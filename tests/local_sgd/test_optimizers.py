@@ -12,7 +12,7 @@ import torchcomp
 from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps
 from tests.support.cases import thorough
 from tests.support.models import seeded
-from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
+from tests.support.outcomes import assert_close, assert_refused, flat
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8
@@ -239,22 +239,6 @@ def test_a_parameter_that_no_optimizer_held_joins_the_schedule_of_the_one_that_t
         return seen
 
     assert synchronised_steps(on_threads(2, body)) == [1, 3, 6]
-
-
-def test_a_parameter_that_no_rank_uses_does_not_change():
-    def body():
-        script = Script("every(2)", optimizer=partial(torch.optim.AdamW, lr=0.1, weight_decay=0))
-        last = script.model.module[2]
-        before = flat(last.parameters())
-        for _ in range(4):
-            script.optimizer.zero_grad()
-            script.model.module[0](batch(script.rank, 0)[0]).sum().backward()
-            script.optimizer.step()
-        return torch.equal(before, flat(last.parameters())), flat(script.model.parameters())
-
-    unchanged, weights = zip(*on_threads(2, body), strict=True)
-    assert unchanged == (True, True)
-    assert equal_on_all(weights)
 
 
 # --- torch.compile --------------------------------------------------------------------------------
