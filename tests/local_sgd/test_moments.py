@@ -13,7 +13,6 @@ from tests.local_sgd.script import (
     loss_of,
     mlp,
     momentum,
-    sgd,
     spied,
     synchronised_steps,
 )
@@ -92,14 +91,6 @@ def test_a_rank_without_moments_adds_zeros_and_continues_without_them():
         if key[1] != "step":
             assert torch.equal(value, second[1][key])
     assert [float(each[0, "step"]) for each in second] == [2.0, 1.0, 2.0]
-
-
-def test_state_without_tensors_is_no_error():
-    def body(policy):
-        return Script("every(2)", optimizer=sgd, local={"moments": policy}).train(0, 4)
-
-    for policy in ("average", "reset"):
-        assert synchronised_steps(on_threads(2, body, policy)) == [2, 4]
 
 
 def test_moments_that_are_not_finite_raise_on_every_rank_before_anything_is_averaged():

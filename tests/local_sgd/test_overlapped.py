@@ -37,12 +37,27 @@ def run(local, build=mlp, wait=True, **ddp):
     return torch.stack(weights), stats
 
 
+class Attention(nn.Module):
+    """Its attention reads the weights of a child that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+        self.head = nn.Linear(6, 3)
+        self.double()
+
+    def forward(self, x):
+        x = x.unsqueeze(1)
+        return self.head(self.attention(x, x, x)[0].squeeze(1))
+
+
 @pytest.mark.parametrize(
-    "local", [{}, {"fragments": 3}, {"moments": "average"}], ids=["plain", "fragments", "moments"]
+    ("local", "build"),
+    [({}, mlp), ({"fragments": 3}, mlp), ({"moments": "average"}, mlp), ({}, Attention)],
 )
-def test_it_is_the_plain_average_bit_for_bit(local):
-    plain = on_threads(3, run, local)
-    overlapped = on_threads(3, partial(run, local | OVERLAP, bucket_cap_mb=SMALL))
+def test_it_is_the_plain_average_bit_for_bit(local, build):
+    plain = on_threads(3, partial(run, local, build=build))
+    overlapped = on_threads(3, partial(run, local | OVERLAP, build=build, bucket_cap_mb=SMALL))
     for (mine, counted), (wanted, expected) in zip(overlapped, plain, strict=True):
         assert torch.equal(mine, wanted)
         assert counted.total_bytes_sent == expected.total_bytes_sent
@@ -89,30 +104,6 @@ def test_after_the_last_step_no_all_reduce_is_running():
     body = partial(run, OVERLAP, wait=False)
     final = [weights[-1] for weights, _ in on_threads(2, body)]
     assert equal_on_all(final)
-
-
-class Attention(nn.Module):
-    """Its attention reads the weights of a child that it does not call."""
-
-    def __init__(self):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x):
-        x = x.unsqueeze(1)
-        return self.head(self.attention(x, x, x)[0].squeeze(1))
-
-
-def attention():
-    return Attention().double()
-
-
-def test_a_module_that_reads_the_parameters_of_its_child():
-    plain = on_threads(2, partial(run, {}, build=attention))
-    overlapped = on_threads(2, partial(run, OVERLAP, build=attention, bucket_cap_mb=SMALL))
-    for (mine, _), (wanted, _) in zip(overlapped, plain, strict=True):
-        assert torch.equal(mine, wanted)
 
 
 def test_a_copy_of_the_model_does_not_wait():

@@ -124,29 +124,25 @@ class IdleReducer:
 
 def _set_apart(model: Any, spec: str, *, quiet: bool) -> Callable[[], None]:
     """Name LocalSGD as the owner of `model`, and make DDP `quiet`; return what undoes it."""
-    registered = vars(model).get(OWNER)
-    setattr(model, OWNER, f"torchcomp.LocalSGD('{spec}')")
     before = {name: getattr(model, name) for name in _QUIET if quiet}
-    for name in before:
+    before |= {OWNER: vars(model)[OWNER]} if OWNER in vars(model) else {}
+    for name in _QUIET if quiet else ():
         setattr(model, name, False)
     if quiet:
         model.reducer = IdleReducer(model.reducer)
+    setattr(model, OWNER, f"torchcomp.LocalSGD('{spec}')")
     model_ref = weakref.ref(model)
 
     # It must not refer to the reducer, which keeps the parameters alive where Python's garbage
     # collector cannot see it.
     def undo() -> None:
         model = model_ref()
-        if model is None:
-            return
-        for name, value in before.items():
-            setattr(model, name, value)
-        if quiet:
-            model.reducer = model.reducer.reducer
-        if registered is None:
+        if model is not None:
             delattr(model, OWNER)
-        else:
-            setattr(model, OWNER, registered)
+            for name, value in before.items():
+                setattr(model, name, value)
+            if quiet:
+                model.reducer = model.reducer.reducer
 
     return undo
 

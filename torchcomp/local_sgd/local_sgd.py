@@ -42,18 +42,17 @@ class LocalSGD(Gatherable):
     synchronisation, all ranks have the same parameters, bit for bit.
 
     Momentum and Adam moments stay local by default; see ``moments``. BatchNorm's running statistics
-    are averaged at every synchronisation. :func:`torchcomp.reestimate_batchnorm` fits them to the
-    averaged weights, as in the paper. Other buffers stay local, because DDP's broadcast is off
-    until :meth:`close`. A moving average of the weights (EMA) is the same on all ranks if it is
-    updated between rounds, where :attr:`next_sync` is None. A parameter that is added to an
-    optimizer later, or unfrozen, is averaged from its first step on. DDP does not reduce its
-    gradient after :meth:`close`.
+    are averaged at every synchronisation, and :func:`torchcomp.reestimate_batchnorm` fits them to
+    the averaged weights, as in the paper. Other buffers stay local: DDP's broadcast is off until
+    :meth:`close`. A moving average of the weights (EMA) is the same on all ranks if it is updated
+    between rounds, where :attr:`next_sync` is None. A parameter that is added to an optimizer
+    later, or unfrozen, is averaged from its first step on. DDP does not reduce its gradient after
+    :meth:`close`.
 
     The training loop stays as it is: hooks on the model and the optimizer do the work. They count
     calls of ``optimizer.step()``, or of ``scaler.step(optimizer)`` whether it skips or not, because
-    a GradScaler can skip on one rank and not on another. The average happens inside that call. If a
-    rank drops a batch without such a call, this is not detected. From then on its batches differ
-    from those of the other ranks.
+    a GradScaler can skip on one rank and not on another. The average happens inside that call. A
+    rank that drops a batch without such a call is not found: its batches differ from then on.
 
     Args:
         model: a DDP model. :func:`torchcomp.register` may be called on it only before this, and
@@ -85,8 +84,7 @@ class LocalSGD(Gatherable):
             the end then needs the same number of ranks.
         overlap: let the average overlap with the code after the optimizer step. Every layer waits
             for its own parameters, so results are the same bit for bit. Call :meth:`wait` before
-            other code reads parameters. Examples are an EMA, and a module without parameters that
-            reads those of a child without calling it.
+            other code reads parameters, such as an EMA.
         process_group: for two levels, a group that contains one rank of each node. A mesh of one
             dimension, such as ``mesh["node"]``, works as well. Parameters are averaged over this
             group. DDP reduces gradients at every step in its own group, the node. To compress them
@@ -128,7 +126,7 @@ class LocalSGD(Gatherable):
         seed: int = 0,
     ) -> None:
         check_is_ddp(model)
-        options = {
+        options: dict[str, Any] = {
             **{"spec": spec, "total_steps": total_steps, "warmup_steps": warmup_steps},
             **{"compress": compress, "outer": outer, "moments": moments, "fragments": fragments},
             **{"overlap": overlap, "seed": seed},

@@ -65,7 +65,7 @@ class LocalSteps:
         self.forward = False
         self.seconds_waited = 0.0
         self._missing = 0  # steps without a forward pass before them
-        self._stepped: set[int] = set()  # indices of the optimizers that have taken this step
+        self._stepped: set[int] = set()  # the optimizers that have taken this step, by index
         trained = dict(trained_parameters(model))
         fragments = fragments_of(method, trained, bucket_caps(model))
         self.clock = Clock(method.horizon.total_steps, fragments)
@@ -193,7 +193,7 @@ class LocalSteps:
         try:
             self._synchronise(due)
         finally:
-            # A synchronisation that failed has sent bytes, and its step counts.
+            # Also of a synchronisation that failed: it has sent bytes, and its step counts.
             self.counters = self.averager.stats, self.clock.step
             self.seconds_waited += time.perf_counter() - start
         if self.proposing is not None:
@@ -213,11 +213,7 @@ class LocalSteps:
                     fragment.warn_if_long(self.clock.total_steps)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
-        """Check this rank before the first step of the run or after a checkpoint was loaded.
-
-        Returns:
-            None, and the values that must be equal on all ranks.
-        """
+        """Check this rank; return None, and the values that must be equal on all ranks."""
         for found in callers(torch.amp.GradScaler.step.__code__):
             if found is not self.scaler and found.is_enabled():
                 raise SpecError(
@@ -247,13 +243,8 @@ class LocalSteps:
         return None, shared
 
     def _lrs(self, fragment: Fragment) -> tuple[list[float], list[Tensor]]:
-        """The learning rates of the fragment's parameter groups, where "lr" is a number.
-
-        Returns:
-            Those that the host knows, and those that it could only read with a wait.
-        """
-        known: list[float] = []
-        others: list[Tensor] = []
+        """The learning rates of the fragment's groups; last, those that only a wait could read."""
+        known, others = list[float](), list[Tensor]()
         for index in fragment.owners:
             optimizer = self._optimizers[index]()
             for group in optimizer.param_groups if optimizer is not None else ():

@@ -65,15 +65,6 @@ class LocalMethod:
         """Whether a synchronisation is only the exact mean of the parameters."""
         return self.aggregator.transparent and self.outer is None
 
-    def compared(self, parameters: Parameters) -> dict[str, Any]:
-        """Return what must match on all ranks."""
-        return {
-            "spec": Auto.name if self.proposes else self.spec,
-            "compress": self.aggregator,
-            "outer": self.outer,
-            "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
-        }
-
 
 def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> ProcessGroupExchange:
     """The exchange that averages parameters; with `group`, the upper level of two."""
@@ -116,12 +107,7 @@ def parsed(
 ) -> tuple[LocalMethod, dict[str, Any]]:
     """Return the parsed options of this rank, and the values that must be equal on all ranks."""
     if not two_levels:
-        _check_no_hook(model)
-        if model.static_graph:
-            raise UnsupportedModelError(
-                "static_graph=True makes DDP expect a gradient all-reduce in its first backward "
-                "pass, and local steps do none: build DistributedDataParallel without it"
-            )
+        _check_reduces_nothing(model)
     check_model(model, or_registered=two_levels)
     check_values(model)
     _check_optimizers(optimizers, model, two_levels)
@@ -130,15 +116,18 @@ def parsed(
     method = _method(optimizers, parameters, two_levels=two_levels, **options)
     lrs = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     for reader in (*method.schedules, method.outer):
-        _require(
-            reader is None
-            or not reader.reads_lr
-            or all(isinstance(lr, Real | Tensor) for lr in lrs),
-            f"{reader} reads the learning rate, but an optimizer has a parameter group whose 'lr' "
-            "is not a number: use a schedule that does not read it, such as every(8)",
-            "optimizer",
-        )
-    return method, method.compared(parameters)
+        if reader and reader.reads_lr and not all(isinstance(lr, Real | Tensor) for lr in lrs):
+            raise SpecError(
+                f"{reader} reads the learning rate, but a parameter group's 'lr' is not a number: "
+                "use a schedule that does not read it, such as every(8)",
+                "optimizer",
+            )
+    return method, {
+        "spec": Auto.name if method.proposes else method.spec,
+        "compress": method.aggregator,
+        "outer": method.outer,
+        "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
+    }
 
 
 def _method(
@@ -151,78 +140,74 @@ def _method(
     outer: str | OuterStep | None,
     **others: Any,
 ) -> LocalMethod:
-    horizon = Horizon(total_steps, warmup_steps)
-    each = isinstance(spec, list | tuple)
-    specs: Sequence[Any] = spec if each else [spec]  # type: ignore[assignment]
-    _require(
-        not each or len(specs) == len(optimizers),
-        f"{len(specs)} schedules for {len(optimizers)} optimizers: pass one schedule for all, or a "
-        "list with one for each",
-        "spec",
-    )
+    horizon, fragments = Horizon(total_steps, warmup_steps), others["fragments"]
+    specs: Sequence[Any] = spec if isinstance(spec, list | tuple) else [spec]
+    # A single schedule serves any number of optimizers.
+    if specs is spec and len(specs) != len(optimizers):
+        raise SpecError(
+            f"{len(specs)} schedules for {len(optimizers)} optimizers: pass one for all, or a list "
+            "with one for each",
+            "spec",
+        )
     schedules = tuple(map(parse_local, specs))
-    proposes = any(isinstance(schedule, Auto) for schedule in schedules)
-    _require(
-        not proposes or (len(schedules) == 1 and not others["overlap"]),
-        "'auto' measures averages of the whole model, one after each step: pass it as the only "
-        "schedule, without overlap=True",
-        "spec",
-    )
+    proposes = any(isinstance(each, Auto) for each in schedules)
+    if proposes and (len(schedules) > 1 or others["overlap"]):
+        raise SpecError(
+            "'auto' measures averages of the whole model after each step: pass it as the only "
+            "schedule, without overlap=True",
+            "spec",
+        )
     chosen = tuple(Every(1) if isinstance(each, Auto) else each for each in schedules)
     for schedule in chosen:
         schedule.check(horizon)
     check_seed(others["seed"])
     check_choice("moments", others["moments"], ("local", "average", "reset"))
-    check_count("fragments", others["fragments"])
+    check_count("fragments", fragments)
     check_flag("overlap", others["overlap"])
-    _require(
-        isinstance(compress, str | Component),
-        "compress must be a gradient method such as 'ef(topk(0.01))', or 'mean' for the exact mean "
-        f"of the parameters, not {compress!r}",
-        "compress",
-    )
-    aggregator = parse_aggregator(compress)
+    if not isinstance(compress, str | Component):
+        raise SpecError(
+            f"compress must be a method such as 'ef(topk(0.01))', or 'mean', not {compress!r}",
+            "compress",
+        )
     step = None if outer is None else parse_outer_step(outer)
-    everything: Parts = ((tuple(parameters), tuple(range(len(optimizers)))),)
-    parts = everything if len(chosen) == 1 else _divided(optimizers, parameters)
+    parts: Parts = ((tuple(parameters), tuple(range(len(optimizers)))),)
+    if len(chosen) > 1:
+        parts = _divided(optimizers, parameters)
     fewest = min(len(names) for names, _ in parts)
-    _require(
-        others["fragments"] <= fewest,
-        f"fragments={others['fragments']}, but a schedule has only {fewest} trained parameters of "
-        "the model to divide, and every fragment needs at least one: use fewer fragments, or leave "
-        "out an optimizer that trains none",
-        "fragments",
-    )
+    if fragments > fewest:
+        raise SpecError(
+            f"fragments={fragments}, but a schedule has only {fewest} trained parameters of the "
+            "model, and every fragment needs one: use fewer fragments, or pass no optimizer "
+            "without any",
+            "fragments",
+        )
+    aggregator = parse_aggregator(compress)
     method = LocalMethod(chosen, parts, horizon, aggregator, step, proposes=proposes, **others)
     # A pseudo-gradient is measured from the averaged parameters, which must be complete by then.
-    _require(
-        method.plain or not method.overlap,
-        "overlap=True works only with the plain average (compress='mean', outer=None), because "
-        "pseudo-gradients need the result of the last average before the next round",
-        "overlap",
-    )
+    if method.overlap and not method.plain:
+        raise SpecError(
+            "overlap=True needs the plain average, compress='mean' and outer=None, because "
+            "pseudo-gradients need the result of the last average before the next round",
+            "overlap",
+        )
     return method
-
-
-def _require(valid: bool, problem: str, field: str) -> None:
-    if not valid:
-        raise SpecError(problem, field)
 
 
 def _divided(optimizers: Optimizers, parameters: Parameters) -> Parts:
     """The parameters of each optimizer, which must not share any."""
-    held = [_held(optimizer) for optimizer in optimizers]
-    for name, parameter in parameters.items():
-        _require(
-            sum(id(parameter) in ids for ids in held) <= 1,
-            f"parameter '{name}' is in two optimizers with a schedule each, but only one schedule "
-            "can average it: pass one schedule for all optimizers",
-            "spec",
-        )
-    named = parameters.items()
-    return tuple(
-        (tuple(name for name, p in named if id(p) in ids), (i,)) for i, ids in enumerate(held)
-    )
+    parts, seen = [], set[str]()
+    for index, optimizer in enumerate(optimizers):
+        held = _held(optimizer)
+        names = tuple(name for name, p in parameters.items() if id(p) in held)
+        if not seen.isdisjoint(names):
+            raise SpecError(
+                f"parameter '{min(seen & {*names})}' is in two optimizers with a schedule each, "
+                "but only one schedule can average it: pass one schedule for all optimizers",
+                "spec",
+            )
+        seen |= {*names}
+        parts.append((names, (index,)))
+    return tuple(parts)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> set[int]:
@@ -233,50 +218,51 @@ def check_values(model: DistributedDataParallel) -> None:
     """Require parameters with dense values, which can be averaged."""
     for name, parameter in trained_parameters(model):
         if parameter.is_meta or parameter.layout != torch.strided:
-            kind = "on the meta device" if parameter.is_meta else f"sparse ({parameter.layout})"
             raise UnsupportedModelError(
-                f"parameter '{name}' is {kind}, and an average needs dense values: materialize it "
-                "before DistributedDataParallel(...)"
+                f"parameter '{name}' is on {parameter.device} with layout {parameter.layout}, and "
+                "an average needs dense values: make them before DistributedDataParallel(...)"
             )
 
 
-def _check_no_hook(model: DistributedDataParallel) -> None:
-    """Require a model without a communication hook, which local steps would never call."""
+def _check_reduces_nothing(model: DistributedDataParallel) -> None:
     for hook, _ in model._comm_hooks:
         # The name of torchcomp's own hook means nothing to the user.
         own = hook.__module__.startswith("torchcomp.")
         name = getattr(model, OWNER, "") if own else getattr(hook, "__qualname__", "a hook")
         raise UnsupportedModelError(
-            f"{name} is already installed on this model, but local steps exchange no "
-            "gradients: build DistributedDataParallel without it. To compress pseudo-gradients, "
-            "use torchcomp.LocalSGD(..., compress='ef(topk(0.01))'). Only with process_group can a "
+            f"{name} is already installed on this model, but local steps exchange no gradients: "
+            "build DistributedDataParallel without it. To compress pseudo-gradients, use "
+            "torchcomp.LocalSGD(..., compress='ef(topk(0.01))'). Only with process_group can a "
             "method compress gradients, those inside a node"
+        )
+    if model.static_graph:
+        raise UnsupportedModelError(
+            "static_graph=True makes DDP expect a gradient all-reduce in its first backward pass, "
+            "and local steps do none: build DistributedDataParallel without it"
         )
 
 
 def _check_optimizers(
     optimizers: Optimizers, model: DistributedDataParallel, two_levels: bool
 ) -> None:
-    names = ", ".join(type(each).__name__ for each in optimizers)
+    names = ", ".join(type(each).__name__ for each in optimizers) or "an empty list"
+    kinds = {kind.__name__ for each in optimizers for kind in type(each).__mro__}
+    ours = set(map(id, model.parameters()))
+    problem = ""
     # Optimizer.__init__ makes the hooks. Wrappers such as PostLocalSGDOptimizer do not call it.
     hooked = all(hasattr(each, "_optimizer_step_pre_hooks") for each in optimizers)
-    _require(
-        hooked and 0 < len(set(map(id, optimizers))) == len(optimizers),
-        f"optimizer must be a torch.optim.Optimizer or a list of distinct ones, not {names or '[]'}"
-        ". Of an optimizer that wraps another one, pass the inner one",
-        "optimizer",
-    )
+    if not hooked or not 0 < len(set(map(id, optimizers))) == len(optimizers):
+        problem = (
+            "optimizer must be a torch.optim.Optimizer or a list of distinct ones, and not one "
+            f"that wraps another (pass the inner one), not {names}"
+        )
     # Compared by name, because importing its package compiles all functional optimizers.
-    kinds = {kind.__name__ for each in optimizers for kind in type(each).__mro__}
-    _require(
-        two_levels or "ZeroRedundancyOptimizer" not in kinds,
-        "ZeroRedundancyOptimizer broadcasts each rank's shard of the parameters at every step, so "
-        "ranks cannot take local steps: use a plain torch.optim optimizer",
-        "optimizer",
-    )
-    ours = set(map(id, model.parameters()))
-    _require(
-        all(_held(each) & ours for each in optimizers),
-        f"an optimizer ({names}) has no parameter of this model: build it from model.parameters()",
-        "optimizer",
-    )
+    elif "ZeroRedundancyOptimizer" in kinds and not two_levels:
+        problem = (
+            "ZeroRedundancyOptimizer broadcasts each rank's shard of the parameters at every step, "
+            "so ranks cannot take local steps: use a plain torch.optim optimizer"
+        )
+    elif not all(_held(each) & ours for each in optimizers):
+        problem = f"{names}: no parameter of this model. Build it from model.parameters()"
+    if problem:
+        raise SpecError(problem, "optimizer")

@@ -17,7 +17,7 @@ from torchcomp.component import Component
 
 @dataclass(frozen=True)
 class OuterStep(Component):
-    """Base class of outer steps: from the parameters of one round to those of the next.
+    """From the parameters of one round to those of the next.
 
     Class attributes:
         reads_lr: whether the step depends on the learning rate of the local steps.
