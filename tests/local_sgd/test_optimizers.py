@@ -250,12 +250,14 @@ def through_the_compiler(where):
     script = Script("every(3)", total_steps=TOTAL, build=build)
     if where == "outside":
         script.model = torch.compile(script.model, backend="eager")
+    if where == "optimizer":
+        script.optimizer_step = torch.compile(script.optimizer.step, backend="eager")
     first, early = script.train(0, 2), torch._dynamo.utils.counters["frames"]["ok"]
     rest = script.train(2, TOTAL)
     return first + rest, early, torch._dynamo.utils.counters["frames"]["ok"]
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", ["inside", "outside", "optimizer"])
 def test_a_compiled_model_trains_the_same_and_is_not_compiled_again(where):
     # In new processes, because the compiler caches what other models of a process have compiled.
     [(compiled, early, frames)] = on_processes(1, through_the_compiler, where)

@@ -4,6 +4,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torchcomp.ddp.checks import OWNER
 from torchcomp.local_sgd.local_steps import LocalSteps, callers
 from torchcomp.local_sgd.overlap import OverlappedAverages, wait_in_forward
 from torchcomp.nonfinite import largest_magnitudes
+
+_STEP: CodeType = torch.optim.Optimizer.profile_hook_step(print).__code__
+"""The function that torch puts around the step of every class of optimizers; it runs the hooks."""
 
 _QUIET = ("require_backward_grad_sync", "require_forward_param_sync", "broadcast_buffers")
 """With these attributes, DDP would make every rank wait for all others at every step."""
@@ -37,7 +41,11 @@ class Hooks:
         undo(_set_apart(model, steps.method.spec, quiet=not steps.method.two_levels))
         undo(model.register_forward_pre_hook(self._before_forward(model)).remove)
         for index, optimizer in enumerate(steps.optimizers):
-            before, after = partial(self._before_step, index), partial(self._after_step, index)
+            # Not traced: the step of an optimizer can be compiled.
+            before, after = (
+                torch.compiler.disable(partial(hook, index))  # type: ignore[no-untyped-call]
+                for hook in (self._before_step, self._after_step)
+            )
             undo(optimizer.register_step_pre_hook(before).remove)
             undo(optimizer.register_step_post_hook(after).remove)
         if isinstance(steps.averages, OverlappedAverages):
@@ -76,7 +84,7 @@ class Hooks:
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         # A subclass can call super().step(), for which torch runs the hooks again: it is one step.
-        if callers().count(optimizer) == 1:
+        if callers(_STEP).count(optimizer) <= 1:
             # During scaler.step(), _count_scaled() counts: a skipped step calls no optimizer hook.
             self._counts = not (self._scaling or (kwargs and creates_state(optimizer, kwargs)))
             if self._counts:
@@ -85,7 +93,7 @@ class Hooks:
     def _after_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
-        if self._counts and callers().count(optimizer) == 1:
+        if self._counts and callers(_STEP).count(optimizer) <= 1:
             self._counts = False
             self._steps.end(index)
 

@@ -381,18 +381,12 @@ def _largest(known: list[float], others: list[Tensor]) -> Tensor:
     return values.amax().clamp(min=max(known, default=0.0))
 
 
-def callers(code: CodeType | None = None) -> list[Any]:
-    """Return the `self` of each call of a method that is running, from the innermost outwards.
-
-    Args:
-        code: that of the method. By default, of the one that called the function that calls this.
-    """
+def callers(code: CodeType) -> list[Any]:
+    """Return the `self` of each running call of the method with this code, innermost first."""
     # No caller may keep a frame: it would keep all tensors of the script's functions alive.
-    frame, depth, found = currentframe(), 0, []
+    frame, found = currentframe(), []
     while frame is not None:
-        if code is None and depth == 2:
-            code = frame.f_code
         if frame.f_code is code:
             found.append(frame.f_locals.get("self"))
-        frame, depth = frame.f_back, depth + 1
+        frame = frame.f_back
     return found
