@@ -83,7 +83,7 @@ REFUSED = [
     (with_spec(layers(0, 2), ["every(3)"]), "spec", "1 schedule", "2 optimizers"),
     (with_spec(layers(0, 2), ["every(3)"] * 3), "spec", "3 schedules", "2 optimizers"),
     (with_spec(layers(0, 2), ["every(3)", "ef(topk(0.1))"]), None, "'ef(topk(0.1))'"),
-    (with_spec(layers(0, 0), ["every(3)", "every(2)"]), "spec", "'0.weight'"),
+    (with_spec(layers(0, 0), ["every(3)", "every(2)"]), "spec", "'0.bias'"),
     ({"spec": "ef(topk(0.01))"}, None, "ef(topk(0.01))", "register"),
     ({"spec": "mean"}, None, "mean"),
     ({"spec": "evry(2)"}, None, "evry"),
