@@ -1,14 +1,13 @@
 """Reference of Algorithm 2 of the QSR paper: K copies of a model in one process, in float64."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
 
 from tests.local_sgd.script import batch, loss_of, mlp
 from tests.support.models import seeded
-from tests.support.outcomes import assert_close
 
 Weights = list[Tensor]
 Update = Callable[[Weights, Weights, float], None]
@@ -120,17 +119,6 @@ def local_opt(
             if step == end:
                 (synchronise or average)(crew, sum(map(lr, range(start, end))) / (end - start))
             yield [torch.cat([w.flatten() for w in worker.weights]) for worker in crew], step == end
-
-
-def assert_equal(
-    runs: list[list[Tensor]],
-    expected: Iterable[tuple[list[Tensor], bool]],
-    tolerance: float = 1e-12,
-) -> None:
-    """Require that each rank's weights after each step are those of its worker."""
-    for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
-        for mine, wanted in zip(actual, weights, strict=True):
-            assert_close(mine, wanted, tolerance)
 
 
 Synchronise = Callable[[list[Worker], float], None]

@@ -83,16 +83,16 @@ class Hooks:
     def _before_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        # A subclass can call super().step(), for which torch runs the hooks again: it is one step.
-        if callers(_STEP).count(optimizer) <= 1:
-            # During scaler.step(), _count_scaled() counts: a skipped step calls no optimizer hook.
-            self._counts = not (self._scaling or (kwargs and creates_state(optimizer, kwargs)))
-            if self._counts:
-                self._steps.begin(index)
+        # During scaler.step(), _count_scaled() counts: a skipped step calls no optimizer hook.
+        self._counts = not (self._scaling or (kwargs and creates_state(optimizer, kwargs)))
+        if self._counts:
+            self._steps.begin(index)
 
     def _after_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
+        # A subclass can call super().step(), for which torch runs the hooks again: it is one step.
+        # It begins as often as torch says, and ends with the outermost call.
         if self._counts and callers(_STEP).count(optimizer) <= 1:
             self._counts = False
             self._steps.end(index)
