@@ -33,9 +33,9 @@ LAYERS = [
     {"compat", "errors", "host", "moved", "profiling", "_version"},
     {"checks"},
     {"learning_rates"},
-    {"component", "draws", "keys", "wire", "other_names"},
+    {"component", "draws", "keys", "wire"},
     {"kernels"},
-    {"compressors", "schedules", "outer_steps"},
+    {"compressors", "local_sgd/schedules", "local_sgd/outer_steps"},
     {"bucket", "nodes", "scratch", "traffic", "codec"},
     {"exchange", "pieces"},
     {"means", "state", "prepared", "units"},
@@ -53,7 +53,7 @@ LAYERS = [
     {"register"},
     {"plan", "comparison", "flags"},
     {"explain", "catalogue", "local_sgd", "jointspar"},
-    {"advisor", "guard"},
+    {"advisor", "guard", "schedules"},
     {"__init__"},
     {"__main__", "integrations"},
 ]
@@ -61,6 +61,8 @@ LAYERS = [
 ANNEX = {"advisor", "guard"}
 DOORS = {"ddp/arguments.py", "ddp/register.py", "fsdp/register.py", "register.py"}
 DOORS |= {"local_sgd/local_steps.py"}
+# Parts of a room that lower layers use as well: each is a unit of its own.
+PARTS = ("local_sgd/schedules", "local_sgd/outer_steps")
 HEIGHT = {unit: height for height, layer in enumerate(LAYERS) for unit in layer}
 
 # Functions that send data or wait for other ranks. Process groups can be created in any file.
@@ -79,8 +81,13 @@ class Source:
 
     @property
     def unit(self):
-        """The top-level module or sub-package that the file belongs to."""
-        return self.path.removesuffix(".py").split("/")[0]
+        """The top-level module or sub-package that the file belongs to, or its part."""
+        return unit_of(self.path.removesuffix(".py"))
+
+
+def unit_of(path):
+    part = next((each for each in PARTS if f"{path}/".startswith(f"{each}/")), None)
+    return part or path.split("/")[0]
 
 
 def read(package):
@@ -117,7 +124,7 @@ def imported_units(source, units):
         for name in names:
             package, _, rest = name.partition(".")
             if package == "torchcomp":
-                unit = rest.split(".")[0]
+                unit = unit_of(rest.replace(".", "/"))
                 if unit not in ANNEX or source.path not in DOORS or node in at_once:
                     yield unit if unit in units else "__init__"
 

@@ -16,7 +16,7 @@ from tests.support.patience import PATIENCE
 from torchcomp.__main__ import main
 from torchcomp.advisor.named_models import build_named
 from torchcomp.component import choices_of
-from torchcomp.outer_steps import OuterStep
+from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.spec import COMPONENTS, parse_outer_step, parse_registered
 
 SIZE = ["--numel", "25557032", "--world-size", "8"]
@@ -122,7 +122,7 @@ def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
             ["--nodes", "'every(4)'"],
         ),
         (["methods", "topkk"], ["'topkk'", "'topk'"]),
-        (["methods", "diloco"], ["nesterov(lr=0.7, momentum=0.9)"]),
+        (["methods", "diloco"], ["docs/methods/README.md"]),
         (["explain", "", *SIZE], ["torchcomp", "empty"]),
         (["explian", "mean", *SIZE], ["'explian'"]),
         ([], ["required", "command"]),

@@ -30,7 +30,7 @@ from tests.support.outcomes import assert_close, equal_on_all, flat
 from tests.support.ranks import on_threads
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import Nesterov, SlowMo
-from torchcomp.outer_steps import OuterStep
+from torchcomp.local_sgd.outer_steps import OuterStep
 
 SIZES = (4, 3, 5, 4)
 STEPS = 6

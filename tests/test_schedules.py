@@ -43,9 +43,7 @@ DECAYS = {"cosine": cosine, "linear": linear, "step-cosine": step_cosine}
 VIT = {"total_steps": 93_600, "warmup_steps": 10_000}
 VIT_LARGE_BATCH = {"total_steps": 23_400, "warmup_steps": 2_500}
 RESNET152 = {"total_steps": 62_400, "warmup_steps": 1_560}
-RESNET152_LARGE_BATCH = {"total_steps": 15_600, "warmup_steps": 390}
 VIT_RATE = partial(warmed_up, cosine, peak=0.008, **VIT)
-RESNET152_RATE = partial(warmed_up, cosine, peak=0.8, **RESNET152)
 
 
 def step_by_step(rule, lr, total_steps, warmup_steps=0):
@@ -83,12 +81,6 @@ def round_lengths(steps):
 # --- The paper's settings -------------------------------------------------------------------------
 
 
-def test_qsr_of_the_papers_vit_synchronises_9711_times():
-    steps = sync_steps("qsr(alpha=0.0175, h_base=4)", lr=VIT_RATE, **VIT)
-    assert len(steps) == 9_711
-    assert f"{len(steps) / VIT['total_steps']:.1%}" == "10.4%"
-
-
 # The paper publishes 9,711. The other counts follow from its rule, T, W and learning rates.
 @pytest.mark.parametrize(
     ("run", "peak", "alpha", "h_base", "counts"),
@@ -112,21 +104,6 @@ def test_qsr_of_the_papers_settings_equals_a_run_step_by_step(run, peak, alpha, 
 
 
 @pytest.mark.parametrize(
-    ("run", "h", "count"),
-    [
-        (VIT, 1, 93_600),
-        (VIT, 4, 23_400),
-        (VIT_LARGE_BATCH, 8, 2_925),
-        (RESNET152, 2, 31_200),
-        (RESNET152_LARGE_BATCH, 4, 3_900),
-        (RESNET152_LARGE_BATCH, 7, 2_229),
-    ],
-)
-def test_constant_periods_of_the_papers_settings(run, h, count):
-    assert len(sync_steps(Every(h), lr=lambda step: 1.0, **run)) == count
-
-
-@pytest.mark.parametrize(
     ("exponent", "coef", "count"),
     # With these coefficients all three rules reach H = 4 at about the same learning rate, 0.00875.
     [(1, 0.035, 13_002), (2, 0.0175, 9_711), (3, 0.0139, 7_834)],
@@ -135,11 +112,6 @@ def test_linear_quadratic_and_cubic_rules_on_the_papers_vit(exponent, coef, coun
     steps = sync_steps(Power(coef, exponent, 4), lr=VIT_RATE, **VIT)
     assert len(steps) == count
     assert steps == step_by_step(grows(coef, exponent, 4), VIT_RATE, **VIT)
-
-
-def test_last_rounds_of_qsr_are_thousands_of_steps_long():
-    lengths = round_lengths(sync_steps(QSR(0.0175, 4), lr=VIT_RATE, **VIT))
-    assert max(lengths) == lengths[-1] == 93_600 - 85_458
 
 
 def test_post_local_and_swap_of_half_the_papers_vit():
@@ -168,31 +140,10 @@ def test_every_synchronises_after_h_steps_and_at_the_end(h, total_steps, expecte
     assert sync_steps(Every(h), lr=lambda step: 1.0, total_steps=total_steps) == expected
 
 
-@pytest.mark.parametrize(
-    ("rate", "length"), [(1.0, 2), (0.5, 4), (0.3, 11), (0.25, 16), (0.125, 64), (1e-300, 100)]
-)
-def test_qsr_takes_the_square_of_alpha_over_lr_rounded_down(rate, length):
-    assert QSR(alpha=1.0, h_base=2).round_end(0, rate, Horizon(100)) == length
-
-
-@pytest.mark.parametrize(
-    ("exponent", "lengths"),
-    [(0.5, [2, 2, 4]), (1, [2, 4, 16]), (2, [4, 16, 256]), (3, [8, 64, 4096])],
-)
-def test_power_raises_coef_over_lr_to_its_exponent(exponent, lengths):
-    rule, horizon = Power(coef=1.0, exponent=exponent, h_base=2), Horizon(10_000)
-    assert [rule.round_end(0, rate, horizon) for rate in (0.5, 0.25, 0.0625)] == lengths
-
-
 @pytest.mark.parametrize("rule", [QSR(1.0, 2, cap=9), Power(1.0, 2, 2, cap=9)], ids=str)
 def test_cap_is_the_longest_round(rule):
     lengths = [rule.period(0, rate, Horizon(100)) for rate in (1.0, 0.5, 0.34, 0.33, 1e-9, 1e-300)]
     assert lengths == [2, 4, 8, 9, 9, 9]
-
-
-def test_cap_can_keep_every_round_at_the_base():
-    steps = sync_steps("qsr(alpha=1.0, h_base=4, cap=4)", lr=lambda step: 1e-6, total_steps=10)
-    assert steps == [4, 8, 10]
 
 
 def test_cap_and_base_beyond_the_run_end_with_the_run():
@@ -230,12 +181,6 @@ def test_learning_rates_can_be_numbers_of_other_libraries(number):
         assert (type(length), length) == (int, min(100, round(rate**-2)))
 
 
-def test_round_length_is_fixed_by_its_first_learning_rate():
-    rates = [1.0, 0.1, 0.5, *[1e-6] * 7]
-    # Rounds begin at steps 0, 2 and 6. The 0.1 of step 1 is inside the first round.
-    assert sync_steps(QSR(1.0, 2), lr=rates.__getitem__, total_steps=10) == [2, 6, 10]
-
-
 def test_learning_rate_is_read_once_per_round():
     calls = []
 
@@ -246,28 +191,6 @@ def test_learning_rate_is_read_once_per_round():
     steps = sync_steps(QSR(1.0, 2), lr=lr, total_steps=10)
     assert steps == [4, 8, 10]
     assert calls == [0, 4, 8]
-
-
-def test_warmup_uses_the_base_at_any_learning_rate():
-    steps = sync_steps(QSR(1.0, 2), lr=lambda step: 0.1, total_steps=110, warmup_steps=6)
-    assert steps == [2, 4, 6, 106, 110]
-
-
-def test_round_that_begins_inside_warmup_keeps_the_base_beyond_it():
-    steps = sync_steps(QSR(1.0, 4), lr=lambda step: 0.25, total_steps=40, warmup_steps=5)
-    assert steps == [4, 8, 24, 40]
-
-
-def test_warmup_can_take_the_whole_run():
-    steps = sync_steps(QSR(1.0, 4), lr=lambda step: 1e-6, total_steps=10, warmup_steps=10)
-    assert steps == [4, 8, 10]
-
-
-def test_schedule_resumes_without_state():
-    horizon = Horizon(**RESNET152)
-    steps = sync_steps(QSR(0.25, 4), lr=RESNET152_RATE, **RESNET152)
-    for start, end in zip(steps[::500], steps[1::500], strict=False):
-        assert QSR(0.25, 4).round_end(start, RESNET152_RATE(start), horizon) == end
 
 
 @st.composite
@@ -347,11 +270,6 @@ def test_schedule_is_read_and_printed_as_its_spec(text, schedule, canonical):
     assert (parsed, str(parsed)) == (schedule, canonical)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_example_of_each_schedule_is_its_own_spec(schedule):
-    assert str(torchcomp.parse(schedule.example)) == schedule.example
-
-
 # Without the ^, each text is a spec. The caret of the error must be where the ^ is.
 @pytest.mark.parametrize(
     ("marked", "words"),
@@ -396,11 +314,6 @@ def test_learning_rate_of_zero_is_an_error_if_the_rule_divides_by_it(schedule):
         sync_steps(schedule, lr=lambda step: 0.0 if step == 4 else 1.0, total_steps=9)
 
 
-def test_warmup_can_begin_at_a_learning_rate_of_zero():
-    steps = sync_steps(QSR(0.1, 2), lr=lambda step: step / 4, total_steps=8, warmup_steps=4)
-    assert steps == [2, 4, 6, 8]
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [(Every(2), [2, 4, 5]), (PostLocal(2, 2), [1, 2, 4, 5]), (Swap(1), [1, 5])],
@@ -414,10 +327,6 @@ def test_a_fixed_period_does_not_read_the_learning_rate(schedule, expected):
 def test_nan_in_warmup_is_an_error():
     with pytest.raises(ScheduleError, match=r"step 0\b.*nan"):
         sync_steps(QSR(0.1, 2), lr=lambda step: math.nan, total_steps=9, warmup_steps=5)
-
-
-def test_learning_rates_within_the_last_round_are_not_read():
-    assert sync_steps(Every(5), lr={0: 1.0, 5: 1.0}.__getitem__, total_steps=8) == [5, 8]
 
 
 @pytest.mark.parametrize(
@@ -455,12 +364,8 @@ def test_only_a_rule_that_reads_the_learning_rate_needs_it():
         sync_steps("qsr(alpha=0.2, h_base=4)", total_steps=10)
 
 
-@pytest.mark.parametrize("spec", ["every(4)", "qsr(alpha=0.2, h_base=4)"])
-def test_lr_must_be_a_function(spec):
+def test_lr_must_be_a_function_and_a_method_is_not_a_schedule():
     with pytest.raises(SpecError, match=r"^lr .*0\.1$"):
-        sync_steps(spec, lr=0.1, total_steps=10)
-
-
-def test_a_method_is_not_a_schedule():
+        sync_steps("every(4)", lr=0.1, total_steps=10)
     with pytest.raises(SpecError, match=r"every\(4\).*'ef\(topk\(0\.01\)\)'"):
         sync_steps("ef(topk(0.01))", lr=lambda step: 1.0, total_steps=9)

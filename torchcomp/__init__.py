@@ -28,7 +28,7 @@ from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange
 from torchcomp.explain import explain, sync_steps
 from torchcomp.gathering import Gathered
 from torchcomp.jointspar import JointSpar
-from torchcomp.local_sgd import LocalSGD
+from torchcomp.local_sgd.local_sgd import LocalSGD
 from torchcomp.per_rank import PerRank
 from torchcomp.plan import Plan
 from torchcomp.redistribution import redistribute

@@ -22,8 +22,8 @@ from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.explain import explain, refuse_for_methods, refuse_for_schedules
 from torchcomp.flags import number, whole
 from torchcomp.learning_rates import DECAYS, LRFunction, decaying
+from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.plan import wrapped
-from torchcomp.schedules import Schedule
 from torchcomp.spec import parse
 
 # Options of explain that apply to schedules only. They default to None: those given show.

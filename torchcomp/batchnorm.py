@@ -25,6 +25,12 @@ _log = logging.getLogger(__name__)
 Layers = dict[str, _BatchNorm]
 
 
+_ADVICE = (
+    "Nothing was changed. All ranks need the averaged weights and enough images: call it between "
+    "rounds (LocalSGD's next_sync is None), with each rank's own shard of the training set."
+)
+
+
 def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
     """Re-estimate the running mean and variance of every BatchNorm layer, before an evaluation.
 
@@ -42,14 +48,10 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
     together, between rounds (``sync.next_sync is None``). They end with the same statistics.
 
     The training mode and momentum of each layer are restored. ``num_batches_tracked`` becomes the
-    number of batches of this estimate. Statistics do not change in
-
-    * layers that ``model.train()`` leaves in evaluation mode (frozen layers),
-    * layers that no batch reaches,
-    * any layer, if there is an error.
-
-    Dropout and the loader draw from the global random generators. For a model without running
-    statistics, this function does nothing and logs one warning per process.
+    number of batches of this estimate. The statistics do not change in layers that
+    ``model.train()`` leaves in evaluation mode (frozen layers), in layers that no batch reaches,
+    and in any layer if there is an error. Dropout and the loader draw from the global random
+    generators. A model without running statistics stays as it is, with one warning per process.
 
     Args:
         model: the module, or the DDP model around it. The process group is that of the DDP model,
@@ -78,27 +80,27 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
         if not layers:
             # No collective: a rank can call this without the others.
             _warn_that_nothing_is_done()
-        elif not dist.is_initialized():
-            _forward_passes(module, layers, _batches(loader, images, 1))
-        else:
-            statistics = statistics_of(layers)
+            return
+        statistics = statistics_of(layers)
+        exchange = None
+        if dist.is_initialized():
             exchange = ProcessGroupExchange(group, next(iter(statistics.values())).device)
-            batches = _batches(loader, images, exchange.world_size)
-            passes = partial(_forward_passes, module, layers, batches)
-            # `build` raises on every rank if a rank fails. Otherwise the ranks would hang in the
-            # average below.
-            exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
-            for name, mean in exact_mean(exchange, statistics).items():
-                statistics[name].copy_(mean)
+        batches = _batches(loader, images, exchange.world_size if exchange else 1)
+        passes = partial(_forward_passes, module, layers, batches)
+        if exchange is None:
+            passes()
+            return
+        # `build` raises on every rank if a rank fails. Otherwise the ranks would hang in the
+        # average below.
+        exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
+        for name, mean in exact_mean(exchange, statistics).items():
+            statistics[name].copy_(mean)
 
 
 # Cached, so that it warns once and not at every evaluation.
 @cache
 def _warn_that_nothing_is_done() -> None:
-    _log.warning(
-        "reestimate_batchnorm: the model has no BatchNorm layer with running statistics, so there "
-        "is nothing to do (this warning appears once)"
-    )
+    _log.warning("reestimate_batchnorm did nothing: no BatchNorm layer has running statistics")
 
 
 @contextmanager
@@ -113,11 +115,11 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     module.train()
     layers = updated_layers(module)
     # Clones, because the buffers are reset in place.
-    before = [
-        (layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
-        for layer in layers.values()
-    ]
-    done = False
+    before = {
+        name: (layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
+        for name, layer in layers.items()
+    }
+    reached: Layers = {}
     try:
         for layer in layers.values():
             layer.reset_running_stats()
@@ -125,22 +127,14 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
             layer.momentum = None
         with torch.no_grad():
             yield layers
-        done = True
+        reached = _reached(layers)
     finally:
-        reached = _reached(layers) if done and layers else {}
-        for (name, layer), (momentum, buffers) in zip(layers.items(), before, strict=True):
-            layer.momentum = momentum
-            if name not in reached:
-                for buffer, copy in buffers:
-                    buffer.copy_(copy)
+        for name, (momentum, buffers) in before.items():
+            layers[name].momentum = momentum
+            for buffer, copy in buffers if name not in reached else ():
+                buffer.copy_(copy)
         for each, training in modes:
             each.training = training
-
-
-_ADVICE = (
-    "Nothing was changed. All ranks need the averaged weights and enough images: call it between "
-    "rounds (LocalSGD's next_sync is None), with each rank's own shard of the training set."
-)
 
 
 def _forward_passes(
@@ -153,24 +147,22 @@ def _forward_passes(
     reached = _reached(layers)
     statistics = statistics_of(reached)
     if not all_finite(statistics.values(), device):
-        bad = [name for name, values in statistics.items() if not values.isfinite().all()]
-        bad = list(dict.fromkeys(name.rpartition(".")[0] for name in bad))
+        found = [name for name, values in statistics.items() if not values.isfinite().all()]
+        bad = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
         raise NonFiniteError(
             f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({listed(bad)}): "
             "check the images and the weights; all layers keep their previous statistics"
         )
     # Equal parameters show that the ranks are between rounds.
-    return None, {
-        "BatchNorm layers": list(reached),
-        "parameters": digest_of(dict(module.named_parameters())),
-    }
+    parameters = digest_of(dict(module.named_parameters()))
+    return None, {"BatchNorm layers": list(reached), "parameters": parameters}
 
 
 def _reached(layers: Layers) -> Layers:
     """Return the layers that a batch has reached."""
     counts = [layer.get_buffer("num_batches_tracked") for layer in layers.values()]
     # Together, because a test of each on the host would wait for each.
-    seen = torch.stack([count.to(counts[0].device) for count in counts]).tolist()
+    seen = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
     return {name: layers[name] for name, count in zip(layers, seen, strict=True) if count}
 
 

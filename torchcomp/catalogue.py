@@ -15,9 +15,9 @@ from torchcomp.auto import Auto
 from torchcomp.component import Component, choices_of
 from torchcomp.compressors import COMPRESSORS
 from torchcomp.errors import SpecError
-from torchcomp.outer_steps import OUTER_STEPS
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS
+from torchcomp.local_sgd.schedules import SCHEDULES
 from torchcomp.plan import wrapped
-from torchcomp.schedules import SCHEDULES
 from torchcomp.spec import COMPONENTS, unknown_name
 
 _GROUPS: Mapping[str, tuple[type[Component], ...]] = {

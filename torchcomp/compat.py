@@ -86,7 +86,6 @@ PRIVATE = {
     },
     "torch.amp.GradScaler": {
         "_get_scale_async": "returns the loss scale on the device, without a wait",
-        "_per_optimizer_states": "finds a scaler that was not passed to LocalSGD",
         "_unscale_grads_": "lets a scaler step an optimizer whose layers were all dropped",
     },
 }
@@ -94,12 +93,8 @@ PRIVATE = {
 
 PRIVATE_OF_FRAMEWORKS = {
     "lightning": {
-        "_FabricModule": "the type of a model that Fabric prepared, for an error message",
         "_ddp_comm_hook": "tells whether the strategy installs its own communication hook",
         "_forward_module": "the DDP model inside a model that Fabric prepared",
-    },
-    "accelerate": {
-        "_is_accelerate_prepared": "tells whether Accelerate prepared a model, for an error",
     },
     "torchft": {
         "_commit_failures": "tells whether the manager has voted on a step",

@@ -18,12 +18,12 @@ from torchcomp.component import Component
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
+from torchcomp.local_sgd.outer_steps import OuterStep
+from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
 from torchcomp.moved import planned
 from torchcomp.nodes import check_divides
-from torchcomp.outer_steps import OuterStep
 from torchcomp.pieces import pieces_of
 from torchcomp.plan import NodePlan, Plan
-from torchcomp.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
 from torchcomp.state import Kind
 from torchcomp.traffic import Traffic, sum_bytes

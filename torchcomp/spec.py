@@ -5,7 +5,6 @@ literals only. Nothing is evaluated.
 """
 
 import ast
-import re
 import warnings
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
@@ -18,9 +17,8 @@ from torchcomp.checks import closest, shown
 from torchcomp.component import Component, choices_of, nearest
 from torchcomp.compressors import COMPRESSORS, Compressor
 from torchcomp.errors import SpecError
-from torchcomp.other_names import answer, plain
-from torchcomp.outer_steps import OUTER_STEPS, OuterStep
-from torchcomp.schedules import SCHEDULES, Schedule
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS, OuterStep
+from torchcomp.local_sgd.schedules import SCHEDULES, Schedule
 
 _ALL: tuple[type[Component], ...] = (*COMPRESSORS, *AGGREGATORS, Auto, *SCHEDULES, *OUTER_STEPS)
 COMPONENTS: dict[str, type[Component]] = {component.name: component for component in _ALL}
@@ -182,10 +180,7 @@ class _Parser:
             elif "%" in self.text:
                 problem += "; write 1 % as 0.01"
             column = (getattr(error, "offset", None) or 1) - 1
-            # A name such as 1bit is not a name in Python.
-            word = re.match(r"\w*", self.text[column:])
-            known = answer(word.group()) if word else None
-            raise self._error(known or f"cannot parse the spec: {problem}", column) from None
+            raise self._error(f"cannot parse the spec: {problem}", column) from None
 
     def _value(self, node: ast.expr, wanted: Wanted) -> Any:
         match node:
@@ -204,9 +199,7 @@ class _Parser:
         problem = (
             "expected a name such as mean, a call such as topk(0.01), or a literal such as 0.01"
         )
-        # A name such as 1-bit is a subtraction in Python.
-        word = ast.get_source_segment(self.text, node) or ""
-        raise self._error(answer(word) or problem, node)
+        raise self._error(problem, node)
 
     def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:
         name = call.func
@@ -272,13 +265,9 @@ class _Parser:
 
 
 def unknown_name(word: str, wanted: Wanted) -> str:
-    """Return the message for a name that is not a component's: what to write, or what is known."""
-    # The table has no outer steps.
-    known = answer(word, inside=wanted == _COMPRESSORS) if wanted != _OUTER_STEPS else None
-    if known is not None:
-        return known
-    names = {plain(name): name for name in COMPONENTS}
-    close = names.get(closest(plain(word), names) or "")
+    """Return the message for a name that is not a component's: what is meant, or what is known."""
+    names = {_plain(name): name for name in COMPONENTS}
+    close = names.get(closest(_plain(word), names) or "")
     if close and COMPONENTS[close] in [cls for kind in wanted.values() for cls in kind]:
         return f"unknown name '{word}'; did you mean '{close}'?"
     listed = "; ".join(
@@ -287,7 +276,13 @@ def unknown_name(word: str, wanted: Wanted) -> str:
     )
     # Not what is expected here, but perhaps what was meant.
     elsewhere = f"; elsewhere: the {COMPONENTS[close].kind} '{close}'" if close else ""
-    return f"unknown name '{word}'; {listed}{elsewhere}"
+    others = "; names of papers and other libraries: docs/methods/README.md#other-names"
+    return f"unknown name '{word}'; {listed}{elsewhere}{others}"
+
+
+def _plain(word: str) -> str:
+    """Return a name without what spellings differ in: capitals, and signs between words."""
+    return word.lower().replace("_", "").replace("-", "")
 
 
 def _owners(option: str) -> str:

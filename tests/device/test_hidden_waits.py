@@ -25,7 +25,7 @@ OUTSIDE = (
         "component.py",
         "compat.py",
         "checks.py",
-        "schedules/",
+        "local_sgd/schedules/",
         "integrations/",
     ),
     # Checkpoints and simulations.
@@ -86,9 +86,6 @@ EXCEPTIONS = {
     "kernels/select.py largest": "called for values that the host can read",
     "kernels/sparse.py Sparse.encode": "for indices that the host can read",
     "fsdp/units.py Unit.divisor": "an option",
-    "local_sgd/hooks.py Hooks._before_step": "a dict",
-    "local_sgd/hooks.py Hooks._after_step": "a dict",
-    "local_sgd/hooks.py Hooks._watched.closure": "a dict",
     "local_sgd/local_steps.py LocalSteps._lrs": "a learning rate",
     "local_sgd/rounds.py fragments_of": "sizes",
     "routes/sharded_load.py _down_load": "sizes",

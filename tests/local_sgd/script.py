@@ -1,7 +1,7 @@
 """A small training script that the tests of local steps run on every rank."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
 from tests.support.models import kept, optimizer_step, seeded
-from tests.support.outcomes import equal_on_all, flat
+from tests.support.outcomes import assert_close, equal_on_all, flat
 
 sgd = partial(torch.optim.SGD, lr=1.0)
 momentum = partial(torch.optim.SGD, lr=1.0, momentum=0.9, weight_decay=0.01)
@@ -202,3 +202,14 @@ def synchronised_steps(runs: list[list[Tensor]]) -> list[int]:
     return [
         step for step, weights in enumerate(zip(*runs, strict=True), 1) if equal_on_all(weights)
     ]
+
+
+def assert_follows(
+    runs: list[list[Tensor]],
+    expected: Iterable[tuple[list[Tensor], bool]],
+    tolerance: float = 1e-12,
+) -> None:
+    """Require that each rank's weights after each step are those of its worker in the reference."""
+    for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
+        for mine, wanted in zip(actual, weights, strict=True):
+            assert_close(mine, wanted, tolerance)

@@ -8,10 +8,9 @@ from inspect import signature
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
-from tests.local_sgd.script import Script, constant, mlp, momentum, sgd, synchronised_steps
+from tests.local_sgd.script import Script, constant, mlp, sgd, synchronised_steps
 from tests.support.logs import messages_of
 from tests.support.outcomes import equal_on_all
 from tests.support.ranks import on_processes, on_threads
@@ -19,55 +18,62 @@ from tests.support.ranks import on_processes, on_threads
 
 def installed(script):
     """Everything on the user's objects that local steps can change."""
-    model, optimizer = script.model, script.optimizer
+    model, optimizer, module = script.model, script.optimizer, script.model.module
     return {
         "model": sorted(vars(model)),
         "model hooks": [len(model._forward_pre_hooks), len(model._forward_hooks)],
-        "optimizer hooks": [
-            len(optimizer._optimizer_step_pre_hooks),
-            len(optimizer._optimizer_step_post_hooks),
-        ],
+        "layers": [len(each._forward_pre_hooks) for each in module.modules()],
+        "state hooks": len(module._state_dict_pre_hooks),
+        "before steps": len(optimizer._optimizer_step_pre_hooks),
+        "after steps": len(optimizer._optimizer_step_post_hooks),
+        "reducer": type(model.reducer),
         "gradients": model.require_backward_grad_sync,
         "buffers": model.broadcast_buffers,
         "scaler": sorted(vars(script.scaler)),
     }
 
 
-def around_local_steps():
-    """The installed hooks and attributes before, during and after local steps."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    script = Script(spec=None, scaler=scaler, optimizer=sgd)
-    before = installed(script)
-    script.sync = torchcomp.LocalSGD(
-        script.model, script.optimizer, "every(2)", total_steps=2, scaler=script.scaler
-    )
-    during = installed(script)
-    script.train(0, 2)
-    script.sync.close()
-    return before, during, installed(script)
+def test_close_leaves_nothing_behind():
+    def body():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        script = Script(spec=None, scaler=scaler, optimizer=sgd)
+        before = installed(script)
+        options = {"total_steps": 2, "scaler": scaler, "overlap": True}
+        # A constructor that fails changes nothing.
+        for optimizer, spec in [
+            (script.optimizer, "every(0)"),
+            (torch.optim.SGD(mlp().parameters(), lr=constant(0)), "every(2)"),
+        ]:
+            with pytest.raises(torchcomp.SpecError):
+                torchcomp.LocalSGD(script.model, optimizer, spec, **options)
+        failed = installed(script)
+        sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", **options)
+        during = installed(script)
+        script.train(0, 2)
+        sync.close()
+        sync.close()
+        return before, failed, during, installed(script)
+
+    for before, failed, during, after in on_threads(2, body):
+        assert before == failed == after
+        assert [part for part in before if before[part] == during[part]] == []
 
 
-@pytest.mark.parametrize(
-    "part", ["model", "model hooks", "optimizer hooks", "gradients", "buffers", "scaler"]
-)
-def test_close_leaves_nothing_behind(part):
-    for before, during, after in on_threads(2, around_local_steps):
-        assert during[part] != before[part]
-        assert after[part] == before[part]
+@pytest.mark.parametrize("option", [None, "find_unused_parameters", "gradient_as_bucket_view"])
+def test_local_steps_between_plain_ddp_training(option):
+    def body():
+        script = Script(spec=None, optimizer=sgd, **({option: True} if option else {}))
+        weights = script.train(0, 3)
+        sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", total_steps=4)
+        weights += script.train(3, 7)
+        sync.close()
+        plain = Script(spec=None, optimizer=sgd)
+        plain.model.module.load_state_dict(script.model.module.state_dict())
+        return weights, torch.stack(script.train(7, 10)), torch.stack(plain.train(7, 10))
 
-
-def plain_after_local():
-    script = Script("every(2)", total_steps=4, optimizer=sgd)
-    script.train(0, 4)
-    script.sync.close()
-    plain = Script(spec=None, optimizer=sgd)
-    plain.model.module.load_state_dict(script.model.module.state_dict())
-    return torch.stack(script.train(4, 8)), torch.stack(plain.train(4, 8))
-
-
-def test_plain_ddp_training_works_after_close():
-    outcomes = on_threads(2, plain_after_local)
-    assert equal_on_all(weights for outcome in outcomes for weights in outcome)
+    runs, *after = zip(*on_threads(2, body), strict=True)
+    assert synchronised_steps(list(runs)) == [1, 2, 3, 5, 7]
+    assert equal_on_all(weights for each in after for weights in each)
 
 
 def compressed_after_local():
@@ -89,24 +95,13 @@ def test_local_steps_can_follow_local_steps():
     def body():
         script = Script("every(2)", total_steps=2)
         weights = script.train(0, 2)
-        script.sync.close()
         first = script.sync
+        first.close()
         script.sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(3)", total_steps=4)
         first.close()
         return weights + script.train(2, 6)
 
     assert synchronised_steps(on_threads(2, body)) == [2, 5, 6]
-
-
-@pytest.mark.parametrize("option", [None, "find_unused_parameters", "gradient_as_bucket_view"])
-def test_local_steps_can_follow_plain_ddp_training(option):
-    def body():
-        script = Script(spec=None, optimizer=sgd, **({option: True} if option else {}))
-        weights = script.train(0, 3)
-        torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", total_steps=4)
-        return weights + script.train(3, 7)
-
-    assert synchronised_steps(on_threads(2, body)) == [1, 2, 3, 5, 7]
 
 
 def fail_inside(script):
@@ -126,23 +121,7 @@ def test_leaving_the_context_closes_even_by_an_exception():
     assert synchronised_steps(on_threads(2, body)) == [1, 2]
 
 
-def test_closing_twice_is_harmless():
-    def body():
-        script = Script("every(2)", optimizer=sgd)
-        script.train(0, 2)
-        script.sync.close()
-        script.sync.close()
-        return script.train(2, 4)
-
-    assert synchronised_steps(on_threads(2, body)) == [1, 2]
-
-
-def closed_after(steps):
-    script = Script("every(3)", total_steps=6)
-    script.train(0, steps)
-    script.sync.close()
-    script.sync.close()
-    return script
+# --- What the log says ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -154,67 +133,37 @@ def logged(caplog):
     return partial(messages_of, "local_sgd", caplog)
 
 
-def test_closing_inside_a_round_logs_one_warning_a_rank(logged):
-    kept = on_threads(2, closed_after, 4)
-    messages = logged()
-    assert len(messages) == len(kept) == 2
-    for number in ("step 4", "3 to 6"):
-        assert number in messages[0]
-
-
-@pytest.mark.parametrize("steps", [0, 3, 6])
-def test_closing_between_rounds_logs_nothing(steps, logged):
-    on_threads(2, closed_after, steps)
-    assert logged() == []
-
-
-def trained_on(moments, after):
-    """Take local steps to the end of the first round, call `after`, and train with plain DDP."""
-    script = Script("every(3)", total_steps=6, local={"moments": moments})
-    script.train(0, 3)
-    script.sync.close()
-    after(script)
-    return script, script.train(3, 5)
-
-
-def nothing(script):
-    pass
-
-
-def a_new_optimizer(script):
-    script.optimizer = momentum(script.model.parameters(), lr=0.05)
-    script.scheduler = LambdaLR(script.optimizer, constant)
-
-
-def local_steps_again(script):
-    script.sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", total_steps=2)
-
-
-@pytest.mark.parametrize(
-    ("moments", "after", "equal"),
-    [
-        ("local", nothing, []),
-        ("average", nothing, [1, 2]),
-        pytest.param("reset", nothing, [1, 2], marks=pytest.mark.thorough),
-        pytest.param("local", a_new_optimizer, [1, 2], marks=pytest.mark.thorough),
-        ("local", local_steps_again, [2]),
-    ],
-)
-def test_replicas_stay_equal_if_the_optimizers_state_is_equal(moments, after, equal, logged):
-    runs = on_threads(2, trained_on, moments, after)
-    assert synchronised_steps([weights for _, weights in runs]) == equal
-    assert logged() == []
-
-
-@pytest.mark.parametrize(("steps", "warnings"), [(4, 1), (6, 0)])
-def test_a_script_that_is_dropped_without_close_logs_the_same_warning(steps, warnings, logged):
+@pytest.mark.parametrize("close", [True, False])
+@pytest.mark.parametrize(("steps", "warnings"), [(0, 0), (3, 0), (4, 1), (6, 0)])
+def test_an_end_inside_a_round_logs_one_warning_a_rank(close, steps, warnings, logged):
     def body():
         script = Script("every(3)", total_steps=6)
         script.train(0, steps)
+        for _ in range(2 * close):
+            script.sync.close()
 
-    on_threads(1, body)
+    on_threads(2, body)
     gc.collect()
-    assert len(logged()) == warnings
+    messages = logged()
+    assert len(messages) == 2 * warnings
+    for message in messages:
+        assert "step 4" in message
+        assert "3 to 6" in message
+
+
+@pytest.mark.parametrize(("moments", "equal"), [("local", []), ("average", [1, 2])])
+def test_replicas_stay_equal_under_plain_ddp_if_the_optimizers_state_is(moments, equal, logged):
+    def body():
+        script = Script("every(3)", total_steps=6, local={"moments": moments})
+        script.train(0, 3)
+        script.sync.close()
+        return script.train(3, 5)
+
+    assert synchronised_steps(on_threads(2, body)) == equal
+    assert logged() == []
+
+
+# --- Other objects --------------------------------------------------------------------------------
 
 
 def test_a_script_that_is_dropped_is_collected_even_if_its_parameters_hold_the_optimizer():
@@ -260,25 +209,6 @@ def _both(scripts, start, stop, overflow=None):
 @pytest.mark.parametrize("order", [(0, 1), (1, 0)], ids=["first", "last"])
 def test_closing_leaves_other_local_steps_of_the_same_scaler_alone(order):
     assert synchronised_steps(on_threads(2, two_models, order)) == [2, 4]
-
-
-def test_a_constructor_that_fails_leaves_nothing_behind():
-    def body():
-        script = Script(spec=None, scaler=torch.amp.GradScaler("cpu"))
-        before = installed(script)
-        arguments = {"total_steps": 4, "scaler": script.scaler}
-        for optimizer, spec in [
-            (script.optimizer, "every(0)"),
-            (torch.optim.SGD(mlp().parameters(), lr=constant(0)), "every(2)"),
-        ]:
-            with pytest.raises(torchcomp.SpecError):
-                torchcomp.LocalSGD(script.model, optimizer, spec, **arguments)
-        after = installed(script)
-        torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", **arguments)
-        return before, after
-
-    for before, after in on_threads(2, body):
-        assert after == before
 
 
 def test_ddp_options_that_the_user_chose_come_back():

@@ -1,4 +1,4 @@
-"""Compressed pseudo-gradients: equal to the reference, conserved, and unchanged after an error."""
+"""Compressed pseudo-gradients: equal to the reference, and conserved."""
 
 from functools import partial
 from unittest import mock
@@ -12,20 +12,20 @@ import torchcomp
 from tests.local_sgd import reference
 from tests.local_sgd.script import (
     Script,
+    assert_follows,
     constant,
     float32_mlp,
     mlp,
     momentum,
     sgd,
     spied,
-    synchronised_steps,
     trained,
     unsent,
 )
-from tests.support.cases import some, thorough
+from tests.support.cases import some
 from tests.support.models import kept
-from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
-from tests.support.ranks import on_processes, on_threads
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat, same
+from tests.support.ranks import on_threads
 
 CONSERVING = (
     "ef(topk(0.1))",
@@ -39,8 +39,7 @@ CONSERVING = (
     'bidirectional(topk(0.2), topk(0.2), selection="exact")',
     'bidirectional(topk(0.2, scope="model"), quantize("int8"), selection="shard")',
 )
-LOSSY = ('cast("bf16")', 'mean(quantize("int8"))', "randk(0.2, unbiased=True)", "topk(0.5)")
-STEPS, ENDS = 11, [3, 6, 9, 11]
+STEPS = 11
 
 
 def compressed(spec, **options):
@@ -54,56 +53,53 @@ def weights_of(spec, **options):
 
 def test_equals_the_float64_reference_at_every_step():
     runs = on_threads(4, weights_of, 'ef(topk(k=3, scope="tensor"))')
-    expected = list(
-        reference.local_opt(
-            4,
-            STEPS,
-            update=reference.Momentum,
-            rule=reference.every(3),
-            lr=constant,
-            synchronise=reference.ef_topk(4, 3),
-        )
+    expected = reference.local_opt(
+        4,
+        STEPS,
+        update=reference.Momentum,
+        rule=reference.every(3),
+        lr=constant,
+        synchronise=reference.ef_topk(4, 3),
     )
-    for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
-        for mine, wanted in zip(actual, weights, strict=True):
-            assert_close(mine, wanted)
+    assert_follows(runs, expected)
 
 
-@pytest.mark.parametrize("spec", some([*CONSERVING, *LOSSY], of=4))
-@pytest.mark.parametrize(
-    "build", [lambda: mlp().bfloat16(), *thorough([lambda: mlp().float()])], ids=["bf16", "fp32"]
-)
-def test_ranks_are_bit_identical_after_every_synchronisation(spec, build):
-    runs = on_threads(3, partial(weights_of, spec, build=build))
-    assert synchronised_steps(runs) == ENDS
-
-
-def test_ranks_are_bit_identical_over_gloo():
-    for runs in zip(*on_processes(2, all_methods), strict=True):
-        assert synchronised_steps(list(runs)) == ENDS
-
-
-def all_methods():
-    return [weights_of(spec, build=float32_mlp) for spec in (*CONSERVING, *LOSSY)]
+@pytest.mark.parametrize("spec", ["ef(identity)", "mean"])
+def test_without_compression_it_is_the_plain_average(spec):
+    build = float32_mlp if spec == "mean" else mlp
+    plain = on_threads(3, partial(trained, STEPS, total_steps=STEPS, build=build))
+    for mine, wanted in zip(
+        on_threads(3, partial(weights_of, spec, build=build)), plain, strict=True
+    ):
+        assert_close(torch.stack(mine), torch.stack(wanted), 0.0 if spec == "mean" else 1e-12)
 
 
 # --- Nothing is lost ------------------------------------------------------------------------------
 
 
+def reference_of(state):
+    return flat(kept(state, "reference")[name] for name in state["parameters"])
+
+
 def account(spec, steps=STEPS, **options):
-    """The sums of a rank's pseudo-gradients and of the applied updates, and its final state."""
+    """The sums of a rank's pseudo-gradients and of the applied updates, and its final state.
+
+    At each synchronisation, the state contains the shared weights.
+    """
     local = []
-    watched = spied(momentum, lambda: local.append(flat(script.model.parameters())))
+    watched = spied(momentum, lambda: local.append(script.weights()))
     script = compressed(spec, optimizer=watched, **options)
     shared = script.weights()
     pseudo, applied = torch.zeros_like(shared), torch.zeros_like(shared)
     for step in range(steps):
         script.step(step)
+        state = script.sync.state_dict()
         if script.sync.next_sync is None:
             pseudo += local[-1] - shared
             applied += script.weights() - shared
             shared = script.weights()
-    return pseudo, applied, script.sync.state_dict()
+        assert torch.equal(reference_of(state), shared)
+    return pseudo, applied, state
 
 
 def residual(states):
@@ -112,49 +108,33 @@ def residual(states):
 
 
 @pytest.mark.parametrize("spec", some(CONSERVING, of=2))
-def test_applied_means_plus_residual_are_the_mean_pseudo_gradients(spec):
-    pseudo, applied, states = zip(*on_threads(4, account, spec), strict=True)
+@pytest.mark.parametrize("ddp", [{}, {"bucket_cap_mb": 0.0002}])
+def test_applied_means_plus_residual_are_the_mean_pseudo_gradients(spec, ddp):
+    pseudo, applied, states = zip(*on_threads(4, partial(account, spec, **ddp)), strict=True)
     assert equal_on_all(applied)
+    assert "model" in spec or (len(states[0]["groups"]) > 1) == bool(ddp)
     unsent_mean = residual(states)
     assert unsent_mean.norm() > 1e-6 * applied[0].norm()
     assert_close(applied[0] + unsent_mean, torch.stack(pseudo).mean(0))
 
 
-def test_small_buckets_conserve():
-    body = partial(account, "ef(topk(0.1))", bucket_cap_mb=0.0002)
-    pseudo, applied, states = zip(*on_threads(3, body), strict=True)
-    assert len(states[0]["groups"]) > 1
-    assert_close(applied[0] + residual(states), torch.stack(pseudo).mean(0))
-
-
-def test_error_feedback_without_compression_is_the_plain_average():
-    plain = on_threads(3, partial(trained, STEPS, total_steps=STEPS))
-    for mine, wanted in zip(on_threads(3, weights_of, "ef(identity)"), plain, strict=True):
-        for step in range(STEPS):
-            assert_close(mine[step], wanted[step])
-
-
-def test_mean_is_the_plain_average_bit_for_bit():
-    plain = on_threads(3, partial(trained, STEPS, total_steps=STEPS, build=float32_mlp))
-    explicit = on_threads(3, partial(weights_of, "mean", build=float32_mlp))
-    for mine, wanted in zip(explicit, plain, strict=True):
-        assert torch.equal(torch.stack(mine), torch.stack(wanted))
-
-
-def changed_between_rounds():
-    """Rank 1 shifts its weights before the second round; the weights before and after that."""
-    script = compressed("ef(identity)", optimizer=sgd, lr=lambda step: 1e-9)
-    script.train(0, 3)
-    before = script.weights()
-    if script.rank == 1:
-        with torch.no_grad():
-            script.model.module[0].bias.add_(4.0)
-    script.train(3, 6)
-    return before, script.weights()
+def test_the_shared_weights_are_rounded_to_what_parameters_can_store():
+    # Otherwise, the next pseudo-gradient would contain the rounding error: account() compares them.
+    on_threads(2, partial(account, "ef(topk(0.1))", build=lambda: mlp().bfloat16()))
 
 
 def test_a_change_between_rounds_is_part_of_the_pseudo_gradient():
-    outcomes = on_threads(4, changed_between_rounds)
+    def body():
+        script = compressed("ef(identity)", optimizer=sgd, lr=lambda step: 1e-9)
+        script.train(0, 3)
+        before = script.weights()
+        if script.rank == 1:
+            with torch.no_grad():
+                script.model.module[0].bias.add_(4.0)
+        script.train(3, 6)
+        return before, script.weights()
+
+    outcomes = on_threads(4, body)
     assert equal_on_all(after for _, after in outcomes)
     before, after = outcomes[0]
     shift = after - before
@@ -183,16 +163,6 @@ def test_bytes_are_those_of_the_method(spec):
         assert max(norms.values()) > 0
 
 
-def test_a_compressed_synchronisation_sends_less():
-    def body():
-        dense, small = Script(total_steps=3), compressed("ef(topk(0.05))", total_steps=3)
-        for script in (dense, small):
-            script.train(0, 3)
-        return small.sync.stats.bytes_sent / dense.sync.stats.bytes_sent
-
-    assert max(on_threads(2, body)) < 0.2
-
-
 def test_stochastic_methods_draw_from_the_seed():
     def body(seed):
         return weights_of("ef(randk(0.2))", local={"seed": seed})[-1]
@@ -203,45 +173,6 @@ def test_stochastic_methods_draw_from_the_seed():
 
 
 # --- Failure --------------------------------------------------------------------------------------
-
-
-def lasting(script):
-    """The state that a failed synchronisation must not change."""
-    state = script.sync.state_dict()
-    parts = [kept(state, name) for name in ("error", "server_error", "reference")]
-    return [tensor.clone() for part in parts for tensor in part.values()]
-
-
-def poisoned(spec, **local):
-    seen = []
-    watched = spied(sgd, lambda: seen.append(script.weights()))
-    script = compressed(spec, optimizer=watched, local=local)
-    script.train(0, 5)
-    before = lasting(script)
-    if script.rank == 1:
-        nn.init.constant_(script.model.module[0].bias[2:3].detach(), float("nan"))
-    with pytest.raises(torchcomp.NonFiniteError) as raised:
-        script.step(5)
-    assert torch.equal(seen[-1].nan_to_num(), script.weights().nan_to_num())
-    assert script.sync.next_sync is not None
-    return str(raised.value), all(map(torch.equal, before, lasting(script)))
-
-
-def assert_found(outcomes):
-    for message, unchanged in outcomes:
-        for word in ("'0.bias'", "rank 1", "step 6"):
-            assert word in message
-        assert unchanged
-
-
-@pytest.mark.parametrize("spec", some([*CONSERVING, *LOSSY], of=4))
-def test_a_nan_on_one_rank_raises_on_every_rank_and_changes_no_state(spec):
-    assert_found(on_threads(3, poisoned, spec))
-
-
-def test_a_nan_is_found_before_an_outer_step_without_compression():
-    assert_found(on_threads(3, partial(poisoned, "mean", outer="slowmo")))
-
 
 DAMAGES = {
     "ef(topk(0.2))": "all_gather_rows",
@@ -254,8 +185,8 @@ def damaged(spec, method):
     local = []
     script = compressed(spec, optimizer=spied(momentum, lambda: local.append(script.weights())))
     script.train(0, 5)
-    before, shared = lasting(script), kept(script.sync.state_dict(), "reference")
-    exchange = script.sync._steps.averages.averager.exchange
+    before, traffic = script.sync.state_dict(), script.sync.stats
+    exchange = script.sync._steps.averager.exchange
     send = getattr(exchange, method)
 
     def spoil(outgoing, *sizes):
@@ -268,17 +199,19 @@ def damaged(spec, method):
     with mock.patch.object(exchange, method, spoil), refused:
         script.step(5)
     assert torch.equal(local[-1], script.weights())
-    assert all(map(torch.equal, before, lasting(script)))
+    assert same(before["slots"], script.sync.state_dict()["slots"])
+    # What it has sent is counted.
+    assert script.sync.stats.total_bytes_sent > traffic.total_bytes_sent
+    assert script.sync.stats.syncs == traffic.syncs
+    shared = reference_of(before)
     script.train(6, 9)
-    state = script.sync.state_dict()
-    shared = torch.cat([shared[name].flatten() for name in state["parameters"]])
-    return local[-1] - shared, script.weights() - shared, state, before
+    return local[-1] - shared, script.weights() - shared, script.sync.state_dict()
 
 
 @pytest.mark.parametrize("spec", DAMAGES)
 def test_a_damaged_message_raises_on_every_rank_and_the_next_synchronisation_recovers(spec):
     outcomes = on_threads(3, damaged, spec, DAMAGES[spec])
-    pseudo, applied, states, _ = zip(*outcomes, strict=True)
+    pseudo, applied, states = zip(*outcomes, strict=True)
     assert equal_on_all(applied)
     assert [state["local_sgd"]["syncs"] for state in states] == [2] * 3
     whole = on_threads(3, partial(account, spec, 3))
@@ -286,49 +219,7 @@ def test_a_damaged_message_raises_on_every_rank_and_the_next_synchronisation_rec
     assert_close(applied[0] + residual(states), torch.stack(pseudo).mean(0) + already)
 
 
-def test_bytes_that_a_failed_synchronisation_has_sent_are_counted():
-    def body():
-        script = compressed("ef(topk(0.2))")
-        script.train(0, 5)
-        before = script.sync.stats
-        if script.rank == 1:
-            nn.init.constant_(script.model.module[0].bias.detach(), float("inf"))
-        with pytest.raises(torchcomp.NonFiniteError):
-            script.step(5)
-        after = script.sync.stats
-        return after.syncs - before.syncs, after.total_bytes_sent > before.total_bytes_sent
-
-    assert on_threads(2, body) == [(0, True), (0, True)]
-
-
-# --- Bad input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "word"),
-    [
-        ("every(4)", "'every(4)'"),
-        ("ef(topkk(0.1))", "'topkk'"),
-        ("ef(randk(0.1, unbiased=True))", "contractive"),
-        (None, "None"),
-    ],
-)
-def test_a_compress_that_is_not_a_method(spec, word):
-    assert_refused(2, partial(compressed, spec), torchcomp.SpecError, word)
-
-
-@pytest.mark.parametrize("seed", [-1, 0.5, True, None])
-def test_an_invalid_seed(seed):
-    body = partial(compressed, "ef(topk(0.1))", local={"seed": seed})
-    assert_refused(2, body, torchcomp.SpecError, "seed", repr(seed))
-
-
-def test_methods_that_differ_between_ranks():
-    def body():
-        compressed("ef(topk(0.1))" if dist.get_rank() else "ef(topk(0.2))")
-
-    words = ("ef(topk(0.2)) on rank 0", "ef(topk(0.1)) on rank 1")
-    assert_refused(2, body, torchcomp.RankMismatchError, *words)
+# --- The first step -------------------------------------------------------------------------------
 
 
 def test_weights_that_differ_between_ranks_at_the_first_step():

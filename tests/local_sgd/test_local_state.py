@@ -1,7 +1,6 @@
 """What stays local during local steps, and what is averaged."""
 
 import copy
-import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -22,10 +21,8 @@ from tests.local_sgd.script import (
     mlp,
     momentum,
     running_statistics,
-    sgd,
     spied,
     synchronised_steps,
-    trained,
 )
 from tests.support.models import seeded
 from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
@@ -33,84 +30,59 @@ from tests.support.ranks import on_threads
 
 IMAGE = (3, 4, 4)
 
-
-def tagged():
-    """A network with a buffer that the forward pass does not change."""
-    module = convnet()
-    module.register_buffer("tag", torch.zeros(2))
-    return module
-
-
-def tags():
-    script = Script("every(2)", total_steps=4, build=tagged, shape=IMAGE)
-    tag = script.model.module.tag
-    tag.fill_(script.rank)
-    seen = []
-    for step in range(4):
-        script.step(step)
-        seen.append(tag[0].item())
-    script.sync.close()
-    script.step(4)
-    return seen, tag[0].item()
+# --- Buffers --------------------------------------------------------------------------------------
 
 
 def test_other_buffers_are_neither_averaged_nor_broadcast_until_close():
-    for rank, (during, _) in enumerate(on_threads(3, tags)):
-        assert during == [rank] * 4
+    def body():
+        module = convnet()
+        module.register_buffer("tag", torch.full((2,), float(dist.get_rank())))
+        script = Script("every(2)", total_steps=4, build=lambda: module, shape=IMAGE)
+        module.tag.fill_(script.rank)  # DDP's constructor has broadcast it
+        seen = []
+        for step in range(5):
+            if step == 4:
+                script.sync.close()
+            script.step(step)
+            seen.append(module.tag[0].item())
+        return seen
 
-
-def test_the_first_forward_pass_after_close_broadcasts_buffers_again():
-    assert [after for _, after in on_threads(3, tags)] == [0, 0, 0]
+    for rank, seen in enumerate(on_threads(3, body)):
+        assert seen == [rank] * 4 + [0]
 
 
 def around_the_averages(frozen=False, **options):
     """BatchNorm's running statistics before and after each optimizer step, of one rank."""
-    seen = []
+    before, after = [], []
     script = Script(
         "every(2)",
         total_steps=4,
         build=convnet,
         shape=IMAGE,
-        optimizer=spied(momentum, lambda: seen.append(running_statistics(script.model))),
+        optimizer=spied(momentum, lambda: before.append(running_statistics(script.model))),
         local=options,
     )
     script.model.module[1].train(not frozen)
-    after = []
     for step in range(4):
         script.step(step)
         script.sync.wait()
         after.append(running_statistics(script.model))
-    return seen, after
-
-
-STATISTICS_OPTIONS = [{}, {"compress": "ef(topk(0.1))"}, {"overlap": True}, {"moments": "average"}]
-
-
-@pytest.mark.parametrize("options", STATISTICS_OPTIONS, ids=str)
-def test_running_statistics_are_averaged_with_the_parameters(options):
-    runs = on_threads(3, partial(around_the_averages, **options))
-    for step in range(4):
-        before = [seen[step] for seen, _ in runs]
-        after = [after[step] for _, after in runs]
-        assert not equal_on_all(before)
-        wanted = [torch.stack(before).mean(0)] * 3 if step % 2 else before
-        assert_close(torch.stack(after), torch.stack(wanted))
-        assert equal_on_all(after) == bool(step % 2)
+    script.sync.close()
+    return before, after
 
 
 def with_two_schedules():
-    """The statistics before and after each optimizer step, with a schedule per optimizer."""
+    """The same with a schedule per optimizer."""
     model = DistributedDataParallel(seeded(convnet()))
     layers = model.module[:2], model.module[4]
     first, second = (torch.optim.SGD(layer.parameters(), lr=0.05) for layer in layers)
-    sync = torchcomp.LocalSGD(model, [first, second], ["every(2)", "every(3)"], total_steps=6)
+    torchcomp.LocalSGD(model, [first, second], ["every(2)", "every(3)"], total_steps=6)
     before, after = [], []
     for step in range(6):
         first.zero_grad(), second.zero_grad()
         loss_of(model, *batch(dist.get_rank(), step, IMAGE)).backward()
         before.append(running_statistics(model))
         first.step(), second.step()
-        sync.wait()
         after.append(running_statistics(model))
     return before, after
 
@@ -118,24 +90,23 @@ def with_two_schedules():
 @pytest.mark.parametrize(
     ("run", "averages"),
     [
+        (around_the_averages, (2, 4)),
+        (partial(around_the_averages, compress="ef(topk(0.1))"), (2, 4)),
+        (partial(around_the_averages, overlap=True), (2, 4)),
+        (partial(around_the_averages, moments="average"), (2, 4)),
+        (partial(around_the_averages, frozen=True), ()),
         (with_two_schedules, (2, 3, 4, 6)),
         # With every(2), one of two fragments synchronises after each step.
         (partial(around_the_averages, fragments=2), (1, 2, 3, 4)),
     ],
-    ids=["schedules", "fragments"],
 )
 def test_running_statistics_are_averaged_whenever_a_part_of_the_model_is(run, averages):
     runs = on_threads(3, run)
     for step, (*befores,) in enumerate(zip(*(before for before, _ in runs), strict=True), 1):
         afters = [after[step - 1] for _, after in runs]
         wanted = [torch.stack(befores).mean(0)] * 3 if step in averages else befores
-        assert not equal_on_all(befores)
+        assert equal_on_all(befores) == (averages == ())
         assert_close(torch.stack(afters), torch.stack(wanted))
-
-
-def test_statistics_of_frozen_layers_are_left_alone():
-    for seen, after in on_threads(3, partial(around_the_averages, frozen=True)):
-        assert torch.equal(torch.stack(seen), torch.stack(after))
 
 
 def test_statistics_that_are_not_finite_raise_on_all_ranks():
@@ -143,7 +114,7 @@ def test_statistics_that_are_not_finite_raise_on_all_ranks():
         script = Script("every(2)", total_steps=4, build=convnet, shape=IMAGE)
         script.step(0)
         if script.rank == 1:
-            script.model.module[1].running_var[2] = math.nan
+            script.model.module[1].running_var[2] = float("nan")
         script.step(1)
 
     assert_refused(3, body, torchcomp.NonFiniteError, "1.running_var")
@@ -160,28 +131,12 @@ def test_an_evaluation_inside_a_round_is_explained_once(caplog):
             script.model.train()
 
     on_threads(2, body)
-    said = [each.getMessage() for each in caplog.records if "next_sync" in each.getMessage()]
-    assert len(said) == 1
-    assert "step 1" in said[0]
-    assert "step 2" in said[0]
+    (said,) = [each.getMessage() for each in caplog.records if "next_sync" in each.getMessage()]
+    assert "step 1" in said
+    assert "step 2" in said
 
 
-@pytest.mark.parametrize("optimizer", [momentum, torch.optim.AdamW])
-def test_optimizer_state_is_left_alone(optimizer):
-    def around_the_average():
-        before = []
-        script = Script(
-            "every(2)",
-            total_steps=2,
-            optimizer=spied(optimizer, lambda: before.append(script.moments())),
-        )
-        script.train(0, 2)
-        return before[-1], script.moments()
-
-    outcomes = on_threads(3, around_the_average)
-    for before, after in outcomes:
-        assert torch.equal(before, after)
-    assert not equal_on_all(after for _, after in outcomes)
+# --- Parameters -----------------------------------------------------------------------------------
 
 
 def test_frozen_parameters_are_left_alone():
@@ -199,13 +154,10 @@ def test_frozen_parameters_are_left_alone():
 
 def test_channels_last_weights_are_averaged_element_by_element():
     def run(memory_format):
-        def build():
-            return convnet().to(memory_format=memory_format)
-
+        build = lambda: convnet().to(memory_format=memory_format)  # noqa: E731
         script = Script("every(2)", total_steps=4, build=build, shape=IMAGE)
         weights = script.train(0, 4)
-        conv = script.model.module[0].weight
-        assert conv.is_contiguous(memory_format=memory_format)
+        assert script.model.module[0].weight.is_contiguous(memory_format=memory_format)
         return weights
 
     contiguous = on_threads(3, run, torch.contiguous_format)
@@ -239,51 +191,34 @@ def test_bfloat16_weights_are_averaged_in_float32():
     assert ((coarse.double() - exact).abs() > bound).any(), "the values cannot tell the two apart"
 
 
+# --- Learning rates -------------------------------------------------------------------------------
+
+
 def two_groups(parameters, lrs):
     halves = parameters[:2], parameters[2:]
     groups = [{"params": half, "lr": lr} for half, lr in zip(halves, lrs, strict=True)]
     return torch.optim.SGD(groups)
 
 
-@pytest.mark.parametrize("lrs", [(0.1, 0.01), (0.01, 0.1)])
+@pytest.mark.parametrize(
+    "lrs", [(0.1, 0.01), (0.01, 0.1), (torch.tensor(0.1, dtype=torch.float64), 0.01)]
+)
 def test_the_schedule_reads_the_largest_learning_rate_of_all_groups(lrs):
-    # H = 4 at 0.1, and 400 at 0.01.
-    optimizer = partial(two_groups, lrs=lrs)
-    options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 10, "lr": lambda step: 1.0}
-    runs = on_threads(2, partial(trained, 10, optimizer=optimizer, **options))
-    assert synchronised_steps(runs) == [4, 8, 10]
-
-
-def test_the_learning_rate_may_be_a_tensor():
     def body():
-        model = DistributedDataParallel(mlp())
-        optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.1, dtype=torch.float64))
-        sync = torchcomp.LocalSGD(model, optimizer, "qsr(alpha=0.2, h_base=2)", total_steps=10)
-        optimizer.step()
-        return sync.next_sync
+        script = Script(spec=None)
+        optimizer = two_groups(list(script.model.parameters()), lrs)
+        spec, seen = "qsr(alpha=0.2, h_base=2)", []
+        sync = torchcomp.LocalSGD(script.model, optimizer, spec, total_steps=10)
+        for _ in range(10):
+            optimizer.step()
+            seen.append(sync.next_sync)
+        return seen
 
-    assert on_threads(2, body) == [4, 4]
-
-
-def accumulated(no_sync):
-    script, weights = Script("every(2)", total_steps=5), []
-    for step in range(5):
-        script.optimizer.zero_grad()
-        for micro in range(3):
-            last = micro == 2
-            with script.model.no_sync() if no_sync and not last else nullcontext():
-                script.backward(10 * step + micro)
-        script.optimizer_step()
-        weights.append(script.weights())
-        script.scheduler.step()
-    return weights
+    # H = 4 at 0.1, and 400 at 0.01.
+    assert on_threads(2, body) == [[4, 4, 4, None, 8, 8, 8, None, 10, None]] * 2
 
 
-def test_gradients_may_be_accumulated_with_and_without_no_sync():
-    plain, with_no_sync = (on_threads(3, accumulated, no_sync) for no_sync in (False, True))
-    assert synchronised_steps(plain) == [2, 4, 5]
-    for mine, wanted in zip(with_no_sync, plain, strict=True):
-        assert equal_on_all([torch.stack(mine), torch.stack(wanted)])
+# --- Scripts that do more than step ---------------------------------------------------------------
 
 
 def set_the_flag(model, last):
@@ -298,85 +233,54 @@ def trigger(model, last):
         model.reducer.prepare_for_backward([])
 
 
-@pytest.mark.parametrize("idiom", [set_the_flag, trigger])
-def test_ddp_reduces_nothing_in_scripts_that_ask_for_it_themselves(idiom):
-    def body():
-        script, weights = Script("every(2)", total_steps=4), []
-        forward = script.model.module.register_forward_hook
-        for step in range(4):
-            script.optimizer.zero_grad()
-            for micro in range(3):
-                last = micro == 2
-                idiom(script.model, last)
-                between = forward(lambda *_, last=last: idiom(script.model, last))
+def nothing(model, last):
+    pass
+
+
+def accumulated(idiom, no_sync=False):
+    script, weights = Script("every(2)", total_steps=5), []
+    forward = script.model.module.register_forward_hook
+    for step in range(5):
+        script.optimizer.zero_grad()
+        for micro in range(3):
+            last = micro == 2
+            idiom(script.model, last)
+            between = forward(lambda *_, last=last: idiom(script.model, last))
+            with script.model.no_sync() if no_sync and not last else nullcontext():
                 script.backward(10 * step + micro)
-                between.remove()
-            script.optimizer_step()
-            weights.append(script.weights())
-            script.scheduler.step()
-        return weights
-
-    runs = on_threads(3, body)
-    assert synchronised_steps(runs) == [2, 4]
-    for mine, wanted in zip(runs, on_threads(3, accumulated, True), strict=True):
-        assert torch.equal(torch.stack(mine), torch.stack(wanted[:4]))
+            between.remove()
+        script.optimizer_step()
+        weights.append(script.weights())
+        script.scheduler.step()
+    return weights
 
 
-@pytest.mark.parametrize("option", ["find_unused_parameters", "gradient_as_bucket_view"])
-def test_options_of_ddp_make_no_difference(option):
-    def body(**options):
-        script = Script("every(2)", total_steps=4, optimizer=sgd, **options)
-        local = script.train(0, 4)
-        script.sync.close()
-        return torch.stack([*local, *script.train(4, 7)])
-
-    plain, other = on_threads(3, body), on_threads(3, partial(body, **{option: True}))
-    for mine, wanted in zip(other, plain, strict=True):
-        assert torch.equal(mine, wanted)
+@pytest.mark.parametrize(
+    ("idiom", "no_sync"), [(nothing, True), (set_the_flag, False), (trigger, False)]
+)
+def test_gradients_may_be_accumulated_in_any_way(idiom, no_sync):
+    runs = on_threads(3, accumulated, idiom, no_sync)
+    assert synchronised_steps(runs) == [2, 4, 5]
+    for mine, wanted in zip(runs, on_threads(3, accumulated, nothing), strict=True):
+        assert torch.equal(torch.stack(mine), torch.stack(wanted))
 
 
-def test_forward_passes_outside_training_do_not_touch_the_clock():
-    def body():
-        script, weights = Script("every(2)", total_steps=4), []
-        for step in range(4):
-            weights.append(script.step(step))
-            if script.rank == 0:
-                evaluate(script.model)
-        return weights
-
-    assert synchronised_steps(on_threads(2, body)) == [2, 4]
-
-
-def evaluate(model):
-    inputs = torch.ones(1, 6, dtype=torch.float64)
-    with torch.no_grad():
-        model(inputs)
-    model.eval()
-    model(inputs)
-    model.train()
-
-
-def test_a_copy_of_the_model_can_be_made_and_does_not_count_steps():
-    # torch.optim.swa_utils.AveragedModel(model) makes such a copy.
-    def body():
-        script = Script("every(2)", total_steps=2)
-        script.train(0, 1)
-        copied = copy.deepcopy(script.model)
-        if script.rank == 0:
-            copied.module(torch.ones(1, 6, dtype=torch.float64))
-        return [script.weights(), *script.train(1, 2)]
-
-    assert synchronised_steps(on_threads(2, body)) == [2]
-
-
-def test_another_optimizer_of_the_loop_does_not_touch_the_clock():
+def test_what_is_not_training_does_not_touch_the_clock():
     def body():
         other = mlp()
         other_optimizer = torch.optim.SGD(other.parameters(), lr=constant(0))
-        script, weights = Script("every(2)", total_steps=4), []
+        script, weights, inputs = Script("every(2)", total_steps=4), [], batch(0, 0)[0]
         for step in range(4):
             other_optimizer.step()
             weights.append(script.step(step))
+            if script.rank == 0:
+                # torch.optim.swa_utils.AveragedModel(model) makes such a copy.
+                copy.deepcopy(script.model).module(inputs)
+                with torch.no_grad():
+                    script.model(inputs)
+                script.model.eval()
+                script.model(inputs)
+                script.model.train()
         return weights
 
     assert synchronised_steps(on_threads(2, body)) == [2, 4]

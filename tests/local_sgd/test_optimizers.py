@@ -1,6 +1,5 @@
 """Any optimizer, several optimizers, and parameters that are trained only later."""
 
-import math
 from functools import partial
 
 import pytest
@@ -8,13 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import torchcomp
 from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps
 from tests.support.cases import thorough
 from tests.support.models import seeded
-from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
+from tests.support.outcomes import assert_close, assert_refused, flat
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8
@@ -29,17 +27,14 @@ OPTIMIZERS = [
 ]
 
 
-def with_every_optimizer():
-    """The weights after each step, for each class of torch.optim."""
-    return [
-        Script("every(3)", total_steps=4, optimizer=partial(each, lr=0.01)).train(0, 4)
-        for each in OPTIMIZERS
-    ]
-
-
 def test_every_optimizer_of_torch():
+    def body():
+        options = {"total_steps": 4, "spec": "every(3)"}
+        each = (Script(optimizer=partial(kind, lr=0.01), **options) for kind in OPTIMIZERS)
+        return [script.train(0, 4) for script in each]
+
     assert len(OPTIMIZERS) >= 10
-    for runs in zip(*on_threads(2, with_every_optimizer), strict=True):
+    for runs in zip(*on_threads(2, body), strict=True):
         assert synchronised_steps(runs) == [3, 4]
 
 
@@ -59,20 +54,6 @@ def test_a_step_that_calls_its_parents_step_counts_once():
         return weights
 
     assert synchronised_steps(on_threads(2, body)) == [3, 5]
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_sparse_gradients_tell_whether_a_step_only_creates_state(scale):
-    def body():
-        # It is no part of the model.
-        table = nn.Embedding(4, 2, sparse=True)
-        sgd = lambda parameters: torch.optim.SGD([*parameters, table.weight], lr=0.0)  # noqa: E731
-        script = Script("every(2)", optimizer=sgd, lr=lambda step: 0.0)
-        (scale * table(torch.tensor([1, 1])).sum()).backward()
-        script.optimizer.step(closure=None)
-        return script.sync.stats.steps
-
-    assert on_threads(1, body) == [int(scale)]
 
 
 def test_an_optimizer_that_evaluates_a_closure_more_often_on_one_rank():
@@ -129,12 +110,8 @@ class Two(Script):
         return flat(self.model.module[index].parameters())
 
 
-def shared_by_two():
-    return Two("every(3)").train(0, TOTAL)
-
-
 def in_two_groups():
-    """The same run with one optimizer that has two parameter groups."""
+    """A run with one optimizer that has two parameter groups."""
 
     def optimizer(parameters):
         groups = [{"params": parameters[:2], "lr": 0.05}, {"params": parameters[2:], "lr": 0.02}]
@@ -144,41 +121,29 @@ def in_two_groups():
     return script.train(0, TOTAL)
 
 
-def test_optimizers_that_share_a_schedule_equal_one_optimizer():
-    runs = on_threads(3, shared_by_two)
+@pytest.mark.parametrize("spec", ["every(3)", ["every(3)"] * 2])
+def test_optimizers_with_one_schedule_or_equal_ones_equal_one_optimizer(spec):
+    runs = on_threads(3, lambda: Two(spec).train(0, TOTAL))
     assert synchronised_steps(runs) == [3, 6, 8]
     for mine, wanted in zip(runs, on_threads(3, in_two_groups), strict=True):
         assert_close(torch.stack(mine), torch.stack(wanted))
 
 
-def layers_after_each_step(spec, total=TOTAL, **options):
-    script, seen = Two(spec, total, **options), []
-    for step in range(total):
-        script.step(step)
-        seen.append([script.layer(0), script.layer(2), script.sync.next_sync])
-    return seen
-
-
 @pytest.mark.parametrize("compress", ["mean", "ef(identity)"])
 def test_optimizers_may_have_a_schedule_each(compress):
-    # At a learning rate of 0.02, H = floor((0.05 / 0.02)^2) = 6; at 0.05 it would be 1.
-    specs = ["every(3)", "qsr(alpha=0.05, h_base=1)"]
-    runs = on_threads(3, partial(layers_after_each_step, specs, compress=compress))
+    def body():
+        # At a learning rate of 0.02, H = floor((0.05 / 0.02)^2) = 6; at 0.05 it would be 1.
+        script, seen = Two(["every(3)", "qsr(alpha=0.05, h_base=1)"], compress=compress), []
+        for step in range(TOTAL):
+            script.step(step)
+            seen.append([script.layer(0), script.layer(2), script.sync.next_sync])
+        return seen
+
+    runs = on_threads(3, body)
     first, second, _ = zip(*(zip(*run, strict=True) for run in runs), strict=True)
     assert synchronised_steps(first) == [3, 6, 8]
     assert synchronised_steps(second) == [6, 8]
     assert [seen for *_, seen in runs[0]] == [3, 3, 6, 6, 6, None, 8, None]
-
-
-def test_two_equal_schedules_are_the_same_as_one():
-    for mine, wanted in zip(
-        on_threads(2, layers_after_each_step, ["every(3)"] * 2),
-        on_threads(2, layers_after_each_step, "every(3)"),
-        strict=True,
-    ):
-        for step, expected in zip(mine, wanted, strict=True):
-            assert torch.equal(step[0], expected[0])
-            assert torch.equal(step[1], expected[1])
 
 
 def test_one_optimizer_may_not_step_twice_before_the_others():
@@ -191,27 +156,6 @@ def test_one_optimizer_may_not_step_twice_before_the_others():
 
     words = ("optimizer 1", "optimizer 0")
     assert_refused(2, body, torchcomp.ScheduleError, *words)
-
-
-@pytest.mark.parametrize(
-    ("spec", "layers", "words"),
-    [
-        (["every(3)"], (0, 2), ("1 schedule", "2 optimizers")),
-        (["every(3)"] * 3, (0, 2), ("3 schedules", "2 optimizers")),
-        (["every(3)", "ef(topk(0.1))"], (0, 2), ("'ef(topk(0.1))'",)),
-        (["every(3)", "every(2)"], (0, 0), ("'0.bias'", "schedule")),
-    ],
-)
-def test_schedules_that_do_not_fit_the_optimizers(spec, layers, words):
-    assert_refused(2, partial(Two, spec, layers=layers), torchcomp.SpecError, *words)
-
-
-def test_the_same_optimizer_twice():
-    def body():
-        script = Script(spec=None)
-        torchcomp.LocalSGD(script.model, [script.optimizer] * 2, "every(2)", total_steps=4)
-
-    assert_refused(2, body, torchcomp.SpecError, "['SGD', 'SGD']")
 
 
 # --- Parameters that are trained only later -------------------------------------------------------
@@ -247,16 +191,13 @@ def test_a_layer_that_is_unfrozen_is_averaged_from_its_first_step_on(compress, l
 
 
 def test_a_layer_that_is_unfrozen_on_only_one_rank_is_found():
-    def body():
-        thawed(only_on=(1,))
-
     words = ("none on rank 0", "0.weight, 0.bias")
-    assert_refused(2, body, torchcomp.RankMismatchError, *words)
+    assert_refused(2, partial(thawed, only_on=(1,)), torchcomp.RankMismatchError, *words)
 
 
-def grown(compress="mean", total=6):
+def grown(total=6, **local):
     """Add a head that differs between ranks after step 1; return its weights after each step."""
-    script, seen = Script("every(2)", total_steps=total, local={"compress": compress}), []
+    script, seen = Script("every(2)", total_steps=total, local=local), []
     script.train(0, 1)
     head = seeded(nn.Linear(3, 3).double(), seed=script.rank)
     script.model.module.append(head)
@@ -266,16 +207,18 @@ def grown(compress="mean", total=6):
         script.backward(step)
         script.optimizer_step()
         seen.append(flat(head.parameters()))
+    script.sync.close()
     return seen
 
 
-def test_a_parameter_that_is_added_to_the_model_and_to_the_optimizer():
-    assert synchronised_steps(on_threads(2, grown)) == [1, 3, 5]
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_parameter_that_is_added_to_the_model_and_to_the_optimizer(overlap):
+    assert synchronised_steps(on_threads(2, partial(grown, overlap=overlap))) == [1, 3, 5]
 
 
 def test_a_parameter_that_is_added_with_different_values_cannot_be_compressed():
     words = ("3.weight, 3.bias", "checksum")
-    assert_refused(2, partial(grown, "ef(topk(0.2))"), torchcomp.RankMismatchError, *words)
+    assert_refused(2, partial(grown, compress="ef(topk(0.2))"), torchcomp.RankMismatchError, *words)
 
 
 def test_a_parameter_that_no_optimizer_held_joins_the_schedule_of_the_one_that_takes_it():
@@ -298,40 +241,7 @@ def test_a_parameter_that_no_optimizer_held_joins_the_schedule_of_the_one_that_t
     assert synchronised_steps(on_threads(2, body)) == [1, 3, 6]
 
 
-def test_a_parameter_that_no_rank_uses_does_not_change():
-    def body():
-        script = Script("every(2)", optimizer=partial(torch.optim.AdamW, lr=0.1, weight_decay=0))
-        last = script.model.module[2]
-        before = flat(last.parameters())
-        for _ in range(4):
-            script.optimizer.zero_grad()
-            script.model.module[0](batch(script.rank, 0)[0]).sum().backward()
-            script.optimizer.step()
-        return torch.equal(before, flat(last.parameters())), flat(script.model.parameters())
-
-    unchanged, weights = zip(*on_threads(2, body), strict=True)
-    assert unchanged == (True, True)
-    assert equal_on_all(weights)
-
-
-# --- EMA, torch.compile, clipping -----------------------------------------------------------------
-
-
-def test_a_moving_average_that_is_updated_between_rounds_is_the_same_on_all_ranks():
-    def body():
-        script = Script("every(3)", total_steps=TOTAL)
-        ema = AveragedModel(script.model.module, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        expected = None
-        for step in range(TOTAL):
-            weights = script.step(step)
-            if script.sync.next_sync is None:
-                ema.update_parameters(script.model.module)
-                expected = weights if expected is None else 0.5 * expected + 0.5 * weights
-        return flat(ema.module.parameters()), expected
-
-    averages, expected = zip(*on_threads(3, body), strict=True)
-    assert equal_on_all(averages)
-    assert_close(averages[0], expected[0])
+# --- torch.compile --------------------------------------------------------------------------------
 
 
 def through_the_compiler(where):
@@ -340,12 +250,14 @@ def through_the_compiler(where):
     script = Script("every(3)", total_steps=TOTAL, build=build)
     if where == "outside":
         script.model = torch.compile(script.model, backend="eager")
+    if where == "optimizer":
+        script.optimizer_step = torch.compile(script.optimizer.step, backend="eager")
     first, early = script.train(0, 2), torch._dynamo.utils.counters["frames"]["ok"]
     rest = script.train(2, TOTAL)
     return first + rest, early, torch._dynamo.utils.counters["frames"]["ok"]
 
 
-@pytest.mark.parametrize("where", ["inside", "outside"])
+@pytest.mark.parametrize("where", ["inside", "outside", "optimizer"])
 def test_a_compiled_model_trains_the_same_and_is_not_compiled_again(where):
     # In new processes, because the compiler caches what other models of a process have compiled.
     [(compiled, early, frames)] = on_processes(1, through_the_compiler, where)
@@ -353,18 +265,3 @@ def test_a_compiled_model_trains_the_same_and_is_not_compiled_again(where):
     assert none == 0
     assert 0 < early == frames
     assert_close(torch.stack(compiled), torch.stack(plain))
-
-
-def test_clipped_gradients():
-    def body():
-        script, weights = Script("every(2)", total_steps=4), []
-        for step in range(4):
-            script.optimizer.zero_grad()
-            script.backward(step)
-            norm = nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
-            assert not math.isnan(norm)
-            script.optimizer_step()
-            weights.append(script.weights())
-        return weights
-
-    assert synchronised_steps(on_threads(2, body)) == [2, 4]

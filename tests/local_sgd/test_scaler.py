@@ -7,12 +7,12 @@ import torch
 
 import torchcomp
 from tests.local_sgd import reference
-from tests.local_sgd.script import Script, constant, mlp, sgd, synchronised_steps
-from tests.support.models import seeded
-from tests.support.outcomes import assert_close, assert_refused, flat
+from tests.local_sgd.script import Script, assert_follows, constant, mlp, sgd, synchronised_steps
+from tests.support.outcomes import assert_close, assert_refused
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8
+skips = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
 def scaled(overflows, **options):
@@ -25,12 +25,12 @@ def scaled(overflows, **options):
     ]
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@skips
 @pytest.mark.parametrize(
     "overflows",
     [
         pytest.param({(1, 4)}, id="mid-round"),
-        pytest.param({(3, 5)}, id="round-end"),
+        pytest.param({(3, 5)}, id="round-end"),  # the average happens inside a skipped step
         pytest.param({(1, 3), (1, 4), (1, 5)}, id="whole-round"),
         pytest.param({(2, 0)}, id="first", marks=pytest.mark.thorough),
         pytest.param({(0, 7)}, id="last", marks=pytest.mark.thorough),
@@ -48,49 +48,29 @@ def test_a_skipped_step_is_skipped_and_nothing_else_changes(overflows):
         lr=constant,
         skipped=frozenset(overflows),
     )
-    for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
-        for mine, wanted in zip(actual, weights, strict=True):
-            assert_close(mine, wanted)
+    assert_follows(runs, expected)
 
 
-def test_the_average_happens_inside_a_skipped_step():
-    def body():
-        script = Script("every(2)", total_steps=2, scaler=torch.amp.GradScaler("cpu"))
-        script.step(0)
-        script.optimizer.zero_grad()
-        script.backward(1, scale=float("inf") if script.rank else 1.0)
-        script.scaler.step(script.optimizer)
-        return [script.weights()]
-
-    assert synchronised_steps(on_threads(2, body)) == [1]
+# --- A scaler that was not passed -----------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@skips
 @pytest.mark.parametrize("step", [0, TOTAL - 1], ids=["first", "last"])
-def test_a_scaler_that_was_not_passed_raises_on_every_rank_before_training(step):
+@pytest.mark.parametrize("passes_another", [False, True])
+def test_a_scaler_that_was_not_passed_raises_on_every_rank_before_training(step, passes_another):
     def body():
-        before = trained_weights()
-        with pytest.raises(torchcomp.SpecError, match=r"GradScaler .*scaler=scaler") as raised:
-            scaled({(1, step)}, pass_scaler=False, build=lambda: before[0])
-        return str(raised.value), torch.equal(before[1], flat(before[0].parameters()))
+        scaler = torch.amp.GradScaler("cpu")
+        script = Script(scaler=scaler, pass_scaler=passes_another)
+        script.scaler = torch.amp.GradScaler("cpu") if passes_another else scaler
+        untouched = script.weights()
+        try:
+            for each in range(TOTAL):
+                overflows = (script.rank, each) == (1, step)
+                script.step(each, scale=float("inf") if overflows else 1.0)
+        finally:
+            assert torch.equal(script.weights(), untouched)
 
-    messages, untouched = zip(*on_threads(2, body), strict=True)
-    assert untouched == (True, True)
-    assert messages[0] == messages[1]
-
-
-def trained_weights():
-    module = seeded(mlp())
-    return module, flat(module.parameters())
-
-
-def test_a_different_scaler_from_the_one_that_was_passed_is_refused():
-    def body():
-        script = Script("every(3)", scaler=torch.amp.GradScaler("cpu"))
-        script.scaler = torch.amp.GradScaler("cpu")
-        script.step(0)
-
-    assert_refused(2, body, torchcomp.SpecError, "GradScaler", "scaler=scaler")
+    assert_refused(2, body, torchcomp.SpecError, "GradScaler", "scaler=scaler", field="scaler")
 
 
 def test_a_scaler_that_was_not_passed_leaves_no_rank_waiting():
@@ -104,6 +84,9 @@ def test_a_disabled_scaler_may_be_passed_or_not():
     for pass_scaler in (True, False):
         runs = on_threads(2, partial(scaled, set(), scaler=scaler, pass_scaler=pass_scaler))
         assert synchronised_steps(runs) == [3, 6, 8]
+
+
+# --- Other calls of the scaler --------------------------------------------------------------------
 
 
 def test_gradients_may_be_unscaled_and_clipped_before_the_step():
@@ -125,27 +108,16 @@ def test_gradients_may_be_unscaled_and_clipped_before_the_step():
         assert_close(torch.stack(mine), torch.stack(wanted))
 
 
-def test_steps_of_another_optimizer_of_the_scaler_do_not_count():
-    def body():
-        script = Script("every(2)", total_steps=4, scaler=torch.amp.GradScaler("cpu"))
-        other = mlp()
-        other_optimizer = sgd(other.parameters())
-        weights = []
-        for step in range(4):
-            script.scaler.scale(other(torch.ones(1, 6).double()).sum()).backward()
-            script.scaler.step(other_optimizer)
-            weights.append(script.step(step))
-        return weights
-
-    assert synchronised_steps(on_threads(2, body)) == [2, 4]
-
-
-def test_a_step_that_the_scaler_refuses_does_not_count():
+def test_steps_of_another_optimizer_and_steps_that_the_scaler_refuses_do_not_count():
     def body():
         script, weights = Script("every(2)", total_steps=6, scaler=torch.amp.GradScaler("cpu")), []
+        other = mlp()
+        other_optimizer = sgd(other.parameters())
         for step in range(5):
             script.optimizer.zero_grad()
             script.backward(step)
+            script.scaler.scale(other(torch.ones(1, 6).double()).sum()).backward()
+            script.scaler.step(other_optimizer)
             script.scaler.step(script.optimizer)
             with pytest.raises(RuntimeError, match=r"step\(\)"):
                 script.scaler.step(script.optimizer)

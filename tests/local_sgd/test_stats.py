@@ -4,7 +4,6 @@ import logging
 from functools import partial
 
 import pytest
-import torch
 
 import torchcomp
 from tests.local_sgd.script import Script, constant, convnet, cosine, half_frozen, mlp
@@ -32,104 +31,52 @@ def test_a_synchronisation_sends_one_all_reduce_of_the_parameters(world_size):
         assert [stats.steps for stats in seen] == list(range(STEPS + 1))
         assert [stats.syncs for stats in seen] == [0, 0, 0, 1, 1, 1, 2, 2, 3]
         assert [stats.bytes_sent for stats in seen] == [0, 0, 0] + 6 * [once]
+        steps = [stats.dense_bytes_sent // max(once, 1) for stats in seen]
+        assert steps == ([0, 0, 0, 3, 3, 3, 3, 3, 2] if once else [0] * 9)
         for stats in seen:
             assert stats.total_bytes_sent == stats.syncs * once
             assert stats.total_bytes_received == stats.total_bytes_sent
             assert stats.bytes_received == stats.bytes_sent
 
 
-def test_small_buckets_count_the_same():
-    for seen in on_threads(2, partial(counted, bucket_cap_mb=0.0002)):
-        assert seen[-1].total_bytes_sent == 3 * NBYTES
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_dense_bytes_are_what_plain_ddp_sends_over_the_same_steps(world_size):
-    def plain():
-        script = Script(spec=None)
-        with torchcomp.register(script.model, "mean") as handle:
-            script.train(0, STEPS)
-            return handle.stats.total_bytes_sent
-
-    dense = on_threads(world_size, plain)
-    local = [seen[-1].total_dense_bytes_sent for seen in on_threads(world_size, counted)]
-    assert local == dense
-
-
-def test_dense_bytes_of_a_round_are_those_of_its_steps():
-    for seen in on_threads(2, counted):
-        assert [stats.dense_bytes_sent // NBYTES for stats in seen] == [0, 0, 0, 3, 3, 3, 3, 3, 2]
+RUN = {"total_steps": 20, "warmup_steps": 2, "lr": partial(cosine, peak=0.1, warmup=2, total=20)}
 
 
 @pytest.mark.parametrize("spec", ["every(3)", "qsr(alpha=0.2, h_base=2)"])
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_a_run_sends_what_explain_predicts(spec, world_size):
-    lr = partial(cosine, peak=0.1, warmup=2, total=20)
-    options = {"total_steps": 20, "warmup_steps": 2}
-    runs = on_threads(world_size, partial(counted, 20, spec=spec, lr=lr, **options))
-    plan = torchcomp.explain(spec, model=mlp(), world_size=world_size, lr=lr, **options)
-    for stats in (seen[-1] for seen in runs):
-        assert stats.syncs == plan.syncs
-        assert round(stats.total_bytes_sent / 20) == plan.bytes_sent
-        assert round(stats.total_bytes_received / 20) == plan.bytes_received
-        assert stats.total_dense_bytes_sent == 20 * plan.dense_bytes_sent
-
-
-def half():
-    return mlp().bfloat16()
-
-
-def test_bfloat16_parameters_are_sent_as_float32():
-    for seen in on_threads(2, partial(counted, build=half)):
-        assert seen[-1].bytes_sent == 83 * 4
-        assert seen[-1].total_dense_bytes_sent == 83 * 2 * STEPS
-    plan = torchcomp.explain("every(3)", model=half(), world_size=2, total_steps=STEPS, lr=constant)
-    assert plan.message_bytes == 83 * 4
-
-
-def test_frozen_parameters_are_not_sent():
-    for seen in on_threads(2, partial(counted, build=half_frozen)):
-        assert seen[-1].bytes_sent == 27 * 8
-
-
-@pytest.mark.parametrize("build", [convnet, mlp])
-def test_64_ranks(build):
-    shape = (6,) if build is mlp else (3, 4, 4)
-    lr = partial(cosine, peak=0.1, warmup=2, total=20)
-    options = {"total_steps": 20, "warmup_steps": 2}
-    spec = "qsr(alpha=0.2, h_base=2)"
-    seen = with_fake_ranks(
-        64, partial(counted, 20, build=build, shape=shape, spec=spec, lr=lr, **options)
-    )
+@pytest.mark.parametrize(
+    ("launch", "world_size"),
+    [(on_threads, 2), (on_threads, 3), (lambda ranks, body: [with_fake_ranks(ranks, body)], 64)],
+)
+@pytest.mark.parametrize(("build", "shape"), [(mlp, (6,)), (convnet, (3, 4, 4))])
+def test_a_run_sends_what_explain_predicts(spec, launch, world_size, build, shape):
+    runs = launch(world_size, partial(counted, 20, spec=spec, build=build, shape=shape, **RUN))
+    plan = torchcomp.explain(spec, model=build(), world_size=world_size, **RUN)
+    plain = torchcomp.explain("mean", model=build(), world_size=world_size)
+    ends = torchcomp.sync_steps(spec, **RUN)
     # BatchNorm's running mean and variance are averaged, its int64 counter of batches is not.
-    sent = [*build().parameters(), *(b for b in build().buffers() if b.is_floating_point())]
-    once = 2 * 63 * sum(tensor.nbytes for tensor in sent) // 64
-    ends = torchcomp.sync_steps(spec, lr=lr, **options)
-    plan = torchcomp.explain(spec, world_size=64, model=build(), lr=lr, **options)
-    assert plan.bytes_sent == round(once * len(ends) / 20)
-    assert [step for step in range(1, 21) if seen[step].syncs > seen[step - 1].syncs] == ends
-    assert seen[-1].total_bytes_sent == once * len(ends)
+    for seen in runs:
+        synced = [step for step in range(1, 21) if seen[step].syncs > seen[step - 1].syncs]
+        assert synced == ends
+        assert plan.syncs == len(ends)
+        assert round(seen[-1].total_bytes_sent / 20) == plan.bytes_sent
+        assert round(seen[-1].total_bytes_received / 20) == plan.bytes_received
+        assert seen[-1].total_dense_bytes_sent == 20 * plain.bytes_sent
 
 
-def test_a_skipped_step_counts_as_a_step():
-    def body():
-        script = Script(total_steps=3, scaler=torch.amp.GradScaler("cpu"))
-        for step in range(3):
-            script.step(step, scale=float("inf") if script.rank and step == 1 else 1.0)
-        return script.sync.stats
-
-    first, second = on_threads(2, body)
-    assert first == second
-    assert (first.steps, first.syncs) == (3, 1)
-
-
-def test_local_steps_have_no_residual():
-    def body():
-        script = Script(total_steps=STEPS)
-        script.train(0, STEPS)
-        return script.sync.residual_norms()
-
-    assert on_threads(2, body) == [{}, {}]
+@pytest.mark.parametrize(
+    ("build", "sent", "dense"),
+    [
+        (lambda: mlp().bfloat16(), 83 * 4, 83 * 2),  # sent as float32
+        (half_frozen, 27 * 8, 27 * 8),
+    ],
+    ids=["bfloat16", "frozen"],
+)
+def test_what_is_sent_of_parameters_that_are_narrow_or_frozen(build, sent, dense):
+    for seen in on_threads(2, partial(counted, build=build, bucket_cap_mb=0.0002)):
+        assert seen[-1].bytes_sent == sent
+        assert seen[-1].total_dense_bytes_sent == dense * STEPS
+    run = {"total_steps": STEPS, "lr": constant, "world_size": 2}
+    assert torchcomp.explain("every(3)", model=build(), **run).message_bytes == sent
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,18 +1,15 @@
 """Streaming: fragments of the parameters synchronise one after another."""
 
 from functools import partial
+from itertools import chain
 
 import pytest
-import torch
 
-import torchcomp
 from tests.local_sgd import reference
-from tests.local_sgd.script import Script, constant, mlp, momentum, spied, synchronised_steps
-from tests.support.models import kept
-from tests.support.outcomes import assert_close, assert_refused
+from tests.local_sgd.script import Script, constant, mlp, synchronised_steps
+from tests.support.outcomes import assert_close
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov
-from torchcomp.local_sgd.rounds import piece_bounds
 
 TOTAL = 14
 # With every(6) and two fragments, one synchronises at 3, 9, ... and the other at 6, 12, ...; both
@@ -20,9 +17,9 @@ TOTAL = 14
 ENDS = {"0.weight": [3, 9, 14], "2.bias": [6, 12, 14]}
 
 
-def streamed(pieces=2, spec="every(6)", **local):
+def streamed(pieces=2, spec="every(6)", build=mlp, **local):
     """The parameters and the total bytes after each step, and the names of each fragment."""
-    script = Script(spec, total_steps=TOTAL, local={"fragments": pieces} | local)
+    script = Script(spec, total_steps=TOTAL, build=build, local={"fragments": pieces} | local)
     seen, nbytes = [], []
     for step in range(TOTAL):
         script.step(step)
@@ -84,64 +81,10 @@ def test_fragments_of_a_schedule_that_follows_the_learning_rate():
     assert [on_threads(1, seen, steps)[0] for steps in (7, 8, 17, 33)] == [8, 16, 24, 40]
 
 
-def test_ranks_hold_equal_parameters_at_the_end():
-    def body():
-        script = Script("every(6)", total_steps=TOTAL, local={"fragments": 3})
-        return script.train(0, TOTAL)
-
-    assert synchronised_steps(on_threads(3, body)) == [TOTAL]
-
-
-def test_an_error_changes_none_of_the_fragments_that_were_due():
-    def body():
-        local = []
-        watched = spied(momentum, lambda: spoil(script, local))
-        options = {"fragments": 2, "compress": "ef(topk(0.2))"}
-        script = Script("every(2)", total_steps=3, optimizer=watched, local=options)
-        script.train(0, 2)
-        before = kept(script.sync.state_dict(), "error")
-        with pytest.raises(torchcomp.NonFiniteError, match=r"'2\.bias' on rank 1"):
-            script.step(2)
-        after = kept(script.sync.state_dict(), "error")
-        same = torch.equal(local[-1].nan_to_num(), script.weights().nan_to_num())
-        return same and all(torch.equal(after[name], before[name]) for name in before)
-
-    assert on_threads(2, body) == [True, True]
-
-
-def spoil(script, local):
-    """Record the weights before the average; at the last step, put NaN into rank 1's last bias."""
-    if script.rank == 1 and len(local) == 2:
-        torch.nn.init.constant_(script.model.module[2].bias.detach(), float("nan"))
-    local.append(script.weights())
-
-
-@pytest.mark.parametrize("pieces", [0, -1, 2.0, True, None, "2"])
-def test_an_invalid_number_of_fragments(pieces):
-    body = partial(Script, local={"fragments": pieces})
-    assert_refused(2, body, torchcomp.SpecError, repr(pieces), field="fragments")
-
-
-def test_more_fragments_than_parameters():
-    body = partial(Script, local={"fragments": 5})
-    words = ("fragments=5", "4")
-    assert_refused(2, body, torchcomp.SpecError, *words)
-
-
-@pytest.mark.parametrize(
-    ("fair", "pieces", "bounds"),
-    [
-        ([0, 0, 1, 1], 2, [0, 2, 4]),
-        ([0, 2, 2], 3, [0, 1, 2, 3]),
-        ([2, 2, 2], 3, [0, 1, 2, 3]),
-        ([0, 0, 0, 0], 3, [0, 2, 3, 4]),
-        ([1, 1], 2, [0, 1, 2]),
-        ([0], 1, [0, 1]),
-    ],
-)
-def test_no_fragment_is_empty(fair, pieces, bounds):
-    assert piece_bounds(fair, pieces) == bounds
-
-
-def test_the_model_of_these_tests_has_parameters_of_very_different_sizes():
-    assert [p.numel() for p in mlp().parameters()] == [48, 8, 24, 3]
+@pytest.mark.parametrize("pieces", [2, 3, 4])
+@pytest.mark.parametrize("width", [1, 8, 64])
+def test_no_fragment_is_empty(pieces, width):
+    (_, _, fragments), _ = on_threads(2, partial(streamed, pieces, build=partial(mlp, width)))
+    assert len(fragments) == pieces
+    assert all(fragments)
+    assert sorted(chain.from_iterable(fragments)) == ["0.bias", "0.weight", "2.bias", "2.weight"]

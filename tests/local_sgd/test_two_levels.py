@@ -1,12 +1,15 @@
-"""Two levels: reduce gradients inside each node, and average parameters across nodes."""
+"""Two levels: gradients are reduced inside each node, and parameters averaged across nodes."""
 
+import os
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.local_sgd import reference
@@ -18,10 +21,27 @@ from tests.local_sgd.script import (
     float32_mlp,
     half_frozen,
     loss_of,
+    mlp,
     running_statistics,
 )
-from tests.support.outcomes import assert_close, assert_refused, equal_on_all
+from tests.support.cases import only
+from tests.support.models import kept
+from tests.support.outcomes import (
+    assert_close,
+    assert_refused,
+    caught,
+    equal_on_all,
+    flat,
+    raised_by,
+    reloaded,
+    same,
+)
 from tests.support.ranks import on_processes, on_threads
+
+TOPK = "ef(topk(0.1))"
+BIDIRECTIONAL = 'bidirectional(topk(0.2), topk(0.2), selection="exact")'
+SYNCS = (3, 6, 8)
+"""The steps after which all ranks have the same weights."""
 
 
 def of_a_mesh():
@@ -33,194 +53,342 @@ def weights_of(**options):
     return Hierarchy(**options).train()
 
 
+def assert_nodes_are_equal_and_ranks_at(syncs, runs, first=1):
+    """Require equal ranks of a node after each step, and equal nodes after those in `syncs`."""
+    half = len(runs) // 2
+    for step, weights in enumerate(zip(*runs, strict=True), first):
+        assert equal_on_all(weights[:half])
+        assert equal_on_all(weights[half:])
+        assert equal_on_all(weights) == (step in syncs)
+
+
+# --- The algorithm --------------------------------------------------------------------------------
+
+
 class Node(reference.Worker):
-    """The ranks of one node as one worker, which trains on the mean of their gradients."""
+    """A node whose ranks exchange the `k` largest entries of each tensor, with error feedback."""
+
+    def __init__(self, node, k):
+        super().__init__(node, reference.Momentum())
+        self.k = k
+        self.residuals = [[torch.zeros_like(w) for w in self.weights] for _ in range(PER_NODE)]
 
     def _gradients(self, step):
-        first = PER_NODE * self.rank
-        ranks = [reference.Worker._gradients(self._as(first + i), step) for i in range(PER_NODE)]
-        return [torch.stack(each).mean(0) for each in zip(*ranks, strict=True)]
+        total = [torch.zeros_like(w) for w in self.weights]
+        for position, residual in enumerate(self.residuals):
+            loss = loss_of(self.module, *batch(PER_NODE * self.rank + position, step))
+            own = torch.autograd.grad(loss, list(self.module.parameters()))
+            for index, gradient in enumerate(own):
+                wanted = residual[index] + gradient
+                sent = reference.top(wanted, self.k)
+                residual[index] = wanted - sent
+                total[index] += sent / PER_NODE
+        return total
 
-    def _as(self, rank):
-        twin = object.__new__(reference.Worker)
-        twin.rank, twin.module = rank, self.module
-        return twin
+
+EVERYTHING = 100
 
 
-def nodes_in_float64():
-    crew = [Node(node, reference.Momentum()) for node in range(NODES)]
-    for step in range(TOTAL):
+@pytest.mark.parametrize(
+    ("options", "k"),
+    [
+        ({}, EVERYTHING),
+        ({"make": of_a_mesh, "compress": "ef(identity)"}, EVERYTHING),
+        ({"inside": "mean"}, EVERYTHING),
+        ({"inside": "ef(identity)"}, EVERYTHING),
+        ({"inside": 'ef(topk(k=3, scope="tensor"))'}, 3),
+    ],
+)
+def test_equals_the_float64_reference_at_every_step(options, k):
+    runs = on_threads(2 * PER_NODE, partial(weights_of, **options))
+    crew = [Node(node, k) for node in range(NODES)]
+    for step, actual in enumerate(zip(*runs, strict=True)):
         for node in crew:
             node.step(step, constant(step))
-        if step + 1 in (3, 6, 8):
+        if step + 1 in SYNCS:
             reference.average(crew, 0.0)
-        yield [torch.cat([w.flatten() for w in node.weights]) for node in crew]
-
-
-@pytest.mark.parametrize("make", [groups, of_a_mesh])
-@pytest.mark.parametrize("compress", ["mean", "ef(identity)"])
-def test_equals_the_float64_reference_at_every_step(make, compress):
-    runs = on_threads(4, partial(weights_of, make=make, compress=compress))
-    for actual, nodes in zip(zip(*runs, strict=True), nodes_in_float64(), strict=True):
         for rank, mine in enumerate(actual):
-            assert_close(mine, nodes[rank // PER_NODE])
+            assert_close(mine, flat(crew[rank // PER_NODE].weights))
 
 
-def statistics_around_an_average():
-    """BatchNorm's running statistics before and after the average of the third step."""
-    script = Hierarchy(build=convnet, shape=(3, 4, 4))
-    seen = []
-    script.optimizer.register_step_pre_hook(
-        lambda *_: seen.append(running_statistics(script.model))
-    )
-    script.train(0, 3)
-    script.sync.wait()
-    return seen[-1], running_statistics(script.model)
+class Racks(Hierarchy):
+    """Three levels on 8 ranks: nodes of two ranks, racks of two nodes, and two racks."""
+
+    def __init__(self, **options):
+        super().__init__(make=racks, inside=TOPK, register={"nodes": 2}, **options)
+
+
+def racks():
+    rank = dist.get_rank()
+    inside = [dist.new_group(list(range(at, at + 4))) for at in (0, 4)]
+    across = [dist.new_group([at, at + 4]) for at in range(4)]
+    return inside[rank // 4], across[rank % 4]
+
+
+@pytest.mark.parametrize(
+    ("launch", "options"),
+    [
+        (on_threads, {"ddp": {"static_graph": True}}),
+        (on_threads, {"inside": TOPK, "compress": TOPK, "outer": "slowmo(beta=0.7)"}),
+        (on_threads, {"inside": 'ef(quantize("int8"))', "moments": "average"}),
+        (on_threads, {"inside": "powersgd(rank=1)", "compress": TOPK}),
+        (on_processes, {"compress": TOPK}),
+        (on_processes, {"inside": BIDIRECTIONAL, "overlap": True}),
+    ],
+)
+def test_ranks_of_a_node_are_always_equal_and_nodes_differ_within_a_round(launch, options):
+    runs = launch(4, partial(weights_of, build=float32_mlp, **options))
+    assert_nodes_are_equal_and_ranks_at(SYNCS, runs)
+
+
+def test_racks_of_nodes():
+    def body():
+        script = Racks(build=float32_mlp)
+        return script.train(), script.handle.stats.inside_bytes_sent
+
+    runs, inside = zip(*on_threads(8, body), strict=True)
+    assert min(inside) > 0
+    assert_nodes_are_equal_and_ranks_at(SYNCS, runs)
 
 
 def test_running_statistics_are_averaged_across_nodes():
-    before, after = zip(*on_threads(4, statistics_around_an_average), strict=True)
+    def body():
+        """BatchNorm's running statistics before and after the average of the third step."""
+        script, seen = Hierarchy(build=convnet, shape=(3, 4, 4)), []
+        look = lambda *_: seen.append(running_statistics(script.model))  # noqa: E731
+        script.optimizer.register_step_pre_hook(look)
+        script.train(0, 3)
+        return seen[-1], running_statistics(script.model)
+
+    before, after = zip(*on_threads(4, body), strict=True)
     for rank, mine in enumerate(after):
         others = [before[rank % PER_NODE], before[rank % PER_NODE + PER_NODE]]
         assert not torch.equal(*others)
         assert_close(mine, torch.stack(others).mean(0))
 
 
-@pytest.mark.parametrize(
-    ("launch", "compress"),
-    [(on_threads, "mean"), (on_threads, "ef(topk(0.1))"), (on_processes, "ef(topk(0.1))")],
-)
-def test_ranks_of_a_node_are_always_equal_and_nodes_differ_within_a_round(launch, compress):
-    runs = launch(4, partial(weights_of, build=float32_mlp, compress=compress))
-    for step, weights in enumerate(zip(*runs, strict=True), 1):
-        assert equal_on_all(weights[:2])
-        assert equal_on_all(weights[2:])
-        assert equal_on_all(weights) == (step in (3, 6, 8))
-
-
-def test_bytes_are_those_between_the_nodes():
-    def body():
-        script = Hierarchy()
+def test_each_level_has_its_own_bytes_and_residuals():
+    def body(inside):
+        script, seen = Hierarchy(inside=inside), []
+        if inside:
+            keep = lambda *_: seen.append(script.handle.state_dict())  # noqa: E731
+            script.optimizer.register_step_pre_hook(keep)
         script.train(0, 3)
-        return script.sync.stats.bytes_sent
+        handle = script.handle
+        states = inside and (seen[-1], handle.state_dict())
+        return script.sync.stats.bytes_sent, handle and handle.stats, states
 
-    assert on_threads(4, body) == [83 * 8] * 4
+    plain, both = on_threads(4, body, None), on_threads(4, body, TOPK)
+    for (alone, *_), (sent, stats, (before, after)) in zip(plain, both, strict=True):
+        assert alone == sent == 83 * 8
+        assert stats.steps == 3
+        assert 0 < stats.bytes_sent < 83 * 8
+        assert same(before, after)
+    errors = [flat(kept(after).values()) for *_, (_, after) in both]
+    assert not any(torch.equal(errors[0], other) for other in errors[1:])
 
 
-def test_a_resumed_run_is_bit_identical():
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+
+def parts(script):
+    held = {"model": script.model.module, "optimizer": script.optimizer, "sync": script.sync}
+    return held | ({"handle": script.handle} if script.handle else {})
+
+
+RUNS = {
+    "plain": (4, Hierarchy),
+    "topk": (4, partial(Hierarchy, inside=TOPK, compress=TOPK, outer="slowmo(beta=0.7)")),
+    "racks": (8, Racks),
+    "powersgd": (4, partial(Hierarchy, inside="powersgd(rank=1)", compress=TOPK)),
+}
+
+
+@pytest.mark.parametrize("name", only(RUNS, now=["plain", "racks", "powersgd"]))
+def test_a_resumed_run_is_bit_identical(name):
+    ranks, make = RUNS[name]
+
     def body():
-        whole, cut, again = Hierarchy(), Hierarchy(), Hierarchy()
+        whole, first, again = make(), make(), make()
         expected = whole.train()
-        cut.train(0, 4)
-        again.model.module.load_state_dict(cut.model.module.state_dict())
-        again.optimizer.load_state_dict(cut.optimizer.state_dict())
-        again.sync.load_state_dict(cut.sync.state_dict())
-        return torch.equal(torch.stack(again.train(4, TOTAL)), torch.stack(expected[4:]))
+        first.train(0, 4)
+        saved = {name: reloaded(part.state_dict()) for name, part in parts(first).items()}
+        for name, part in parts(again).items():
+            part.load_state_dict(saved[name])
+        weights = again.train(4, TOTAL)
+        slots = [
+            [part.state_dict()["slots"] for name, part in parts(each).items() if name[0] in "sh"]
+            for each in (again, whole)
+        ]
+        return same(weights, expected[4:]) and same(*slots)
 
-    assert on_threads(4, body) == [True] * 4
+    assert on_threads(ranks, body) == [True] * ranks
 
 
-def test_an_overflow_reaches_the_whole_node_and_changes_no_step_count():
+# --- Loss scaling and NaN -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("inside", [None, TOPK])
+def test_an_overflow_skips_the_step_of_its_node_and_keeps_the_residuals(inside):
     def body():
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-        script = Hierarchy(scaler=scaler)
-        overflows = (1, 4)
-        return [
-            script.step(step, float("inf") if (script.rank, step) == overflows else 1.0)
-            for step in range(TOTAL)
-        ]
+        script = Hierarchy(inside=inside, register={"scaler": scaler}, scaler=scaler)
+        weights, residuals = [], []
+        for step in range(TOTAL):
+            overflows = (script.rank, step) == (1, 4)
+            weights.append(script.step(step, float("inf") if overflows else 1.0))
+            state = script.handle.state_dict() if inside else {"slots": {}, "scale": 1.0}
+            residuals.append([each / state["scale"] for each in kept(state).values()])
+        return weights, residuals, scaler.get_scale()
 
     runs = on_threads(4, body)
-    assert torch.equal(runs[0][3], runs[0][4])
-    assert not torch.equal(runs[2][3], runs[2][4])
-    for step, weights in enumerate(zip(*runs, strict=True), 1):
-        assert equal_on_all(weights) == (step in (3, 6, 8))
+    for rank, (weights, residuals, scale) in enumerate(runs):
+        hit = rank < PER_NODE
+        assert torch.equal(weights[3], weights[4]) == hit
+        assert inside is None or same(residuals[3], residuals[4]) == hit
+        assert scale == (2.0 if hit else 4.0)
+    assert_nodes_are_equal_and_ranks_at(SYNCS, [weights for weights, *_ in runs])
 
 
-def test_a_static_graph_works():
-    for weights in zip(
-        *on_threads(4, partial(weights_of, ddp={"static_graph": True})), strict=True
-    ):
-        assert equal_on_all(weights[:2])
-
-
-def test_nan_on_one_rank_raises_on_the_ranks_of_both_levels():
-    def body():
-        script = Hierarchy()
-        script.train(0, 2)
-        if script.rank == 3:
-            nn.init.constant_(script.model.module[0].bias.detach(), float("nan"))
-        script.step(2)
-
-    outcomes = on_threads(4, body, catch=True)
-    errors = (torchcomp.NonFiniteError, torchcomp.RankMismatchError)
-    assert all(isinstance(outcome, errors) for outcome in outcomes), outcomes
-    assert any("'0.bias'" in str(outcome) for outcome in outcomes)
-
-
-@pytest.mark.parametrize("rank", [0, 3])
-def test_learning_rates_that_differ_on_any_rank_are_found_on_all(rank):
-    def body():
-        Hierarchy(lr=0.05 if dist.get_rank() == rank else 0.1).train()
-
-    assert_refused(4, body, torchcomp.RankMismatchError, "0.05", "0.1")
-
-
-def of_the_node():
-    return groups()[0], groups()[0]
-
-
-def of_all_ranks():
-    return groups()[0], dist.group.WORLD
-
-
-def of_no_kind():
-    return groups()[0], "node"
-
-
-def of_a_plane():
-    return of_a_mesh()[0], init_device_mesh("cpu", (NODES, PER_NODE))
+def poisoned_parameter(**options):
+    """The error of a step that averages, before which rank 3's parameters are damaged."""
+    script = Hierarchy(build=float32_mlp, **options)
+    script.train(0, 2)
+    script.backward(2)
+    if script.rank == 3:
+        nn.init.constant_(script.model.module[0].bias.detach(), float("nan"))
+    error = raised_by(script.optimizer.step)
+    return error, script.handle is None or script.handle.state_dict()["step"]
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("launch", "options"),
     [
-        (of_a_plane, ("process_group", "not DeviceMesh")),
-        (of_the_node, ("process_group [0, 1]",)),
-        (of_all_ranks, ("process_group [0, 1, 2, 3]",)),
-        (of_no_kind, ("process_group", "not str")),
+        (on_threads, {}),
+        (on_threads, {"inside": TOPK, "compress": TOPK}),
+        (on_processes, {"inside": TOPK}),
     ],
 )
-def test_a_group_that_is_not_across_the_nodes(make, words):
-    outcomes = on_threads(4, partial(weights_of, make=make), catch=True)
-    assert all(type(outcome) is torchcomp.SpecError for outcome in outcomes), outcomes
+def test_nan_in_a_parameter_raises_on_the_ranks_of_both_levels(launch, options):
+    outcomes = launch(4, partial(poisoned_parameter, **options))
+    errors = (torchcomp.NonFiniteError, torchcomp.RankMismatchError)
+    for error, steps in outcomes:
+        assert isinstance(error, errors), error
+        assert steps == (3 if options else True)  # the gradients' step counts
+    assert any("'0.bias' on rank 3" in str(error) for error, _ in outcomes)
+
+
+def ends_after_an_error():
+    script = Hierarchy(inside=TOPK)
+    for step in range(TOTAL):
+        poisoned = (script.rank, step) == (3, 4)
+        error = caught(partial(script.backward, step, float("nan") if poisoned else 1.0))
+        if isinstance(error, torchcomp.NonFiniteError):
+            os._exit(7)
+        script.optimizer.step()
+
+
+def test_the_other_nodes_do_not_wait_for_one_that_has_ended():
+    outcomes = on_processes(4, ends_after_an_error, catch=True)
+    assert all(isinstance(outcome, RuntimeError) for outcome in outcomes)
+    assert ["exit code 7" in str(outcome) for outcome in outcomes] == [False, False, True, True]
+
+
+# --- What is refused ------------------------------------------------------------------------------
+
+
+def with_groups(inside=None, across=None):
+    """The groups of a run, with another one at one of the levels."""
+    return lambda: ((inside or groups)()[0], across() if across else groups()[1])
+
+
+def of_one_rank():
+    inside, across = groups()
+    return inside, across if dist.get_rank() == 1 else None
+
+
+def changed(change):
+    """Build local steps of two levels on a model after `change` to it."""
+    node, across = groups()
+    model = DistributedDataParallel(mlp(), process_group=node)
+    change(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    torchcomp.LocalSGD(model, optimizer, "every(3)", total_steps=4, process_group=across)
+
+
+def again(script):
+    options = {"total_steps": 4, "process_group": groups()[1]}
+    torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", **options)
+
+
+def unfrozen():
+    script = Hierarchy(build=half_frozen)
+    script.model.module[0].requires_grad_(True)
+    script.step(0)
+
+
+def remedied():
+    script = Hierarchy(scaler=torch.amp.GradScaler("cpu"))
+    script.sync.backward(lambda: loss_of(script.model, *batch(script.rank, 0)))
+
+
+def with_other_lr(rank):
+    Hierarchy(lr=0.05 if dist.get_rank() == rank else 0.1).train()
+
+
+UNSUPPORTED, WRONG = torchcomp.UnsupportedModelError, torchcomp.SpecError
+MESH = (NODES, PER_NODE)
+OTHER = torchcomp.RankMismatchError
+REFUSED = [
+    (partial(Hierarchy, with_groups(across=lambda: groups()[0])), WRONG, "they share"),
+    (partial(Hierarchy, with_groups(across=lambda: dist.group.WORLD)), WRONG, "[0, 1, 2, 3]"),
+    (partial(Hierarchy, with_groups(across=lambda: "node")), WRONG, "process_group", "str"),
+    (
+        partial(Hierarchy, with_groups(of_a_mesh, lambda: init_device_mesh("cpu", MESH))),
+        WRONG,
+        "not DeviceMesh",
+    ),
+    (
+        partial(changed, lambda model: torchcomp.register(model, TOPK).close()),
+        UNSUPPORTED,
+        "closed",
+    ),
+    (partial(changed, lambda m: torchcomp.JointSpar(m, budget=0.5)), UNSUPPORTED, "JointSpar"),
+    (
+        partial(changed, lambda model: model.register_comm_hook(None, allreduce_hook)),
+        UNSUPPORTED,
+        "allreduce_hook",
+    ),
+    (lambda: again(Hierarchy(inside=TOPK)), UNSUPPORTED, "LocalSGD('every(3)')", "close()"),
+    (unfrozen, UNSUPPORTED, "'0.weight'", "DistributedDataParallel"),
+    (remedied, UNSUPPORTED, "process_group", "scaler.step"),
+    (partial(with_other_lr, 0), OTHER, "0.05", "0.1"),
+    (partial(with_other_lr, 3), OTHER, "0.05", "0.1"),
+]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_does_not_fit_two_levels(case):
+    body, error, *words = case
+    outcomes = on_threads(4, body, catch=True)
+    assert [type(outcome) for outcome in outcomes] == [error] * 4
     for word in words:
         assert word in str(outcomes[0])
 
 
 def test_a_group_that_only_one_rank_gives():
-    def body():
-        inside, across = groups()
-        Hierarchy(make=lambda: (inside, across if dist.get_rank() == 1 else None))
-
-    outcomes = on_threads(2 * PER_NODE, body, catch=True)
+    outcomes = on_threads(4, partial(Hierarchy, of_one_rank), catch=True)
     assert type(outcomes[0]) is torchcomp.RankMismatchError
     assert "process_group: none on rank 0, set on rank 1" in str(outcomes[0])
 
 
-def test_micro_batches_cannot_be_computed_again_on_one_rank_of_a_node():
+def test_a_method_that_is_registered_after_local_steps():
     def body():
-        script = Hierarchy(scaler=torch.amp.GradScaler("cpu"))
-        script.sync.backward(lambda: loss_of(script.model, *batch(script.rank, 0)))
+        script = Hierarchy()
+        try:
+            torchcomp.register(script.model, TOPK)
+        finally:
+            script.train(0, 3)
+            assert script.sync.next_sync is None
 
-    assert_refused(4, body, torchcomp.UnsupportedModelError, "process_group", "scaler.step")
-
-
-def test_a_layer_that_is_unfrozen_later_is_refused():
-    def body():
-        script = Hierarchy(build=half_frozen)
-        script.model.module[0].requires_grad_(True)
-        script.step(0)
-
-    words = ("'0.weight'", "DistributedDataParallel")
-    assert_refused(4, body, torchcomp.UnsupportedModelError, *words)
+    assert_refused(4, body, UNSUPPORTED, "torchcomp.register before LocalSGD")

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-import torchcomp
 from tests.local_sgd.script import Script
 from tests.support.cases import some
 from tests.support.counting import counted
-from tests.support.models import seeded
+from tests.support.outcomes import same
 from tests.support.ranks import with_fake_ranks
 
 SMALL = 0.0002
@@ -34,29 +33,31 @@ QUIET = {"fragments": (2, 4, 6)}
 grouped = partial(torch.optim.SGD, lr=1.0, momentum=0.9, foreach=True)
 
 
-def deep(layers):
+def deep(layers=4):
     hidden = [nn.Linear(8, 8) for _ in range(layers - 2)]
     return nn.Sequential(nn.Linear(6, 8), *hidden, nn.Linear(8, 3)).double()
 
 
-def steps(local, layers=4, **ddp):
-    """What each of 8 optimizer steps launches and waits for, with ``every(4)``."""
-    build = partial(deep, layers)
-    script = Script("every(4)", 16, build=build, optimizer=grouped, local=local, **ddp)
-    found = []
+def steps(local, layers=4, spec="every(4)", optimizer=grouped, **options):
+    """What each of 8 optimizer steps launches and waits for; the weights, and a state before."""
+    options |= {"build": partial(deep, layers), "optimizer": optimizer, "local": local}
+    script, found = Script(spec, 16, **options), []
     for step in range(8):
         script.optimizer.zero_grad()
         script.backward(step)
+        if step == 6:
+            state = script.sync.state_dict()["local_sgd"]
         with counted() as counts:
             script.optimizer.step()
         found.append(counts)
+        script.scheduler.step()
     script.sync.close()
-    return found
+    return found, script.weights(), state
 
 
 @pytest.fixture(scope="module")
 def optimizer_alone():
-    module = deep(4)
+    module = deep()
     optimizer = grouped(module.parameters())
     for _ in range(2):
         for parameter in module.parameters():
@@ -68,30 +69,27 @@ def optimizer_alone():
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_local_step_launches_and_waits_for_nothing(name, optimizer_alone):
-    found = with_fake_ranks(2, steps, LOCAL[name])
+    found, *_ = with_fake_ranks(2, steps, LOCAL[name])
     for step in QUIET.get(name, (1, 2, 4, 5, 6)):
         assert found[step].launches == optimizer_alone.launches
         assert not found[step].waits
 
 
 @pytest.mark.parametrize("name", some(LOCAL, of=2))
-def test_a_synchronisation_waits_equally_often_for_any_number_of_buckets(name):
-    for layers in (4, 8):
-        found = with_fake_ranks(2, partial(steps, LOCAL[name], layers, bucket_cap_mb=SMALL))
-        assert found[-1].waits.total() == WAITS[name]
-
-
-@pytest.mark.parametrize("name", some(LOCAL, of=2))
-def test_a_synchronisation_launches_equally_much_for_any_number_of_parameters(name):
-    few, many = (with_fake_ranks(2, steps, LOCAL[name], layers) for layers in (4, 8))
+def test_a_synchronisation_waits_and_launches_equally_often_for_any_number_of_layers(name):
+    few, many = (with_fake_ranks(2, steps, LOCAL[name], layers)[0] for layers in (4, 8))
     assert few[-1].launches == many[-1].launches
+    # Also with several buckets.
+    small, *_ = with_fake_ranks(2, partial(steps, LOCAL[name], 8, bucket_cap_mb=SMALL))
+    for found in (few, many, small):
+        assert found[-1].waits.total() == WAITS[name]
 
 
 class Device(torch.optim.Optimizer):
     """SGD whose learning rate is a tensor, which it never reads."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": torch.tensor(lr, dtype=torch.float32)})
+    def __init__(self, params):
+        super().__init__(params, {"lr": torch.tensor(1.0)})
 
     def step(self, closure=None):
         for group in self.param_groups:
@@ -100,44 +98,11 @@ class Device(torch.optim.Optimizer):
 
 
 class Number(Device):
-    """The same with a number that has the same value."""
+    """The same with a number, which has the same values."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, lr)
-        for group in self.param_groups:
-            group["lr"] = group["lr"].item()
-
-
-def rate(step):
-    return 0.05 / (step + 1)
-
-
-def trained(optimizer, spec, local):
-    """The weights after 9 steps, the state in the middle of a round, and the waits of each step."""
-    module = seeded(deep(3))
-    model = torch.nn.parallel.DistributedDataParallel(module)
-    groups = [{"params": list(layer.parameters())} for layer in module]
-    taken = optimizer(groups, lr=0.05)
-    sync = torchcomp.LocalSGD(model, taken, spec, total_steps=16, **local)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
-    waits, state = [], None
-    for step in range(9):
-        taken.zero_grad()
-        model(
-            torch.randn(5, 6, generator=generator, dtype=torch.float64)
-        ).square().mean().backward()
-        with counted() as counts:
-            taken.step()
-        waits.append(counts.waits.total())
-        for group in taken.param_groups:
-            if isinstance(group["lr"], float):
-                group["lr"] = float(torch.tensor(rate(step)))
-            else:
-                group["lr"].fill_(rate(step))
-        state = sync.state_dict() if step == 5 else state
-    weights = torch.cat([p.detach().flatten() for p in module.parameters()])
-    sync.close()
-    return weights, state["local_sgd"], waits
+    def __init__(self, params):
+        super().__init__(params)
+        self.param_groups[0]["lr"] = 1.0
 
 
 @pytest.mark.parametrize(
@@ -146,15 +111,16 @@ def trained(optimizer, spec, local):
 def test_a_learning_rate_on_the_device_is_read_only_where_a_round_needs_it(
     spec, local, monkeypatch
 ):
-    expected = with_fake_ranks(2, trained, Number, spec, local)
+    options = {"spec": spec, "lr": lambda step: 2.0 ** -(4 + step)}
+    _, wanted, expected = with_fake_ranks(2, partial(steps, local, optimizer=Number, **options))
     monkeypatch.setattr("torchcomp.host.can_read", lambda x: False)
-    weights, state, waits = with_fake_ranks(2, trained, Device, spec, local)
-    assert torch.equal(weights, expected[0])
-    fragment, wanted = state["fragments"][0], expected[1]["fragments"][0]
-    assert fragment["lr_sum"] == wanted["lr_sum"] > 0
-    assert not any(waits[step] for step in (1, 2, 5, 6))
+    found, weights, state = with_fake_ranks(2, partial(steps, local, optimizer=Device, **options))
+    assert same(weights, wanted)
+    sums = [each["fragments"][0]["lr_sum"] for each in (state, expected)]
+    assert sums[0] == sums[1] > 0
+    assert not any(found[step].waits for step in (1, 2, 5, 6))
     # At the first step of a round, only a schedule that depends on the learning rate reads it.
-    assert bool(waits[4]) == spec.startswith("qsr")
+    assert bool(found[4].waits) == spec.startswith("qsr")
 
 
 def remedied(remedy, layers):
@@ -185,17 +151,19 @@ def test_a_micro_batch_is_tested_and_added_by_launches_that_do_not_grow_with_the
     assert added[0] == added[1]
 
 
-def created(layers):
-    """The waits of a step that only creates the optimizer's state."""
-    script = Script("every(4)", 16, build=partial(deep, layers), lr=lambda step: 0.0)
-    for parameter in script.model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    with counted() as counts:
-        script.optimizer.step(closure=None)
-    assert script.sync.stats.steps == 0
-    script.sync.close()
-    return counts.waits.total()
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_a_step_that_only_creates_state_is_found_with_one_wait(value):
+    def created(layers):
+        script = Script("every(4)", 16, build=partial(deep, layers), lr=lambda step: 0.0)
+        for parameter in script.model.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        with counted() as counts:
+            script.optimizer.step(closure=None)
+        steps = script.sync.stats.steps
+        script.sync.close()
+        return counts.waits.total(), steps
 
-
-def test_a_step_that_only_creates_state_is_found_with_one_wait():
-    assert with_fake_ranks(2, created, 4) == with_fake_ranks(2, created, 8) == 1
+    for layers in (4, 8):
+        waits, steps = with_fake_ranks(2, created, layers)
+        assert steps == value
+        assert waits == 1 or steps

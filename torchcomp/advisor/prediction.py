@@ -28,7 +28,7 @@ from torchcomp.checks import check_at_least_0, check_count, check_positive
 from torchcomp.component import Component
 from torchcomp.errors import SpecError
 from torchcomp.learning_rates import LRFunction
-from torchcomp.schedules import Horizon, Schedule, synchronisations
+from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
 from torchcomp.spec import parse, parse_aggregator
 
 DDP, BF16 = "ddp", "bf16"

@@ -46,8 +46,9 @@ def check_one_rank(model: DistributedDataParallel) -> None:
     ranks = model.process_group.size()
     if ranks != 1:
         raise UnsupportedModelError(
-            f"with a manager, the ranks of its quorum exchange, but the model's own process group "
-            f"has {ranks} ranks{_TORCHFT}"
+            "with a manager, the ranks of its quorum exchange, but the model's own process group "
+            f"has {ranks} ranks. With torchft, build torch.nn.parallel.DistributedDataParallel("
+            "module, process_group=ProcessGroupDummy(0, 1))"
         )
 
 
@@ -145,61 +146,19 @@ def bucket_caps(model: DistributedDataParallel) -> Caps:
     return listed_bucket_caps(model) or (*first, int(model.bucket_bytes_cap))
 
 
-_LIGHTNING = (
-    ". Lightning wraps the model when training starts: pass Trainer(strategy='ddp', "
-    "callbacks=[Compression(spec)]), or LocalSteps(spec), from torchcomp.integrations.lightning"
-)
-_FABRIC = ". With Fabric, pass torchcomp.integrations.fabric.ddp_model(model)"
-_TORCHFT = (
-    ". With torchft, build torch.nn.parallel.DistributedDataParallel(module, "
-    "process_group=ProcessGroupDummy(0, 1)), and pass manager=manager to torchcomp.register"
-)
-_FRAMEWORKS = {
-    # It installs a hook of its own, and DDP allows only one.
-    ("torchft", "DistributedDataParallel"): _TORCHFT,
-    ("torchft", "PureDistributedDataParallel"): _TORCHFT,
-    ("lightning", "LightningModule"): _LIGHTNING,
-    ("pytorch_lightning", "LightningModule"): _LIGHTNING,
-    ("lightning", "Trainer"): _LIGHTNING,
-    ("pytorch_lightning", "Trainer"): _LIGHTNING,
-    ("lightning", "_FabricModule"): _FABRIC,
-    ("lightning_fabric", "_FabricModule"): _FABRIC,
-    ("transformers", "Trainer"): (
-        ". The Trainer wraps the model when training begins: call trainer.add_callback("
-        "CompressionCallback(trainer, spec)), or LocalStepsCallback, from "
-        "torchcomp.integrations.transformers"
-    ),
-    ("accelerate", "Accelerator"): (
-        ". Pass the model that accelerator.prepare(...) returned, before its first backward pass"
-    ),
-    ("torch", "DDP"): (
-        ". replicate(module) offers only hooks on the module itself. Wrap it with "
-        "torch.nn.parallel.DistributedDataParallel(module) instead"
-    ),
-}
-"""What to do with a class of a framework, by its package and name: torchcomp imports none."""
+_FRAMEWORKS = "For Lightning, Accelerate and other frameworks, see docs/integrations/README.md"
 
 
 def _how_to_wrap(model: object) -> str:
     """Return advice on how to get a DDP model, as the end of an error message."""
-    for cls in type(model).__mro__:
-        advice = _FRAMEWORKS.get((cls.__module__.partition(".")[0], cls.__name__))
-        if advice is not None:
-            return advice
-    # Set by accelerator.prepare(), which wraps a model only if there are several processes.
-    if getattr(model, "_is_accelerate_prepared", False):
-        return (
-            ". Accelerate wraps a model in DistributedDataParallel only if several processes run: "
-            "start them with accelerate launch or torchrun"
-        )
     # From the most specific class to the least: all of these are nn.Modules.
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         return ". Call this on the DDP model, before torch.compile"
-    if isinstance(model, FSDPModule):
+    if isinstance(model, nn.Module) and any(isinstance(m, FSDPModule) for m in model.modules()):
         return (
             ". FSDP2 reduces gradients over its shards itself. To compress what its replicas "
-            'exchange, shard with mesh["shard"] of a mesh of two dimensions, and pass '
-            'torchcomp.register(model, spec, replicate=mesh["replicate"])'
+            'exchange, call fully_shard on the whole model with mesh["shard"] of a mesh of two '
+            'dimensions, and torchcomp.register(model, spec, replicate=mesh["replicate"])'
         )
     if isinstance(model, FullyShardedDataParallel):
         return (
@@ -211,14 +170,8 @@ def _how_to_wrap(model: object) -> str:
             ". DataParallel runs all devices in one process. Start one process per device with "
             "torchrun, and wrap DistributedDataParallel(model.module)"
         )
-    if isinstance(model, nn.Module) and any(isinstance(m, FSDPModule) for m in model.modules()):
-        return (
-            ". fully_shard was called on modules of it, but not on the model itself: do so, and "
-            'pass torchcomp.register(model, spec, replicate=mesh["replicate"])'
-        )
-    if isinstance(model, nn.Module):
-        return ". Wrap it first: model = DistributedDataParallel(model)"
-    return ""
+    wrap = "Wrap it first: model = DistributedDataParallel(model). "
+    return f". {wrap if isinstance(model, nn.Module) else ''}{_FRAMEWORKS}"
 
 
 def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:

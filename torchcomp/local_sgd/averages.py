@@ -1,8 +1,6 @@
 """Averages: how a synchronisation makes the parameters of all ranks equal."""
 
-import weakref
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,28 +9,16 @@ from torch import Tensor
 from torchcomp.aggregators import Mean
 from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.ddp.executors import transport
-from torchcomp.errors import RankFailureError
-from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.keys import Key
-from torchcomp.local_sgd.options import LocalMethod, Parameters
+from torchcomp.local_sgd.method import LocalMethod, Parameters
 from torchcomp.means import average_in_place
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.prepared import Prepared
-from torchcomp.profiling import span
 from torchcomp.state import Kind, Slot
-from torchcomp.traffic import Load
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 
-AT_EXIT_SECONDS = 60.0
-"""How long a process that ends, or has raised, waits for overlapped all-reduces.
-
-Another rank may still wait for them, for example to save its model: they get the time that they
-need, except behind a rank that never joins.
-"""
-
-Future = torch.futures.Future[Tensor]
 Due = Sequence[tuple[Group, float]]
 """Groups of parameters to average, each with the mean learning rate of its round."""
 
@@ -49,6 +35,23 @@ class ExactMean(Mean):
 
     def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         average_in_place(bucket.exchange, g)
+
+
+def require_finite(
+    exchange: Exchange, finite: Tensor, where: str, tensors: Mapping[str, Tensor]
+) -> None:
+    """Raise NonFiniteError on every rank, unless `finite`, a bool on the device, holds on all.
+
+    Args:
+        exchange: the ranks, which call this together.
+        finite: whether this rank's values are finite.
+        where: what was examined, for the error.
+        tensors: by name; the error names those of each rank that are not finite.
+    """
+    # conclude() skips its collective if no message was received in this step.
+    exchange.must_conclude = True
+    if not exchange.conclude(finite, where, UNCHANGED):
+        raise FiniteWatch(exchange).error(where, UNCHANGED, sorted(tensors.items()))
 
 
 class Averages:
@@ -175,116 +178,3 @@ class PseudoGradients(Averages):
 
     def _first_reference(self, name: str, out: Tensor) -> None:
         out.copy_(self._read((name,)).flat)
-
-
-class OverlappedAverages(Averages):
-    """The same exact mean, by async all-reduces that overlap with the code after the step.
-
-    Every layer waits for its own parameters before it computes. Earlier layers, and code that reads
-    no parameter, run without waiting.
-
-    Attributes:
-        async_exchange: issues the all-reduces. With gloo it has its own process group, because
-            DDP and the user issue collectives from another thread.
-    """
-
-    def __init__(
-        self,
-        method: LocalMethod,
-        exchange: ProcessGroupExchange,
-        parameters: Parameters,
-        groups: Sequence[Group],
-    ) -> None:
-        super().__init__(method, exchange, parameters, groups)
-        self.async_exchange, self._executor = transport(exchange.group, exchange.device)
-        self._of_layers = frozenset(parameters)
-        self._running: list[tuple[Bucket, Future]] = []
-        self._stopped = False
-        self._finalizer = weakref.finalize(self, self._executor.close, AT_EXIT_SECONDS)
-
-    def close(self) -> None:
-        """End the thread and the connections of the all-reduces, after all of them."""
-        if self._finalizer.detach() is not None:
-            self._executor.close()
-            self.async_exchange.close()
-
-    def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
-        # The groups run from the last layers to the first. The next forward pass needs the first
-        # layers first, so their all-reduce is issued first.
-        buckets = [self._read(group) for group, _ in reversed(due)]
-        where = f"the parameters after step {step}"
-        # Check before sending: once optimizer.step() has returned, there is no call in which all
-        # ranks could still raise together.
-        self._require_finite(buckets, where)
-        # Counted now, although they move later: the counters of a step do not change after it.
-        nbytes = sum(bucket.flat.nbytes for bucket in buckets)
-        self.averager.exchange.count(Load(summed=nbytes))
-        self.averager.finish(dense_bytes=dense_bytes, where=where)
-        self._running = [(bucket, self._mean(i, bucket)) for i, bucket in enumerate(buckets)]
-        # Parameters added after the start can belong to modules without a waiting hook.
-        self.wait(set(self.averager.parameters) - self._of_layers)
-
-    def wait(self, names: set[str] | None = None) -> None:
-        left = []
-        for bucket, mean in self._running:
-            if names is None or not names.isdisjoint(bucket.names):
-                if self._stopped and not mean.done():
-                    raise RankFailureError(
-                        "an exception has ended the local steps while the parameters were being "
-                        "averaged, and another rank did not join. Restart all ranks from their "
-                        "last checkpoint"
-                    )
-                with span("wait"):
-                    mean.wait()
-                bucket.write(self.averager.parameters)
-            else:
-                left.append((bucket, mean))
-        # Only now: if an average failed, later calls must raise as well.
-        self._running = left
-
-    def stop(self) -> None:
-        if self._finalizer.detach() is None:
-            return
-        self._stopped = True
-        self._executor.close(AT_EXIT_SECONDS)
-        with suppress(Exception):  # the error of the caller is on its way
-            self.wait()
-            self.async_exchange.close()
-
-    def _mean(self, number: int, bucket: Bucket) -> Future:
-        """Start the async all-reduce of a bucket."""
-        device = bucket.flat.device
-        # A future with a device records CUDA events: wait() then blocks the stream, not the host.
-        future: Future = torch.futures.Future(devices=[device] if bucket.flat.is_cuda else [])
-
-        def make() -> None:
-            try:
-                with span("average", number):
-                    average_in_place(self.async_exchange, bucket.flat)
-                future.set_result(bucket.flat)
-            except Exception as error:
-                # An uncaught error would end the executor's thread, and wait() would hang.
-                future.set_exception(error)  # type: ignore[arg-type]
-
-        self._executor.submit(make)
-        return future
-
-    def _require_finite(self, buckets: list[Bucket], where: str) -> None:
-        """Raise on every rank if the values of any rank, or their sum, overflow."""
-        exchange = self.averager.exchange
-        # On the device, because a test of each bucket on the host would wait for each.
-        finite = torch.ones((), dtype=torch.bool, device=exchange.device)
-        watch = FiniteWatch(exchange)
-        for bucket in buckets:
-            watch.before(bucket)
-            if bucket.flat.numel():
-                lowest, highest = torch.aminmax(bucket.flat)
-                # world_size values of at most this size cannot overflow when they are added up.
-                limit = torch.finfo(bucket.flat.dtype).max / exchange.world_size
-                # Written so that NaN, which compares as false, counts as not finite.
-                finite &= (lowest >= -limit) & (highest <= limit)
-        # conclude() skips its collective if no message was received in this step. Here the ranks
-        # have exchanged nothing yet, and each has looked only at its own values.
-        exchange.must_conclude = True
-        if not exchange.conclude(finite, where, UNCHANGED):
-            raise watch.error(where, UNCHANGED)

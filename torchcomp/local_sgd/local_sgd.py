@@ -1,6 +1,7 @@
 """LocalSGD: local optimizer steps, and an average of the parameters at the end of each round."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -10,15 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import Component
 from torchcomp.ddp.checks import check_is_ddp
-from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
 from torchcomp.local_sgd.hooks import Hooks
 from torchcomp.local_sgd.local_steps import LocalSteps
-from torchcomp.local_sgd.options import ProcessGroup, Specs, check_arguments, ranks_of
+from torchcomp.local_sgd.method import ProcessGroup, Specs, parsed, ranks_of
+from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.overflow import backward_until_finite
-from torchcomp.outer_steps import OuterStep
-from torchcomp.schedules import Schedule
+from torchcomp.local_sgd.saving import restore, state_of
+from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.stats import Stats
 
 
@@ -41,18 +42,17 @@ class LocalSGD(Gatherable):
     synchronisation, all ranks have the same parameters, bit for bit.
 
     Momentum and Adam moments stay local by default; see ``moments``. BatchNorm's running statistics
-    are averaged at every synchronisation. :func:`torchcomp.reestimate_batchnorm` fits them to the
-    averaged weights, as in the paper. Other buffers stay local, because DDP's broadcast is off
-    until :meth:`close`. A moving average of
-    the weights (EMA) is the same on all ranks if it is updated between rounds, where
-    :attr:`next_sync` is None. A parameter that is added to an optimizer later, or unfrozen, is
-    averaged from its first step on. DDP does not reduce its gradient after :meth:`close`.
+    are averaged at every synchronisation, and :func:`torchcomp.reestimate_batchnorm` fits them to
+    the averaged weights, as in the paper. Other buffers stay local: DDP's broadcast is off until
+    :meth:`close`. A moving average of the weights (EMA) is the same on all ranks if it is updated
+    between rounds, where :attr:`next_sync` is None. A parameter that is added to an optimizer
+    later, or unfrozen, is averaged from its first step on. DDP does not reduce its gradient after
+    :meth:`close`.
 
     The training loop stays as it is: hooks on the model and the optimizer do the work. They count
     calls of ``optimizer.step()``, or of ``scaler.step(optimizer)`` whether it skips or not, because
-    a GradScaler can skip on one rank and not on another. The average happens inside that call. If a
-    rank drops a batch without such a call, this is not detected. From then on its batches differ
-    from those of the other ranks.
+    a GradScaler can skip on one rank and not on another. The average happens inside that call. A
+    rank that drops a batch without such a call is not found: its batches differ from then on.
 
     Args:
         model: a DDP model. :func:`torchcomp.register` may be called on it only before this, and
@@ -61,7 +61,7 @@ class LocalSGD(Gatherable):
             train it. With a list, a step counts when each has been stepped once. Learning rates
             must be the same on all ranks. This is checked at the first step and at every
             synchronisation.
-        spec: the schedule, such as ``"every(8)"`` or ``"qsr(alpha=0.0175, h_base=4)"``. The latter
+        spec: the schedule. Try ``"every(8)"`` first, then ``"qsr(alpha=0.0175, h_base=4)"``, which
             reads the largest learning rate of the parameter groups. A list gives one schedule to
             each optimizer, and the parameters of each then have their own rounds. ``"auto"``
             averages after each step, measures 50 steps, and logs which schedule it proposes.
@@ -71,21 +71,20 @@ class LocalSGD(Gatherable):
         warmup_steps: W, steps of learning-rate warm-up.
         scaler: the loop's ``GradScaler``. The first step raises if it is taken by an enabled scaler
             that was not passed.
-        compress: how pseudo-gradients are averaged: any method for :func:`torchcomp.register`.
-            ``"mean"`` is the exact mean of the parameters.
+        compress: how pseudo-gradients are averaged: any method for :func:`torchcomp.register`. Try
+            ``"ef(topk(0.01))"``. ``"mean"`` is the exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
             momentum=0.9)"`` (:class:`torchcomp.local_sgd.SlowMo`, ``Nesterov``). None adds the mean
             pseudo-gradient to the parameters.
         moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
             alone, ``"average"`` averages it uncompressed, ``"reset"`` clears it.
-        fragments: P, the number of pieces that the parameters are cut into, as in Streaming DiLoCo.
-            The pieces synchronise one after another: P times as often, 1/P of the bytes each time.
+        fragments: P, the number of pieces that the parameters are cut into, as in Streaming DiLoCo;
+            try 4. They synchronise one after another: P times as often, 1/P of the bytes each time.
             In most runs, ranks then have equal parameters only at the end. A checkpoint from before
             the end then needs the same number of ranks.
         overlap: let the average overlap with the code after the optimizer step. Every layer waits
             for its own parameters, so results are the same bit for bit. Call :meth:`wait` before
-            other code reads parameters. Examples are an EMA, and a module without parameters that
-            reads those of a child without calling it.
+            other code reads parameters, such as an EMA.
         process_group: for two levels, a group that contains one rank of each node. A mesh of one
             dimension, such as ``mesh["node"]``, works as well. Parameters are averaged over this
             group. DDP reduces gradients at every step in its own group, the node. To compress them
@@ -127,20 +126,19 @@ class LocalSGD(Gatherable):
         seed: int = 0,
     ) -> None:
         check_is_ddp(model)
-        options = {
+        options: dict[str, Any] = {
             **{"spec": spec, "total_steps": total_steps, "warmup_steps": warmup_steps},
             **{"compress": compress, "outer": outer, "moments": moments, "fragments": fragments},
             **{"overlap": overlap, "seed": seed},
         }
-        # Any, because users also pass objects of other types, which check_arguments() reports.
-        argument: Any = optimizer
+        argument: Any = optimizer  # users also pass other types, which parsed() reports
         optimizers = list(argument) if isinstance(argument, list | tuple) else [argument]
         exchange, two_levels = ranks_of(model, process_group), process_group is not None
         # Inside build(), because an error on one rank alone would leave the others waiting.
         method = exchange.build(
             "torchcomp.LocalSGD",
             {**options, "process_group": "set" if two_levels else "none"},
-            lambda: check_arguments(model, optimizers, scaler, two_levels, options),
+            lambda: parsed(model, optimizers, scaler, two_levels, options),
         )
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
         self._hooks = Hooks(model, self._steps)
@@ -178,7 +176,8 @@ class LocalSGD(Gatherable):
 
         Any thread can read them at any time.
         """
-        return self._steps.stats
+        traffic, steps = self._steps.counters
+        return replace(traffic, steps=steps)
 
     @property
     def seconds_waited(self) -> float:
@@ -194,7 +193,7 @@ class LocalSGD(Gatherable):
         The slot "reference" stores the parameters of the last synchronisation, "outer_momentum" the
         momentum of the outer step.
         """
-        return self._steps.averages.averager.residual_norms(slot)
+        return self._steps.averager.residual_norms(slot)
 
     def wait(self) -> None:
         """With ``overlap``, wait until all parameters have their averages."""
@@ -227,19 +226,10 @@ class LocalSGD(Gatherable):
             UnsupportedModelError: with ``process_group``.
             NonFiniteError: if the gradients are not finite at any of these scales.
         """
-        if self._steps.scaler is None:
-            raise SpecError(
-                "sync.backward needs the scaler of the training loop: pass it to "
-                "torchcomp.LocalSGD(..., scaler=scaler)"
-            )
-        if self._steps.method.two_levels:
-            # One rank's second backward pass would wait in DDP's all-reduce for the other ranks.
-            raise UnsupportedModelError(
-                "sync.backward repeats a backward pass on one rank, which process_group does not "
-                "allow: the ranks of a node reduce gradients together. Use scaler.step(optimizer), "
-                "which skips on all ranks of a node or on none"
-            )
-        return backward_until_finite(self._steps.scaler, self._steps.optimizers, compute, tries)
+        steps = self._steps
+        return backward_until_finite(
+            steps.scaler, steps.optimizers, compute, tries, alone=not steps.method.two_levels
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's step count, rounds, residual and outer momentum.
@@ -256,7 +246,8 @@ class LocalSGD(Gatherable):
         Raises:
             RuntimeError: if some of several optimizers have been stepped and others have not.
         """
-        return self._steps.state_dict()
+        self._steps.require_whole_step("state_dict")
+        return state_of(self._steps.method, self._steps.clock, self._steps.averager)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` of this rank returned; on error, nothing changes.
@@ -270,11 +261,13 @@ class LocalSGD(Gatherable):
                 rank.
             RuntimeError: if some of several optimizers have been stepped and others have not.
         """
-        self._steps.load_state_dict(state)
+        steps = self._steps
+        steps.require_whole_step("load_state_dict")
+        steps.resumed(restore(state, steps.method, steps.clock, steps.averager))
 
     @property
     def _gather_over(self) -> Exchange:
-        return self._steps.averages.averager.exchange
+        return self._steps.averager.exchange
 
     @property
     def _gathers(self) -> bool:

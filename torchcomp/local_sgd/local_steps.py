@@ -3,10 +3,9 @@
 import logging
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
-from itertools import chain
+from inspect import currentframe
 from numbers import Real
+from types import CodeType
 from typing import Any
 
 import torch
@@ -19,22 +18,14 @@ from torchcomp.aggregators import planned_traffic
 from torchcomp.batchnorm import statistics_of, updated_layers
 from torchcomp.bucket import partition
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
-from torchcomp.errors import CheckpointError, ScheduleError, UnsupportedModelError
+from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 from torchcomp.exchange import ProcessGroupExchange
-from torchcomp.local_sgd.averages import Averages, OverlappedAverages, PseudoGradients
+from torchcomp.local_sgd.averages import Averages, PseudoGradients
+from torchcomp.local_sgd.method import LocalMethod, Optimizers, Parameters, check_values
 from torchcomp.local_sgd.optimizer_state import mean_state, state_to_average
-from torchcomp.local_sgd.options import (
-    LocalMethod,
-    Parameters,
-    check_no_hook,
-    check_no_other_scaler,
-    check_values,
-    warn_if_rarely_averaged,
-)
+from torchcomp.local_sgd.overlap import OverlappedAverages
 from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of
-from torchcomp.local_sgd.saving import restore, state_of
 from torchcomp.profiling import label
-from torchcomp.stats import Stats
 from torchcomp.traffic import sum_bytes
 
 _log = logging.getLogger(__package__)
@@ -47,22 +38,14 @@ _LOST_STEP = (
 )
 
 
-def largest(known: list[float], others: list[Tensor]) -> float | Tensor:
-    """The largest learning rate, or 0 if there are none; a tensor if there are `others`."""
-    highest = max(known, default=0.0)
-    if not others:
-        return highest
-    # In float64, in which the host adds them up as well.
-    values = torch.stack([lr.detach().double().reshape(()) for lr in others])
-    return values.amax().clamp(min=highest)
-
-
 class LocalSteps:
     """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
 
     Attributes:
         seconds_waited: time of all synchronisations.
         proposing: measures steps for the schedule "auto".
+        counters: traffic and steps. Assigned together, because other threads can read them.
+        first_in_node: whether this rank stands for its node; always, with one level.
         forward: whether a forward pass in training has begun since the last step. Ranks can run
             different numbers of them per step, but a step without any had no batch.
     """
@@ -70,7 +53,7 @@ class LocalSteps:
     def __init__(
         self,
         model: DistributedDataParallel,
-        optimizers: Sequence[torch.optim.Optimizer],
+        optimizers: Optimizers,
         method: LocalMethod,
         exchange: ProcessGroupExchange,
         scaler: torch.amp.GradScaler | None,
@@ -82,19 +65,18 @@ class LocalSteps:
         self.forward = False
         self.seconds_waited = 0.0
         self._missing = 0  # steps without a forward pass before them
-        self._stepped: set[int] = set()  # indices of the optimizers that have taken this step
+        self._stepped: set[int] = set()  # the optimizers that have taken this step, by index
         trained = dict(trained_parameters(model))
         fragments = fragments_of(method, trained, bucket_caps(model))
         self.clock = Clock(method.horizon.total_steps, fragments)
-        groups = [group for fragment in fragments for group in fragment.groups]
-        names = set(chain.from_iterable(groups))
+        names = {name for fragment in fragments for name in fragment.names}
         parameters = {name: p for name, p in trained.items() if name in names}
         kind = Averages if method.plain else PseudoGradients
         kind = OverlappedAverages if method.overlap else kind
+        groups = [group for fragment in fragments for group in fragment.groups]
         self.averages = kind(method, exchange, parameters, groups)
-        self._averager = self.averages.averager
-        # Traffic and steps. Assigned together, because other threads can read them at any time.
-        self._counters = self._averager.stats, 0
+        self.averager = self.averages.averager
+        self.counters = self.averager.stats, 0
         # Parameters whose gradients DDP reduces.
         self._reduced = set(map(id, trained.values()))
         # Parameters that never count as late: averaged already, or ignored by DDP.
@@ -106,7 +88,6 @@ class LocalSteps:
         # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
         # load a checkpoint, the others must take part in the comparison that finds this.
         self._verified = False
-        # With one level, "the node" is the exchange: each of its ranks has a state of its own.
         self.first_in_node = not method.two_levels or dist.get_rank(model.process_group) == 0
         self._warned = False  # whether the log says what an evaluation inside a round means
         # On one rank only: with two levels, each rank of a node is in another exchange.
@@ -118,7 +99,6 @@ class LocalSteps:
             self.proposing = Proposing(exchange, self._logs)
         if self._logs:
             self._log_method()
-            warn_if_rarely_averaged(method, optimizers)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -134,25 +114,18 @@ class LocalSteps:
                 "the model is evaluated after step %d, inside a round: until the ranks average "
                 "after step %d, every rank has its own model. Evaluate and save where "
                 "sync.next_sync is None",
-                self.clock.step,
-                next_sync,
+                *(self.clock.step, next_sync),
             )
 
     def _log_method(self) -> None:
-        averager, method = self._averager, self.method
+        averager, method = self.averager, self.method
         shapes = [averager.shape_of(group) for group in averager.groups]
         wide, ranks = [shape.wide() for shape in shapes], averager.exchange.world_size
         _log.info(
-            "local steps with %s, total_steps=%d, compress=%s, outer=%s: %d parameters with %s "
-            "elements, groups: %d; averaging the parameters sends %s bytes, and a step of plain "
-            "DDP %s",
-            method.spec,
-            self.clock.total_steps,
-            method.aggregator,
-            method.outer,
-            len(averager.parameters),
-            f"{sum(shape.numel for shape in shapes):,}",
-            len(shapes),
+            "local steps with %s, total_steps=%d, compress=%s, outer=%s: averaging the %d "
+            "parameters, groups: %d, sends %s bytes, and a step of plain DDP %s",
+            *(method.spec, self.clock.total_steps, method.aggregator, method.outer),
+            *(len(averager.parameters), len(shapes)),
             f"{planned_traffic(method.aggregator, wide, ranks).sent:,}",
             f"{planned_traffic(method.aggregator, shapes, ranks).dense:,}",
         )
@@ -180,17 +153,16 @@ class LocalSteps:
             _log.warning(
                 "optimizer step %d is beyond total_steps=%d: from here on, the ranks average after "
                 "every step. Pass a larger total_steps if the run is longer",
-                step + 1,
-                total,
+                *(step + 1, total),
             )
         self._add_late()
         if self._verified:
             self._begin_rounds()
         else:
             # build() exchanges messages, so it runs only at the first step and after a checkpoint.
-            between, advice = self._averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
+            between, advice = self.averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
             between.build("the first local step", {}, self._first_step, advice)
-            self.averages.start(self._averager.groups)
+            self.averages.start(self.averager.groups)
             self._expected_weights = None
             self._verified = True
 
@@ -208,11 +180,12 @@ class LocalSteps:
         self.forward = False
         due = []
         for fragment in self.clock.fragments:
-            fragment.lr_sum += largest(*self._lrs(fragment))
+            known, others = self._lrs(fragment)
+            fragment.lr_sum += _largest(known, others) if others else max(known, default=0.0)
             if fragment.end == self.clock.step:
                 due.append(fragment)
         if not due:
-            self._counters = self._counters[0], self.clock.step
+            self.counters = self.counters[0], self.clock.step
             return
         start = time.perf_counter()
         if self.proposing is not None:
@@ -220,49 +193,40 @@ class LocalSteps:
         try:
             self._synchronise(due)
         finally:
-            # A synchronisation that failed has sent bytes, and its step counts.
-            self._counters = self._averager.stats, self.clock.step
+            # Also of a synchronisation that failed: it has sent bytes, and its step counts.
+            self.counters = self.averager.stats, self.clock.step
             self.seconds_waited += time.perf_counter() - start
         if self.proposing is not None:
             self.proposing.end()
-
-    @property
-    def stats(self) -> Stats:
-        """The counters after the last step, for any thread."""
-        traffic, steps = self._counters
-        return replace(traffic, steps=steps)
 
     def _begin_rounds(self, verifying: bool = False) -> None:
         # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
         for fragment in self.clock.fragments:
             if fragment.end == self.clock.step:
+                lrs, others = self._lrs(fragment)
                 # Reading a learning rate on an accelerator waits for it. Without need, leave it
                 # out: a synchronisation compares the sum of the learning rates in any case.
-                reads = verifying or fragment.schedule.reads_lr
-                lrs, others = self._lrs(fragment)
-                lrs += map(float, others if reads else ())
-                fragment.begin_round(self.clock.step, lrs, self.method)
+                if verifying or fragment.schedule.reads_lr:
+                    lrs += map(float, others)
+                fragment.begin_round(self.clock.step, lrs, self.method.horizon)
                 if self._logs:
                     fragment.warn_if_long(self.clock.total_steps)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
-        """Check this rank before the first step of the run or after a checkpoint was loaded.
-
-        Returns:
-            None, and the values that must be equal on all ranks.
-        """
-        # A scaler records its optimizer only when it takes a step, so the constructor is too early.
-        check_no_other_scaler(self.optimizers, self.scaler)
-        model, two_levels = self._model(), self.method.two_levels
-        # A hook can have been registered since the constructor checked.
-        if model is not None and not two_levels:
-            check_no_hook(model)
+        """Check this rank; return None, and the values that must be equal on all ranks."""
+        for found in callers(torch.amp.GradScaler.step.__code__):
+            if found is not self.scaler and found.is_enabled():
+                raise SpecError(
+                    "a GradScaler that was not passed to LocalSGD takes this optimizer step. It "
+                    "can skip steps on some ranks only: use torchcomp.LocalSGD(..., scaler=scaler)",
+                    "scaler",
+                )
         # The plain average makes any parameters equal. Pseudo-gradients are applied to x, and ranks
         # of a node reduce gradients: both need equal parameters at the start.
-        must_be_equal = two_levels or not self.method.plain
+        must_be_equal = self.method.two_levels or not self.method.plain
         digest = None
         if self._expected_weights is not None or must_be_equal:
-            digest = checkpoint.digest_of(self._averager.parameters)
+            digest = checkpoint.digest_of(self.averager.parameters)
         if self._expected_weights not in (None, digest):
             raise CheckpointError(
                 "the parameters are not those of the checkpoint: load each rank's own weights "
@@ -279,13 +243,8 @@ class LocalSteps:
         return None, shared
 
     def _lrs(self, fragment: Fragment) -> tuple[list[float], list[Tensor]]:
-        """The learning rates of the fragment's parameter groups, where "lr" is a number.
-
-        Returns:
-            Those that the host knows, and those that it could only read with a wait.
-        """
-        known: list[float] = []
-        others: list[Tensor] = []
+        """The learning rates of the fragment's groups; last, those that only a wait could read."""
+        known, others = list[float](), list[Tensor]()
         for index in fragment.owners:
             optimizer = self._optimizers[index]()
             for group in optimizer.param_groups if optimizer is not None else ():
@@ -305,7 +264,7 @@ class LocalSteps:
         If this raises, it raises on every rank and no round has ended.
         """
         step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
-        averager, held = self._averager, self._averager.parameters
+        averager, held = self.averager, self.averager.parameters
         exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
         model = self._model()
         statistics = {} if model is None else statistics_of(updated_layers(model.module))
@@ -360,12 +319,14 @@ class LocalSteps:
 
         They can be new, or unfrozen since the last step.
         """
-        model = self._model()
         for index, held in enumerate(self._optimizers):
-            optimizer = held()
-            groups = () if optimizer is None else optimizer.param_groups
-            late = {id(p) for g in groups for p in g["params"] if p.requires_grad} - self._known
-            if late and model is not None:
+            optimizer, late = held(), set()
+            for group in () if optimizer is None else optimizer.param_groups:
+                for parameter in group["params"]:
+                    if id(parameter) not in self._known and parameter.requires_grad:
+                        late.add(id(parameter))
+            model = self._model() if late else None
+            if model is not None:
                 named = model.module.named_parameters()
                 # torch.compile adds this prefix. Names must match those of an uncompiled model.
                 new = {n.replace("_orig_mod.", ""): p for n, p in named if id(p) in late}
@@ -386,7 +347,7 @@ class LocalSteps:
         last = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
         last.groups = (*last.groups, *groups)
         self._known |= set(map(id, new.values()))
-        self._averager.add(new, groups)
+        self.averager.add(new, groups)
         self.averages.start(groups)
         # Verified at the next synchronisation. Pseudo-gradients need the same first values on all
         # ranks, but the plain average makes any values equal.
@@ -395,20 +356,8 @@ class LocalSteps:
 
     # --- Checkpoints ---
 
-    def state_dict(self) -> dict[str, Any]:
-        """See :meth:`torchcomp.LocalSGD.state_dict`."""
-        self._require_whole_step("state_dict")
-        return state_of(self.method, self.clock, self._averager)
-
-    def load_state_dict(self, state: Any) -> None:
-        """See :meth:`torchcomp.LocalSGD.load_state_dict`."""
-        self._require_whole_step("load_state_dict")
-        # The weights are checked at the next step: users load them before or after this state.
-        self._expected_weights = restore(state, self.method, self.clock, self._averager)
-        self._verified = False
-        self._counters = self._averager.stats, self.clock.step
-
-    def _require_whole_step(self, call: str) -> None:
+    def require_whole_step(self, call: str) -> None:
+        """Raise RuntimeError if only some optimizers have been stepped; wait for averages."""
         if self._stepped:
             raise RuntimeError(
                 f"{call} was called after only optimizers {sorted(self._stepped)} of "
@@ -416,3 +365,28 @@ class LocalSteps:
             )
         # The parameters, and their checksum, must be those after the average.
         self.averages.wait()
+
+    def resumed(self, weights: int) -> None:
+        """Note that a state was loaded, and the checksum of the parameters that belong to it."""
+        # Checked at the next step: users load the weights before or after this state.
+        self._expected_weights = weights
+        self._verified = False
+        self.counters = self.averager.stats, self.clock.step
+
+
+def _largest(known: list[float], others: list[Tensor]) -> Tensor:
+    """The largest learning rate, of those that the host knows and `others` on an accelerator."""
+    # In float64, in which the host adds them up as well.
+    values = torch.stack([lr.detach().double().reshape(()) for lr in others])
+    return values.amax().clamp(min=max(known, default=0.0))
+
+
+def callers(code: CodeType) -> list[Any]:
+    """Return the `self` of each running call of the method with this code, innermost first."""
+    # No caller may keep a frame: it would keep all tensors of the script's functions alive.
+    frame, found = currentframe(), []
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return found

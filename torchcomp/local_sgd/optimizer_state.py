@@ -15,9 +15,9 @@ from torch import Tensor
 
 from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.local_sgd.averages import UNCHANGED
+from torchcomp.local_sgd.averages import require_finite
 from torchcomp.means import exact_mean
-from torchcomp.nonfinite import FiniteWatch, all_finite
+from torchcomp.nonfinite import all_finite
 
 
 def state_to_average(
@@ -29,25 +29,21 @@ def state_to_average(
         SpecError: if the state contains something that cannot be averaged, naming it.
     """
     found = {}
-    # The name has the optimizer's index, because two optimizers can train the same parameter. The
-    # key comes last: the test for step counts below reads it.
-    entries = {
-        f"{name}{f' (optimizer {index})' if index else ''} {key}": value
-        for index, optimizer in enumerate(optimizers)
-        for name, parameter in parameters.items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-    for name, value in entries.items():
-        if not isinstance(value, Tensor | Number | str | None):
-            raise SpecError(
-                f"moments='average' cannot average the optimizer's state '{name}': it is a "
-                f"{type(value).__name__}, not a tensor or number. Use moments='local' or 'reset'",
-                "moments",
-            )
-        # Adam's bias correction needs the rank's own count. A rank without state must not lower it.
-        counts_steps = name.endswith(" step")
-        if isinstance(value, Tensor) and value.is_floating_point() and not counts_steps:
-            found[name] = value
+    for index, optimizer in enumerate(optimizers):
+        # Two optimizers can train the same parameter.
+        suffix = f" (optimizer {index})" if index else ""
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor | Number | str | None):
+                    raise SpecError(
+                        f"moments='average' cannot average the optimizer's state '{name} {key}': "
+                        f"it is a {type(value).__name__}, not a tensor or number. Use "
+                        "moments='local' or 'reset'",
+                        "moments",
+                    )
+                # Adam's bias correction needs the rank's own count of steps.
+                if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
+                    found[f"{name}{suffix} {key}"] = value
     return found
 
 
@@ -57,20 +53,16 @@ def mean_state(exchange: Exchange, mine: Mapping[str, Tensor], step: int) -> dic
     Raises:
         NonFiniteError: on every rank, if a mean is not finite.
     """
-    device, tensors = exchange.device, dict(mine)
+    tensors, device = dict(mine), exchange.device
     layout = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
     # Compare a checksum first: usually all ranks have the same tensors, and gathering the names of
     # all of them costs more than one small collective.
     if not exchange.same(zlib.crc32(repr(sorted(layout.items())).encode())):
         for theirs in exchange.gather_objects(layout):
             for name, (shape, dtype) in theirs.items():
-                if name not in tensors:
-                    tensors[name] = torch.zeros(shape, dtype=dtype, device=device)
+                tensors.setdefault(name, torch.zeros(shape, dtype=dtype, device=device))
     # Sorted, because the order in which an optimizer creates state can differ between ranks.
     means = exact_mean(exchange, dict(sorted(tensors.items())))
-    # One flag on the device, because a test of each mean on the host would wait for each.
-    finite = all_finite(means.values(), device)
     where = f"the averages of optimizer state or BatchNorm statistics after step {step}"
-    if not exchange.conclude(finite, where, UNCHANGED):
-        raise FiniteWatch(exchange).error(where, UNCHANGED, sorted(tensors.items()))
+    require_finite(exchange, all_finite(means.values(), device), where, tensors)
     return means

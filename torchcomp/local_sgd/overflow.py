@@ -6,29 +6,38 @@ import torch
 from torch import Tensor
 
 from torchcomp.checks import check_count
-from torchcomp.errors import NonFiniteError
+from torchcomp.errors import NonFiniteError, SpecError, UnsupportedModelError
 from torchcomp.nonfinite import all_finite
 
 
 def backward_until_finite(
-    scaler: torch.amp.GradScaler,
+    scaler: torch.amp.GradScaler | None,
     optimizers: Sequence[torch.optim.Optimizer],
     compute: Callable[[], Tensor],
     tries: int,
+    alone: bool = True,
 ) -> Tensor:
     """Add the unscaled gradients of a micro-batch to ``.grad``, at the first scale that fits.
 
-    1. Set the gradients of earlier micro-batches aside, and compute the scaled loss and its
-       gradients.
-    2. Unscale them. If any is not finite, lower the scale (``scaler.update()``) and repeat from 1.
-    3. Add the gradients that were set aside.
-
     The scaler's growth interval then counts micro-batches. Any error leaves ``.grad`` as it was.
+    `alone` tells whether this rank can repeat a backward pass without others.
     """
+    if scaler is None:
+        raise SpecError(
+            "sync.backward needs the scaler of the training loop: pass it to "
+            "torchcomp.LocalSGD(..., scaler=scaler)",
+            "scaler",
+        )
+    if not alone:
+        raise UnsupportedModelError(
+            "sync.backward repeats a backward pass on one rank, which process_group does not "
+            "allow: the ranks of a node reduce gradients together. Use scaler.step(optimizer), "
+            "which skips on all ranks of a node or on none"
+        )
     check_count("tries", tries)
     parameters = [p for each in optimizers for group in each.param_groups for p in group["params"]]
-    # 1. Copies away from .grad, where unscale_() would divide them by the scale a second time. With
-    # gradient_as_bucket_view, DDP writes into the memory of the old .grad as well.
+    # Set the gradients of earlier micro-batches aside: unscale_() would divide them by the scale a
+    # second time. In a copy, because with gradient_as_bucket_view DDP writes into the old .grad.
     earlier = [p for p in parameters if p.grad is not None]
     aside = [torch.empty_like(p.grad) for p in earlier]
     if aside:
@@ -42,14 +51,12 @@ def backward_until_finite(
                 parameter.grad = None
             loss = compute()
             scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
-            # 2. Unscale and test.
             for optimizer in optimizers:
                 scaler.unscale_(optimizer)
             # One flag for all gradients, and a single wait for the device.
             found = [p.grad for p in parameters if p.grad is not None]
             finite = not found or bool(all_finite(found, found[0].device))
-            # After every try: update() also resets the scaler, so that unscale_() can be called
-            # again for the next micro-batch.
+            # After every try: unscale_() can be called again only after update().
             scaler.update()
             if finite:
                 break
@@ -57,15 +64,12 @@ def backward_until_finite(
         # After an error, or if no scale fits, drop this micro-batch's gradients.
         for parameter in parameters if not finite else ():
             parameter.grad = None
-        # 3. Restore the earlier micro-batches, and add them to this one in one call.
-        both = [
-            (p.grad, before) for p, before in zip(earlier, aside, strict=True) if p.grad is not None
-        ]
+        both = [(p.grad, g) for p, g in zip(earlier, aside, strict=True) if p.grad is not None]
         if both:
             torch._foreach_add_(*map(list, zip(*both, strict=True)))
-        for parameter, before in zip(earlier, aside, strict=True):
+        for parameter, gradient in zip(earlier, aside, strict=True):
             if parameter.grad is None:
-                parameter.grad = before
+                parameter.grad = gradient
     if not finite:
         raise NonFiniteError(
             f"the gradients of a micro-batch were not finite in {tries} tries, and the scale is "

@@ -8,8 +8,8 @@ from itertools import accumulate, chain, pairwise
 from torch import Tensor
 
 from torchcomp.bucket import Caps, Group, merge, partition
-from torchcomp.local_sgd.options import LocalMethod, Parameters
-from torchcomp.schedules import Schedule
+from torchcomp.local_sgd.method import LocalMethod, Parameters
+from torchcomp.local_sgd.schedules import Horizon, Schedule
 
 _log = logging.getLogger(__package__)
 
@@ -38,17 +38,18 @@ class Fragment:
         """Names of all parameters of the fragment."""
         return list(chain.from_iterable(self.groups))
 
-    def begin_round(self, step: int, lrs: list[float], method: LocalMethod) -> None:
+    def begin_round(self, step: int, lrs: list[float], horizon: Horizon) -> None:
         """Fix the length of the round that begins after `step` steps of the run.
 
         The schedule reads the largest of `lrs`, or 0 if there are none. If it raises, nothing
         changes.
         """
-        # The paper has one learning rate for all parameters. The largest gives the shortest round.
-        lr, total = max(lrs, default=0.0), method.horizon.total_steps
         # Beyond the announced end, the run can stop after any step.
-        beyond = step >= total
-        end = step + 1 if beyond else self.schedule.round_end(step, lr, method.horizon)
+        end = step + 1
+        if step < horizon.total_steps:
+            # The paper has one learning rate for all parameters. The largest gives the shortest
+            # round.
+            end = self.schedule.round_end(step, max(lrs, default=0.0), horizon)
         if step == 0:
             # Rounded up, so that the round has at least one step.
             numerator, denominator = self.phase
@@ -60,23 +61,20 @@ class Fragment:
         # A warm-up learning rate of 1e-6 in the paper's rule makes one round of the whole run.
         if self.schedule.reads_lr and self.start < total < 2 * (self.end - self.start):
             _log.warning(
-                "the round from step %d to %d is more than half of the run (%d steps), because the "
-                "learning rate is %g. The ranks do not average before its end. If this is a "
-                "warm-up learning rate, set warmup_steps. Otherwise compare the schedule's "
-                "coefficient with the peak learning rate",
-                self.start,
-                self.end,
-                total,
-                max(self.lrs, default=0.0),
+                "the ranks do not average from step %d to %d, more than half of the run (%d "
+                "steps), because the learning rate is %g. If this is a warm-up learning rate, set "
+                "warmup_steps. Otherwise compare the schedule's coefficient with the peak",
+                *(self.start, self.end, total, max(self.lrs, default=0.0)),
             )
 
 
 @dataclass
 class Clock:
-    """The optimizer steps and rounds of one rank."""
+    """The optimizer steps and rounds of one rank.
 
-    # Not part of LocalSteps: the finalizer that warns at exit keeps the clock alive until then. It
-    # must not keep a dropped model alive.
+    It refers to no model: the warning at the end of a script needs the clock when the model, which
+    the script has dropped, may be gone.
+    """
 
     total_steps: int
     fragments: list[Fragment]
@@ -93,9 +91,7 @@ class Clock:
             _log.warning(
                 "local steps ended at step %d of %d, inside the round from %s: the ranks' "
                 "parameters differ, so evaluating or saving on one rank uses only its own model",
-                self.step,
-                self.total_steps,
-                " and ".join(map(str, self.fragments)),
+                *(self.step, self.total_steps, " and ".join(map(str, self.fragments))),
             )
 
 
@@ -115,7 +111,7 @@ def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> lis
         middles = [end - size / 2 for end, size in zip(accumulate(sizes), sizes, strict=True)]
         # max(..., 1), because all parameters can be empty.
         fair = [int(pieces * middle / max(sum(sizes), 1)) for middle in middles]
-        for index, (start, stop) in enumerate(pairwise(piece_bounds(fair, pieces))):
+        for index, (start, stop) in enumerate(pairwise(_bounds(fair, pieces))):
             groups = partition([(name, parameters[name]) for name in names[start:stop]], caps)
             if method.aggregator.whole_model:
                 groups = merge(groups, parameters)
@@ -123,7 +119,7 @@ def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> lis
     return found
 
 
-def piece_bounds(fair: Sequence[int], pieces: int) -> list[int]:
+def _bounds(fair: Sequence[int], pieces: int) -> list[int]:
     """The ``pieces + 1`` bounds of the pieces: parameter i in ``fair[i]``, but no piece empty."""
     bounds = [0]
     for index in range(1, pieces):

@@ -9,7 +9,7 @@ from torchcomp import checkpoint
 from torchcomp.averager import Averager
 from torchcomp.errors import CheckpointError
 from torchcomp.exchange import Exchange
-from torchcomp.local_sgd.options import LocalMethod
+from torchcomp.local_sgd.method import LocalMethod
 from torchcomp.local_sgd.rounds import Clock
 
 _OTHER_RANKS = {
@@ -33,24 +33,19 @@ _SECTION = checkpoint.record(
 
 def state_of(method: LocalMethod, clock: Clock, averager: Averager) -> dict[str, Any]:
     """Return the state of this rank: that of the averager, and the section of local steps."""
-    return {
-        **averager.state_dict(),
-        "local_sgd": {
-            **_fixed(method),
-            "step": clock.step,
-            "syncs": averager.step,
-            "saved_by": [averager.exchange.rank, averager.exchange.world_size],
-            "weights": checkpoint.digest_of(averager.parameters),
-            "fragments": [
-                {
-                    "names": each.names,
-                    **{key: getattr(each, key) for key in _ROUND},
-                    "lr_sum": float(each.lr_sum),
-                }
-                for each in clock.fragments
-            ],
-        },
+    rounds = []
+    for each in clock.fragments:
+        saved = {key: getattr(each, key) for key in _ROUND}
+        rounds.append({"names": each.names, **saved, "lr_sum": float(each.lr_sum)})
+    section = {
+        **_fixed(method),
+        "step": clock.step,
+        "syncs": averager.step,
+        "saved_by": [averager.exchange.rank, averager.exchange.world_size],
+        "weights": checkpoint.digest_of(averager.parameters),
+        "fragments": rounds,
     }
+    return {**averager.state_dict(), "local_sgd": section}
 
 
 def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -> int:
@@ -64,28 +59,30 @@ def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -
     """
     section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
     _SECTION(section, "local_sgd")
+    rounds, own = section["fragments"], clock.fragments
     # Check everything before applying anything, so that an error changes nothing.
-    _check(section, {**_fixed(method), "fragments": len(clock.fragments)}, averager.exchange)
+    for name, value in {**_fixed(method), "fragments": len(own)}.items():
+        there = len(rounds) if name == "fragments" else section[name]
+        if there != value:
+            raise CheckpointError(
+                f"the checkpoint was saved with {name}={there}, but this run has {name}={value}"
+            )
+    _check_rounds(section, averager.exchange)
     apply = averager.prepare(state, _OTHER_RANKS)
-    # Parameters have no loss scale, and every synchronisation is a step of the averager.
-    if (section["syncs"], 1.0) != (state["step"], state["scale"]):
-        raise CheckpointError(
-            f"a damaged checkpoint: with {section['syncs']} synchronisations, 'step' must be "
-            f"that number and 'scale' 1, not {state['step']} and {state['scale']}"
-        )
     # Take the groups from the checkpoint. bucket_cap_mb can differ in this run, and a compressor
     # that selects per group would then select other entries.
-    groups = [tuple(group) for group in state["groups"]]
     fragments = []
-    for fragment, saved in zip(clock.fragments, section["fragments"], strict=True):
-        own = tuple(group for group in groups if group[0] in saved["names"])
-        fragments.append(replace(fragment, groups=own, **{key: saved[key] for key in _ROUND}))
+    for fragment, saved in zip(own, rounds, strict=True):
+        groups = tuple(tuple(group) for group in state["groups"] if group[0] in saved["names"])
+        fragments.append(replace(fragment, groups=groups, **{key: saved[key] for key in _ROUND}))
     names = [sorted(fragment.names) for fragment in fragments]
     once = sorted(chain.from_iterable(names)) == sorted(averager.parameters)
-    if not once or names != [sorted(saved["names"]) for saved in section["fragments"]]:
+    # Parameters have no loss scale, and every synchronisation is a step of the averager.
+    counted = (section["syncs"], 1.0) == (state["step"], state["scale"])
+    if not counted or not once or names != [sorted(saved["names"]) for saved in rounds]:
         raise CheckpointError(
-            "a damaged checkpoint: local_sgd.fragments must contain every parameter once, and "
-            "only whole groups"
+            "a damaged checkpoint: local_sgd.fragments must contain every parameter once, and only "
+            "whole groups; 'step' must be local_sgd.syncs, and 'scale' 1"
         )
     apply()
     clock.fragments, clock.step = fragments, section["step"]
@@ -104,25 +101,16 @@ def _fixed(method: LocalMethod) -> dict[str, Any]:
     }
 
 
-def _check(section: dict[str, Any], here: dict[str, Any], between: Exchange) -> None:
-    """Require consistent rounds, this run's settings and, inside a round, this rank."""
-    rounds = section["fragments"]
-    there = {**section, "fragments": len(rounds)}
-    for name, value in here.items():
-        if there[name] != value:
-            raise CheckpointError(
-                f"the checkpoint was saved with {name}={there[name]}, but this run has "
-                f"{name}={value}"
-            )
-    step, total = section["step"], section["total_steps"]
-    last = max(total, step)  # a run that took more steps than it announced ends at any step
+def _check_rounds(section: dict[str, Any], between: Exchange) -> None:
+    """Require consistent rounds and, inside a round, this rank."""
+    step, rounds = section["step"], section["fragments"]
+    last = max(section["total_steps"], step)  # a run can take more steps than it announced
     for each in rounds:
         in_order = each["start"] <= step <= each["end"] <= last and each["synced"] <= step
         if not in_order or each["lr_sum"] < 0 or section["syncs"] > step:
             raise CheckpointError(
-                f"a damaged checkpoint: its values contradict each other: step {step} of "
-                f"{total}, {section['syncs']} synchronisations, the last one at step "
-                f"{each['synced']}, and the round from {each['start']} to {each['end']}"
+                f"a damaged checkpoint: step {step} of {section['total_steps']} contradicts its "
+                f"{section['syncs']} synchronisations or its round {each}"
             )
     saver, mine = section["saved_by"], [between.rank, between.world_size]
     # Inside a round, the local steps of the other ranks are in their own checkpoints only.

@@ -17,7 +17,7 @@ from torchcomp.component import Component
 
 @dataclass(frozen=True)
 class OuterStep(Component):
-    """Base class of outer steps: from the parameters of one round to those of the next.
+    """From the parameters of one round to those of the next.
 
     Class attributes:
         reads_lr: whether the step depends on the learning rate of the local steps.
@@ -51,9 +51,8 @@ class SlowMo(OuterStep):
 
     In the paper gamma is constant within a round. Here it is the mean learning rate of the round's
     steps: the tiny learning rate at the start of warm-up would make m / gamma huge. The largest
-    learning rate serves for all parameter groups, because a factor common to all gammas cancels.
-    beta = 0 and alpha = 1 give the plain average. The local momentum is not changed (the paper's
-    "maintain").
+    learning rate serves for all parameter groups. beta = 0 and alpha = 1 give the plain average.
+    The local momentum is not changed (the paper's "maintain").
 
     Attributes:
         beta: slow momentum, from 0 to below 1.

@@ -5,17 +5,12 @@ from typing import ClassVar
 
 from torchcomp.checks import check_count
 from torchcomp.errors import SpecError
-from torchcomp.schedules.base import Horizon, Schedule
+from torchcomp.local_sgd.schedules.base import Horizon, Schedule
 
 
 @dataclass(frozen=True)
 class TwoPhase(Schedule):
-    """A schedule that averages after every step up to step `switch`.
-
-    Attributes:
-        switch: the last step, counted from 1, of the first phase, which includes warm-up; before
-            the end of the run.
-    """
+    """A schedule that averages after every step up to step `switch`."""
 
     positional: ClassVar[int] = 0
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from torchcomp.checks import check_count
-from torchcomp.schedules.base import Horizon, Schedule
+from torchcomp.local_sgd.schedules.base import Horizon, Schedule
 
 
 @dataclass(frozen=True)

@@ -24,14 +24,13 @@ class Horizon:
     warmup_steps: int = 0  # W, from 0 to T; the first W steps have warm-up learning rates
 
     def __post_init__(self) -> None:
-        # Scripts compute these, as in 0.1 * total_steps, and get floats. Take those that are whole.
-        # NumPy's integers become Python's, because checkpoints contain them.
-        for name in ("total_steps", "warmup_steps"):
+        # Scripts compute these, as in 0.1 * total_steps, and get floats. Take those that are whole,
+        # and NumPy's integers, as Python's, because checkpoints contain them.
+        for name, least in (("total_steps", 1), ("warmup_steps", 0)):
             value = getattr(self, name)
             if is_number(value) and float(value).is_integer():
                 object.__setattr__(self, name, int(value))
-        check_count("total_steps", self.total_steps)
-        check_count("warmup_steps", self.warmup_steps, least=0)
+            check_count(name, getattr(self, name), least)
         if self.warmup_steps > self.total_steps:
             raise SpecError(
                 f"warmup_steps must be at most total_steps, but warm-up ({self.warmup_steps} "
@@ -84,7 +83,6 @@ class Schedule(Component):
                 f"the learning rate at step {step} is {lr!r}, but must be a finite number of at "
                 "least 0"
             )
-        # The run always ends with a synchronisation, so the last round can be shorter.
         # As Python's int: options can be NumPy's, which wrap around and do not fit a checkpoint.
         return min(step + int(self.period(step, float(lr), horizon)), horizon.total_steps)
 
@@ -98,10 +96,9 @@ def synchronisations(schedule: Schedule, lr: LRFunction | None, horizon: Horizon
         )
     if lr is not None and not callable(lr):
         raise SpecError(f"lr must be a function of the step, such as lambda step: 0.1, not {lr!r}")
-    # A round's learning rate is read once, at its first step: `lr` is called once per round.
     ends = [0]
     while ends[-1] < horizon.total_steps:
-        # Without `lr` any valid number will do: the schedule does not read it.
+        # Once per round, at its first step. Without `lr`, the schedule does not read it.
         first_lr = 1.0 if lr is None else lr(ends[-1])
         ends.append(schedule.round_end(ends[-1], first_lr, horizon))
     return ends[1:]

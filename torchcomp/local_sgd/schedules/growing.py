@@ -1,4 +1,4 @@
-"""Power: rounds that grow as the learning rate falls."""
+"""Power and QSR: rounds that grow as the learning rate falls."""
 
 import math
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import ClassVar
 from torchcomp.checks import check_count, check_positive
 from torchcomp.component import Component
 from torchcomp.errors import ScheduleError, SpecError
-from torchcomp.schedules.base import Horizon, Schedule
+from torchcomp.local_sgd.schedules.base import Horizon, Schedule
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Power(Schedule):
     def __post_init__(self) -> None:
         check_positive("coef", self.coef, owner=self.name)
         check_positive("exponent", self.exponent, owner=self.name)
-        check_bounds(self, self.h_base, self.cap)
+        _check_bounds(self, self.h_base, self.cap)
 
     def period(self, step: int, lr: float, horizon: Horizon) -> int:
         # The rule would turn the tiny learning rates of warm-up into one round for the whole run.
@@ -60,8 +60,39 @@ class Power(Schedule):
         return max(self.h_base, grown)
 
 
-def check_bounds(owner: Component, h_base: int, cap: int | None) -> None:
-    """Require valid options `h_base` and `cap`, with `cap` at least `h_base`."""
+@dataclass(frozen=True)
+class QSR(Schedule):
+    """``qsr(alpha=0.0175, h_base=4)``: rounds grow with the square of 1 / lr.
+
+    This is the Quadratic Synchronization Rule. A round that begins at learning rate eta takes H =
+    max(h_base, floor((alpha / eta)^2)) steps. During warm-up it takes h_base steps. Source: Gu,
+    Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv 2310.14423), Algorithm 2 with its rule for H.
+
+    Attributes:
+        alpha: growth coefficient, in units of the learning rate.
+        h_base: the shortest round, in steps.
+        cap: the longest round, in steps; the paper has none.
+    """
+
+    name: ClassVar[str] = "qsr"
+    positional: ClassVar[int] = 0
+    reads_lr: ClassVar[bool] = True
+    example: ClassVar[str] = "qsr(alpha=0.0175, h_base=4)"
+
+    alpha: float
+    h_base: int
+    cap: int | None = None
+
+    def __post_init__(self) -> None:
+        check_positive("alpha", self.alpha, owner=self.name)
+        _check_bounds(self, self.h_base, self.cap)
+
+    def period(self, step: int, lr: float, horizon: Horizon) -> int:
+        rule = Power(coef=self.alpha, exponent=2, h_base=self.h_base, cap=self.cap)
+        return rule.period(step, lr, horizon)
+
+
+def _check_bounds(owner: Component, h_base: int, cap: int | None) -> None:
     check_count("h_base", h_base, owner=owner.name)
     if cap is not None:
         check_count("cap", cap, owner=owner.name)
