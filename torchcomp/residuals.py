@@ -38,7 +38,7 @@ def hand_over(
     commit the step.
 
     Args:
-        state: the state of this rank.
+        state: that of this rank.
         exchange: the collectives of the ranks.
         names: of all parameters, in the same order on all ranks.
         owned: this rank's shard of each bucket.

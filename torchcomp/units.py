@@ -18,14 +18,12 @@ class Units:
         scale: loss scale of the gradients.
         lrs: the learning rates in the residual, by parameter name: its unit is that of an update.
             Empty if it has the unit of the gradients.
-        before: `scale` and `lrs` before the step in flight, or before the last one; None if that
-            step has not changed them.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.lrs: dict[str, float] = {}
-        self.before: tuple[float, dict[str, float]] | None = None
+        self._before = self.scale, self.lrs  # those before the last `follow`
 
     def follow(
         self, state: State, scale: float, lrs: Mapping[str, float], names: Mapping[str, object]
@@ -41,9 +39,8 @@ class Units:
         Returns:
             The factors by which the residual has changed, by parameter name.
         """
-        self.before, ratio = (self.scale, dict(self.lrs)), scale / self.scale
-        if ratio != 1:
-            self.rescale(state, scale)
+        self._before, ratio = (self.scale, self.lrs), scale / self.scale
+        self.rescale(state, scale)
         changed = self._follow_lrs(state, lrs) if lrs or self.lrs else {}
         if ratio == 1:
             return changed
@@ -51,9 +48,7 @@ class Units:
 
     def go_back(self, state: State) -> None:
         """Convert a state to the units from before the last :meth:`follow`."""
-        if self.before is None:
-            return
-        scale, lrs = self.before
+        scale, lrs = self._before
         self.rescale(state, scale)
         self._follow_lrs(state, lrs)
         self.lrs = lrs
@@ -66,15 +61,13 @@ class Units:
 
     def _follow_lrs(self, state: State, lrs: Mapping[str, float]) -> Mapping[str, float]:
         """Convert the residual from the unit of the last update to that of the next."""
-        if not lrs:
-            # From now on, what is unsent comes from steps whose learning rate is not known.
-            self.lrs = {}
         nonzero = {name: lr for name, lr in lrs.items() if lr}
         ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
         changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}
         if changed:
             state.scale_debts(changed)
-        self.lrs |= nonzero
+        # Without learning rates, what is unsent comes from steps whose learning rate is not known.
+        self.lrs = self.lrs | nonzero if lrs else {}
         return changed
 
 
