@@ -67,10 +67,8 @@ class BucketShape:
         """Return the shape of a bucket of only these parameters, in the order of this bucket."""
         chosen = set(names)
         wanted = [name in chosen for name in self.names]
-        names, shapes, strides = (
-            tuple(compress(each, wanted)) for each in (self.names, self.shapes, self.strides)
-        )
-        return BucketShape(names, shapes, self.dtype, strides)
+        shapes, strides = (tuple(compress(each, wanted)) for each in (self.shapes, self.strides))
+        return BucketShape(tuple(compress(self.names, wanted)), shapes, self.dtype, strides)
 
     def wide(self) -> "BucketShape":
         """Return the same shape in float32, or in its own dtype if that is wider."""

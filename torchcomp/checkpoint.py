@@ -190,16 +190,10 @@ def header(spec: str, exchange: Exchange) -> dict[str, Any]:
 
 
 def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str, str]) -> None:
-    """Require a state dict of this version, method, rank and world size.
-
-    Args:
-        state: the value that the user passed to ``load_state_dict``.
-        spec: the expected method or schedule.
-        exchange: the collectives of this run, for its rank and world size.
-        advice: what to do if "spec" or "world_size" differs, for the error message.
+    """Require a state dict of this version, method (or schedule), rank and world size.
 
     Raises:
-        CheckpointError: if one of them differs. The message has both values and the advice.
+        CheckpointError: if one differs, with both values, and the `advice` on that one.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
@@ -253,8 +247,7 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
     """Require the state of a :class:`torchcomp.Averager` with parameters of these names and shapes.
 
     Raises:
-        CheckpointError: if an entry or a parameter is missing, unknown, damaged or of another
-            shape. The message has its name.
+        CheckpointError: with the name of what is missing, unknown, damaged or of another shape.
     """
     ENGINE(state, "the state dict")
     # Strides can differ. Only shards depend on them; see `load_slot`.

@@ -86,8 +86,7 @@ class FiniteWatch:
         Args:
             where: what contains the NaN or infinity.
             advice: what to do about it.
-            traces: further tensors by parameter name. If this rank caused the error with a
-                parameter, its tensor is not finite.
+            traces: tensors by parameter name, not finite where this rank caused the error.
         """
         norms = [each for bucket in self._local for each in zip(*bucket, strict=True)]
         # A residual shows the same as the norms, for methods that need no norms.

@@ -46,15 +46,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a bucket.
-
-    Attributes:
-        whole: the shape of the bucket.
-        ranks: number of pieces, L.
-    """
+    """The pieces of a bucket."""
 
     whole: BucketShape
-    ranks: int
+    ranks: int  # number of pieces, L
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -81,19 +76,14 @@ class Pieces:
         return BucketShape(self.whole.names, shapes, self.whole.dtype, strides)
 
     def like(self, parameter: Tensor) -> Tensor:
-        """Return a tensor with the shape, strides, dtype and device of a parameter's piece.
-
-        It is a view of the parameter, so it takes no memory. Its values have no meaning.
-        """
+        """Return a view of a parameter like its piece. Its values have no meaning."""
         (chunk,) = self.chunks
         return parameter.detach().as_strided(chunk.shape, chunk.stride)
 
     def cut(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
-        """Copy a bucket to `out`, cut into pieces, and return it.
+        """Copy a bucket, each parameter's part 1-D, to `out`, cut into pieces, and return it.
 
-        Args:
-            parts: each parameter's part of the bucket, 1-D.
-            out: 1-D, with ``ranks`` times as many elements as a piece, of any dtype.
+        `out` is 1-D, with ``ranks`` times as many elements as a piece, of any dtype.
         """
         self._copy(parts, out, cut=True)
         return out

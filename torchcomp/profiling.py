@@ -21,12 +21,8 @@ def span(name: str, bucket: int | None = None) -> AbstractContextManager[None]:
     """Label a block: "torchcomp::encode bucket 3" in a trace.
 
     In a step, write ``with span("encode") if profiler._is_profiler_enabled else OFF:``, which makes
-    no call while no profiler runs.
-
-    Args:
-        name: of the work.
-        bucket: its number, for this label and all labels inside the block, in this thread. Routes
-            and collectives do not know which bucket they work on.
+    no call while no profiler runs. The number of the bucket is for all labels inside the block, in
+    this thread: routes and collectives do not know which bucket they work on.
     """
     # torch's record_function takes 7 us even if no profiler runs.
     return _span(name, bucket) if profiler._is_profiler_enabled else OFF

@@ -43,11 +43,7 @@ class Resumable(Steps):
         """Note that another method runs, or with another state."""
 
     def _compare_ranks(self, lrs: Mapping[str, float]) -> None:
-        """Raise RankMismatchError if the ranks differ in what must be the same.
-
-        Args:
-            lrs: learning rates of the step that begins.
-        """
+        """Raise RankMismatchError if the ranks differ in what must be the same, such as `lrs`."""
         running, state, exchange = self.running, self.state, self.exchange
         # The scale that the state has, before it follows that of this step.
         values = {"spec": self.aggregator, "step": self.step, "seed": self.seed}

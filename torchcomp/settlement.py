@@ -108,8 +108,8 @@ class Steps:
     def tell(self) -> Iterator[None]:
         """Tell the user what an observer has found, while the last step is settled.
 
-        All ranks enter this alike. What they are told can make them change the method, although
-        the next backward pass runs already. So they are compared when its step begins.
+        All ranks enter this. They may change the method, although the next backward pass runs
+        already. So they are compared when its step begins.
         """
         before, self._settling = self._settling, threading.get_ident()
         try:
@@ -175,12 +175,10 @@ class Steps:
                 self.steps_kept = 0
 
     def abandon(self, step: int) -> None:
-        """Discard the step in flight, although another thread may still be running it.
+        """Discard the step in flight, which began when :attr:`step` was `step`.
 
-        From here on, that thread changes nothing. A step that has just ended is taken back.
-
-        Args:
-            step: the value of :attr:`step` when the step in flight began.
+        Another thread may still be running it: from here on, it changes nothing. A step that has
+        just ended is taken back.
         """
         with self._lock:
             self.abandoned = True
@@ -198,11 +196,8 @@ class Steps:
         """Return the Euclidean norm of this rank's residual by parameter name.
 
         The host waits for all that the device was given. Any thread can call this at any time: the
-        residual is that after the last step that has finished.
-
-        Args:
-            slot: "error" for the residual of this rank's gradients, or "server_error" for the
-                server residual of the shards that this rank owns.
+        residual is that after the last step that has finished. The slot "server_error" has the
+        server residual of the shards that this rank owns.
         """
         # Held until the norms are read: the next step writes to the tensors of this one.
         with self._lock:

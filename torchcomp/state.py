@@ -78,10 +78,7 @@ class _Flat:
 
 @dataclass
 class _Store:
-    """All values of one slot.
-
-    They are stored in the layout of a bucket or, until a bucket needs them, by parameter.
-    """
+    """All values of one slot, in the layout of a bucket, or by parameter until a bucket opens it."""
 
     kind: Kind
     sharded: bool
@@ -98,11 +95,7 @@ class _Store:
 
 
 class State:
-    """The slots of one rank.
-
-    Args:
-        lock: held while a slot is laid out, for a thread that reads values during a step.
-    """
+    """The slots of one rank. The lock is held while a slot is laid out: other threads may read."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
         self._lock = lock or threading.RLock()
@@ -113,14 +106,9 @@ class State:
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the values of a slot before this step, and a tensor for those after it.
 
-        Args:
-            slot: the description of the slot. Values in another dtype are converted. A parameter
-                whose size has changed gets its initial values.
-            device: the device of the values.
-
-        Returns:
-            Two 1-D tensors in the slot's order. The caller must write all of the second one, and
-            must not write the first.
+        Both are 1-D, on `device`, in the slot's order. The caller must write all of the second one,
+        and must not write the first. Values in another dtype are converted. A parameter whose size
+        has changed gets its initial values.
         """
         with self._lock:
             store = self._stores.get(slot.name)
@@ -209,10 +197,7 @@ class State:
         return _after(self._committed, name)
 
     def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """Return the values of a slot before and after the step in flight; see :meth:`open`.
-
-        None if the step has not opened it.
-        """
+        """Return what :meth:`open` returned in this step; None if the step has not opened it."""
         store = self._stores.get(slot.name)
         flat = None if store is None else store.flats.get(slot.names)
         return (flat.before, flat.after) if flat in self._in_flight else None
@@ -239,12 +224,7 @@ class State:
                 self._committed.difference_update(store.flats.values())
 
     def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
-        """Add this rank's server residual to its own residual, and remove the server residual.
-
-        Args:
-            owned: this rank's shard of each bucket.
-            world_size: number of ranks.
-        """
+        """Add this rank's server residual, of the shards in `owned`, to its own; then remove it."""
         for debt in self._sharded_debts():
             own, server = self._stores["error"], self._stores[debt]
             _add_shards(dict(own.items()), dict(server.items()), owned, world_size)
@@ -269,8 +249,7 @@ class State:
     def scale_debts(self, factors: Mapping[str, float]) -> None:
         """Multiply the debts of each parameter by its factor, the ratio of two learning rates.
 
-        Args:
-            factors: by parameter name. The debts of other parameters do not change.
+        The debts of parameters without a factor do not change.
         """
         self._multiply({Kind.DEBT}, factors.get)
 
@@ -316,10 +295,7 @@ def _after(flats: Iterable[_Flat], name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _add_shards(
-    own: Mapping[str, Tensor],
-    server: Mapping[str, Tensor],
-    owned: Iterable[Shard],
-    world_size: int,
+    own: dict[str, Tensor], server: dict[str, Tensor], owned: Iterable[Shard], world_size: int
 ) -> None:
     """Add a rank's server residual to its own residual, both by parameter name."""
     for shard in owned:

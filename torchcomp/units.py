@@ -30,11 +30,7 @@ class Units:
     ) -> Mapping[str, float]:
         """Convert a state to the loss scale and the learning rates of the step that begins.
 
-        Args:
-            state: converted in place.
-            scale: loss scale of the step.
-            lrs: learning rates by name; empty if they are not given.
-            names: the names of all parameters.
+        `lrs` is empty if they are not given; `names` has all parameters.
 
         Returns:
             The factors by which the residual has changed, by parameter name.
