@@ -23,8 +23,9 @@ from torchcomp.residuals import hand_over, is_sent
 from torchcomp.resume import Resumable
 from torchcomp.settlement import Reason, Status
 from torchcomp.spec import parse_aggregator
-from torchcomp.traffic import sum_bytes
 from torchcomp.units import LR, by_name
+
+_NO_RATIOS: Mapping[str, float] = {}
 
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 
@@ -165,8 +166,9 @@ class Averager(Resumable):
         """
         self.settle()
         with self._lock:
-            self._require_wanted()
-            self._step_lrs = lrs = by_name(lr, self.parameters)
+            if self.abandoned:
+                self._require_wanted()
+            self._step_lrs = lrs = {} if lr is None else by_name(lr, self.parameters)
             if not self.counted:
                 self.state.rollback()
                 self.exchange.reset()
@@ -180,9 +182,13 @@ class Averager(Resumable):
             with self._lock:  # another state can have been loaded meanwhile
                 self._verified = not self.abandoned
         with self._lock:
-            self._require_wanted()
+            if self.abandoned:
+                self._require_wanted()
             self.status, self._reasons = Status.IN_FLIGHT, ()
-            ratios = self.units.follow(self.state, scale, lrs, self.parameters)
+            units, ratios = self.units, _NO_RATIOS
+            units.before = units.scale, units.lrs
+            if scale != units.scale or lrs or units.lrs:
+                ratios = units.follow(self.state, scale, lrs, self.parameters)
         running = self.running
         running.at(self.step)
         self._key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=running.ahead)
@@ -196,7 +202,8 @@ class Averager(Resumable):
         the :attr:`buckets`.
         """
         with span("average", self._averaged) if profiler._is_profiler_enabled else OFF:
-            self._require_wanted()
+            if self.abandoned:
+                self._require_wanted()
             flat, running, observer = bucket.flat, self.running, self.observer
             prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
             if self.guarded and not (prepared.shows_nonfinite or self._combined):
@@ -251,7 +258,7 @@ class Averager(Resumable):
         with span("finish") if profiler._is_profiler_enabled else OFF:
             exchange = self.exchange
             if dense_bytes is None:
-                dense_bytes = sum_bytes(self._nbytes, exchange.world_size)
+                dense_bytes = 2 * (exchange.world_size - 1) * self._nbytes // exchange.world_size
             flags = [] if used is None else [name in used for name in self.parameters]
             used_by_any = exchange.max_at_end(flags) if flags else []
             leaves = [] if leaving is None else exchange.max_at_end([leaving])
@@ -265,8 +272,8 @@ class Averager(Resumable):
                 else:
                     counts = verdict()
                 self._note_unused(used_by_any)
-                unchanged = {*self.unused, *(n for n, lr in self._step_lrs.items() if not lr)}
-                if counts:
+                unchanged = {*self.unused, *[n for n, lr in self._step_lrs.items() if not lr]}
+                if counts and (unchanged or self.flushing or leaves):
                     flushed = self._change_commit(unchanged, leaves, leaving is True)
                 if self.observer is not None:
                     self.observer.finished(counts, unchanged)
@@ -285,7 +292,8 @@ class Averager(Resumable):
                     self._record(exchange, dense_bytes)
                 raise
             with self._lock:
-                self._require_wanted()
+                if self.abandoned:
+                    self._require_wanted()
                 self._flushed = flushed
                 self._end(counts, reasons)
                 self._record(exchange, dense_bytes)

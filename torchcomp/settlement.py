@@ -125,11 +125,11 @@ class Steps:
         Raises:
             Exception: what a reason raises. The step is then undone as well.
         """
-        if not self.undecided:  # without the lock, which another thread can hold for long
+        if self.status is not Status.OPEN:  # without the lock, which can be held for long
             return
         with self._asking:
             reasons, counts = self._reasons, False
-            if not self.undecided:
+            if self.status is not Status.OPEN:
                 return
             try:
                 counts = all(reason() for reason in reasons)

@@ -78,7 +78,7 @@ class _Flat:
 
 @dataclass
 class _Store:
-    """All values of one slot, in the layout of a bucket, or by parameter until a bucket opens it."""
+    """All values of one slot, in the layout of a bucket, or by parameter until it is opened."""
 
     kind: Kind
     sharded: bool

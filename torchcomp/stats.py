@@ -89,7 +89,12 @@ class Meter:
 
     def record(self, traffic: Traffic, steps: int) -> None:
         """Add the traffic of one step, after which the run has taken `steps` steps."""
-        self._total.add(traffic)
+        total = self._total
+        total.sent += traffic.sent
+        total.received += traffic.received
+        total.dense += traffic.dense
+        total.control += traffic.control
+        total.inside += traffic.inside
         # One assignment of an immutable object: a thread that reads in between gets the counters
         # of one step. After `steps` and `syncs`, Stats has the fields of two Traffic objects.
         self.stats = Stats(steps, steps, *astuple(traffic), *astuple(self._total))

@@ -18,12 +18,13 @@ class Units:
         scale: loss scale of the gradients.
         lrs: the learning rates in the residual, by parameter name: its unit is that of an update.
             Empty if it has the unit of the gradients.
+        before: `scale` and `lrs` before the step in flight, or before the last one.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.lrs: dict[str, float] = {}
-        self._before = self.scale, self.lrs  # those before the last `follow`
+        self.before = self.scale, self.lrs
 
     def follow(
         self, state: State, scale: float, lrs: Mapping[str, float], names: Mapping[str, object]
@@ -35,7 +36,7 @@ class Units:
         Returns:
             The factors by which the residual has changed, by parameter name.
         """
-        self._before, ratio = (self.scale, self.lrs), scale / self.scale
+        ratio = scale / self.scale
         self.rescale(state, scale)
         changed = self._follow_lrs(state, lrs) if lrs or self.lrs else {}
         if ratio == 1:
@@ -43,8 +44,8 @@ class Units:
         return {name: ratio * changed.get(name, 1.0) for name in names}
 
     def go_back(self, state: State) -> None:
-        """Convert a state to the units from before the last :meth:`follow`."""
-        scale, lrs = self._before
+        """Convert a state to the units :attr:`before`."""
+        scale, lrs = self.before
         self.rescale(state, scale)
         self._follow_lrs(state, lrs)
         self.lrs = lrs
@@ -67,14 +68,12 @@ class Units:
         return changed
 
 
-def by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the learning rate of each parameter; empty if none was given.
+def by_name(lr: float | Mapping[str, float], parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the learning rate of each parameter.
 
     Raises:
         SpecError: if one is missing, negative or not finite.
     """
-    if lr is None:
-        return {}
     lrs = lr if isinstance(lr, Mapping) else dict.fromkeys(parameters, lr)
     for name in parameters:
         check_at_least_0(f"lr of '{name}'", lrs.get(name))
