@@ -312,6 +312,7 @@ class Averager(Resumable):
             # Before the message: what fails here on one rank fails on all.
             self.observer.finishing()
         exchange, watch, lrs = self.exchange, self._watch, self._step_lrs
+        residual = self.state.undone if late else self.state.pending
         taken_back, self._taken_back = self._taken_back, False
         unchanged = _LATE if late else self._unchanged
         same: Callable[[], bool] | None = None
@@ -333,9 +334,9 @@ class Averager(Resumable):
                 fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
                 exchange.verify(where, fate, _SAME_FATE)
             if not finite and not may_skip:
-                slot = self.state.undone if late else self.state.pending
                 problem = f"{unchanged} {advice}" if advice else unchanged
-                raise watch.error(f"{self._what} at {where}", problem, self._shown(slot("error")))
+                shown = self._shown(residual("error"))
+                raise watch.error(f"{self._what} at {where}", problem, shown)
             return finite
 
         return counts

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from torchcomp import checkpoint
 from torchcomp.errors import CheckpointError
@@ -150,15 +151,10 @@ def _gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> St
     return gathered(states) if states and (dst is None or source._gathers) else None
 
 
-def _on_cpu(value: Any) -> Any:
+def _on_cpu(state: State) -> State:
     """Return a copy of a state dict without views and tensors on devices.
 
     A view would be sent with its whole storage, and a tensor on the GPU to the sender's device.
     """
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _on_cpu(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_on_cpu, value))
-    return value
+    on_cpu: State = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), state)
+    return on_cpu
