@@ -87,12 +87,6 @@ def slot_of(tensors, kind="debt", sharded=False):
     return {"kind": kind, "sharded": sharded, "tensors": tensors}
 
 
-def mean_residual(states):
-    """Return the mean residual of all ranks, in float64."""
-    own = [state["slots"]["error"]["tensors"] for state in states]
-    return {n: torch.stack([each[n].double() for each in own]).mean(0) for n in own[0]}
-
-
 # --- Forms ----------------------------------------------------------------------------------------
 
 
@@ -345,28 +339,7 @@ def test_header_of_another_run_is_refused_with_both_values_and_advice(state, pro
         check_header(state)
 
 
-# --- Another number of ranks ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 3), (2, 2), (4, 2), (3, 5), (2, 1)])
-def test_redistributing_keeps_the_mean_residual(old, new):
-    before = [state_of(rank, old) for rank in range(old)]
-    after = redistribute(before, new)
-    for name, mean in mean_residual(before).items():
-        torch.testing.assert_close(mean_residual(after)[name], mean, rtol=0, atol=1e-7)
-
-
-def test_redistributed_states_are_of_one_run_in_order_and_share_no_memory():
-    before = [state_of(rank, 2) for rank in (1, 0)]
-    kept, after = mean_residual(before), redistribute(before, 3)
-    for rank, state in enumerate(after):
-        checkpoint.check_header(state, SPEC, exchange(rank, 3), ADVICE)
-        checkpoint.check_engine(state, model_parameters())
-        assert (state["step"], state["parameters"]) == (10, before[0]["parameters"])
-        part = state["slots"]["error"]["tensors"]["linear"]
-        assert not (part == 7.5).any()
-        part.fill_(7.5)
-    assert torch.equal(mean_residual(before)["linear"], kept["linear"])
+# --- Another number of ranks, in whole runs: see test_redistribution.py ---------------------------
 
 
 @pytest.mark.parametrize(
@@ -386,23 +359,6 @@ def test_redistributing_keeps_the_dtype_and_sums_in_float64(dtype, values, mean)
     (after,) = (state["slots"]["error"]["tensors"] for state in redistribute(states, 1))
     assert after["scale"].dtype == dtype
     assert after["scale"].item() == mean
-
-
-def test_estimates_are_averaged_and_caches_dropped():
-    states = [
-        state_of(
-            rank,
-            2,
-            {
-                "q": slot_of({"linear": torch.full((4,), float(rank))}, "estimate"),
-                "thresholds": slot_of({"linear": torch.tensor([rank])}, "cache"),
-            },
-        )
-        for rank in range(2)
-    ]
-    for state in redistribute(states, 3):
-        assert set(state["slots"]) == {"error", "q"}
-        assert state["slots"]["q"]["tensors"]["linear"].tolist() == [0.5] * 4
 
 
 TWO = [state_of(0), state_of(1)]
@@ -468,16 +424,6 @@ def owners(world_size, whole):
 
 def server(state):
     return state["slots"]["server_error"]["tensors"]
-
-
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 3), (3, 5), (2, 40), (7, 1)])
-def test_server_residuals_are_split_into_new_shards(before, after):
-    whole = residuals(model_parameters())
-    states = redistribute(owners(before, whole)[::-1], after)
-    for state, wanted in zip(states, owners(after, whole), strict=True):
-        assert server(state).keys() == server(wanted).keys()
-        for name, part in server(wanted).items():
-            assert torch.equal(server(state)[name], part)
 
 
 def test_shards_of_a_wrong_size_are_refused():
