@@ -92,7 +92,7 @@ def shown(value: object) -> str:
 
 
 def _require(
-    valid: bool, name: str, expected: str, value: object, owner: str = "", hint: str = ""
+    valid: bool, name: str, expected: str, value: object, owner: str, hint: str = ""
 ) -> None:
     if not valid:
         option = f"{owner}: {name}" if owner else name

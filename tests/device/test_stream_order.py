@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.outcomes import reloaded
 from tests.support.ranks import with_fake_ranks
 from tests.support.streams import Simulator, simulated
 from torchcomp.ddp.executors import Executor, Job, StreamExecutor
+from torchcomp.exchange.process_group import ProcessGroupExchange
 
 TOPK = "ef(topk(0.1))"
 OVERLAP = {"overlap": True}
@@ -58,8 +60,18 @@ class Run:
 def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor, ranks: int = 2) -> list[str]:
     """Run `body` as one of some ranks, and return what the checker found."""
 
+    all_reduce = ProcessGroupExchange._all_reduce
+
+    def echoed(self: ProcessGroupExchange, values: Tensor, *operation: Any) -> None:
+        all_reduce(self, values, *operation)  # of a fake group: it changes nothing
+        if not operation:
+            values.mul_(self.world_size)
+
     def watched() -> Simulator:
-        with simulated(executor) as simulator:
+        with (
+            simulated(executor) as simulator,
+            mock.patch.object(ProcessGroupExchange, "_all_reduce", echoed),
+        ):
             body()
         return simulator
 
