@@ -5,7 +5,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from torchcomp import checkpoint
 from torchcomp.errors import CheckpointError
@@ -151,10 +150,15 @@ def _gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> St
     return gathered(states) if states and (dst is None or source._gathers) else None
 
 
-def _on_cpu(state: State) -> State:
+def _on_cpu(value: Any) -> Any:
     """Return a copy of a state dict without views and tensors on devices.
 
     A view would be sent with its whole storage, and a tensor on the GPU to the sender's device.
     """
-    on_cpu: State = tree_map_only(Tensor, lambda each: each.detach().to("cpu", copy=True), state)
-    return on_cpu
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_cpu(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(_on_cpu, value))
+    return value

@@ -83,14 +83,14 @@ class Resumable(Steps):
 
     def prepare(
         self,
-        saved: Any,
+        state: Any,
         advice: Mapping[str, str] = checkpoint.ADVICE,
         aggregator: Aggregator | None = None,
     ) -> Callable[[], None]:
         """Check a complete state dict without changing anything.
 
         Args:
-            saved: the result of :meth:`state_dict` on this rank.
+            state: the result of :meth:`state_dict` on this rank.
             advice: what to do if "spec" or "world_size" differs, for the error message.
             aggregator: the method of the state, if the run changes to it.
 
@@ -103,26 +103,26 @@ class Resumable(Steps):
                 rank or world size.
         """
         chosen = aggregator or self.aggregator
-        checkpoint.check_header(saved, str(chosen), self.exchange, advice)
-        checkpoint.check_engine(saved, self.parameters)
-        groups, buckets = (checkpoint.groups_of(saved[name]) for name in ("groups", "buckets"))
+        checkpoint.check_header(state, str(chosen), self.exchange, advice)
+        checkpoint.check_engine(state, self.parameters)
+        groups, buckets = (checkpoint.groups_of(state[name]) for name in ("groups", "buckets"))
         # During a flush, the checkpoint has the slots of FLUSH and the spec of the next method.
-        method = FLUSH if saved["flushing"] else chosen
+        method = FLUSH if state["flushing"] else chosen
         declared = self.running.slots(self.exchange, method, buckets)
-        slots = load_slots(declared, saved, self.parameters, str(chosen))
+        slots = load_slots(declared, state, self.parameters, str(chosen))
 
         def restore() -> None:
             # A step in flight must not outlive the state that it began with.
             self._discard()
             self._flushed = self._taken_back = self._verified = False
-            self.state, self.step, self.steps_kept = State(self._lock), saved["step"], 0
+            self.state, self.step, self.steps_kept = State(self._lock), state["step"], 0
             for name, (kind, sharded, parts) in slots.items():
                 self.state.load(name, kind, sharded, parts)
-            self.seed = saved["seed"]
-            self.units.scale, self.units.lrs = float(saved["scale"]), dict(saved["lrs"])
-            self.meter.load_state_dict(saved["traffic"], self.step)
+            self.seed = state["seed"]
+            self.units.scale, self.units.lrs = float(state["scale"]), dict(state["lrs"])
+            self.meter.load_state_dict(state["traffic"], self.step)
             self.running.groups, self.running.buckets = groups, buckets
-            self.aggregator, self.flushing = chosen, saved["flushing"]
+            self.aggregator, self.flushing = chosen, state["flushing"]
             self.running.run(method, self.step)
             self._changed()
 
