@@ -59,7 +59,7 @@ class Pieces:
         for name, shape, stride in zip(self.whole.names, self.whole.shapes, strides, strict=True):
             # Strides are empty if the parameter is contiguous.
             rows_follow = not stride or shape[0] <= 1 or stride[0] == prod(shape[1:])
-            by_rows = bool(shape) and rows_follow
+            by_rows = len(shape) > 0 and rows_follow
             rows, *row = shape if by_rows else (prod(shape),)
             inner = stride[1:] if stride else torch.empty((0, *row), device="meta").stride()[1:]
             strides_of = (prod(row), *inner[: len(row)])
