@@ -87,12 +87,6 @@ def slot_of(tensors, kind="debt", sharded=False):
     return {"kind": kind, "sharded": sharded, "tensors": tensors}
 
 
-def mean_residual(states):
-    """Return the mean residual of all ranks, in float64."""
-    own = [state["slots"]["error"]["tensors"] for state in states]
-    return {n: torch.stack([each[n].double() for each in own]).mean(0) for n in own[0]}
-
-
 # --- Forms ----------------------------------------------------------------------------------------
 
 
@@ -193,27 +187,17 @@ def test_a_giant_value_is_shortened_in_the_error():
 # --- Shapes ---------------------------------------------------------------------------------------
 
 
-def test_saved_residuals_have_their_parameters_shapes_and_are_contiguous():
-    parameters = model_parameters()
-    for name, part in saved(residuals(parameters), parameters).items():
+def test_saved_residuals_are_contiguous_copies_with_each_element_at_its_coordinates():
+    parameters, flat = model_parameters(), residuals(model_parameters())
+    flat |= {"tied": torch.arange(15.0), "conv": torch.arange(48.0)}
+    shaped = saved(flat, parameters)
+    for name, part in shaped.items():
         assert part.shape == parameters[name].shape
         assert part.is_contiguous()
-
-
-def test_saved_residual_has_each_element_at_its_coordinates():
-    parameters = model_parameters()
-    shaped = saved({"tied": torch.arange(15.0), "conv": torch.arange(48.0)}, parameters)
+        flat[name].fill_(7.5)
     assert torch.equal(shaped["tied"], torch.arange(15.0).view(5, 3).t())
     assert torch.equal(shaped["conv"], torch.arange(48.0).view(4, 2, 2, 3).permute(0, 3, 1, 2))
-
-
-def test_saved_residuals_are_copies():
-    parameters = model_parameters()
-    flat = residuals(parameters)
-    shaped = saved(flat, parameters)
-    for part in flat.values():
-        part.fill_(7.0)
-    assert not any((part == 7.0).any() for part in shaped.values())
+    assert not any((part == 7.5).any() for part in shaped.values())
 
 
 def test_a_slot_that_was_never_opened_is_saved_with_its_initial_values():
@@ -227,30 +211,18 @@ def test_a_slot_that_was_never_opened_is_saved_with_its_initial_values():
     assert not shaped["tied"].any()
 
 
-def test_loading_is_the_inverse_of_saving():
-    parameters = model_parameters()
-    before = residuals(parameters)
-    state = state_of(slots={"error": slot_of(saved(before, parameters))})
-    after = load_slot(error_slot(parameters), state, parameters)
-    assert list(after) == list(before)
-    assert all(torch.equal(after[name], before[name]) for name in before)
-
-
-def test_residuals_move_between_memory_formats_by_their_coordinates():
-    ours = model_parameters()
-    theirs = {name: nn.Parameter(p.detach().contiguous()) for name, p in ours.items()}
-    state = state_of()
-    moved = load_slot(error_slot(theirs), state, theirs)
-    again = save_slot(error_slot(theirs), moved, theirs)
-    before = state["slots"]["error"]["tensors"]
-    assert all(torch.equal(again[name], before[name]) for name in before)
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_loaded_residuals_have_the_dtype_of_their_slot(dtype):
-    parameters = model_parameters()
-    flats = load_slot(error_slot(parameters, dtype), state_of(), parameters)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_loading_is_the_inverse_of_saving_in_any_dtype_and_memory_format(contiguous, dtype):
+    parameters, state = model_parameters(), state_of()
+    if contiguous:
+        parameters = {n: nn.Parameter(p.detach().contiguous()) for n, p in parameters.items()}
+    slot = error_slot(parameters, dtype)
+    flats = load_slot(slot, state, parameters)
     assert {flat.dtype for flat in flats.values()} == {dtype}
+    again = save_slot(slot, flats, parameters)
+    for name, part in state["slots"]["error"]["tensors"].items():
+        assert torch.equal(again[name], part.to(dtype))
 
 
 @pytest.mark.parametrize(
@@ -261,25 +233,22 @@ def test_loaded_residuals_have_the_dtype_of_their_slot(dtype):
         ({"scale": torch.ones((), dtype=torch.int64)}, r"\['scale'\].*float32.*int64"),
         ({"scale": torch.tensor(1e300, dtype=torch.float64)}, r"\['scale'\].*float32.* NaN"),
         ({"linear": None}, r"slots\['error'\] .*'linear'"),
+        ({"kind": "estimate"}, r"slots\['error'\].*'estimate', False"),
+        ({"sharded": True}, r"slots\['error'\].*'debt', True"),
+        (None, r"slots\['error'\][^.]*$"),
     ],
 )
-def test_slot_of_another_shape_dtype_or_name_is_refused(changes, problem):
-    parameters = model_parameters()
-    tensors = saved(residuals(parameters), parameters) | changes
-    state = state_of(slots={"error": slot_of({n: t for n, t in tensors.items() if t is not None})})
+def test_another_slot_is_refused(changes, problem):
+    parameters, state = model_parameters(), state_of()
+    slot = state["slots"]["error"]
+    for name, value in (changes or {}).items():
+        (slot if name in slot else slot["tensors"])[name] = value
+        if value is None:
+            del slot["tensors"][name]
+    if changes is None:
+        del state["slots"]["error"]
     with pytest.raises(CheckpointError, match=problem):
         load_slot(error_slot(parameters), state, parameters)
-
-
-def test_slot_of_another_kind_is_refused():
-    parameters = model_parameters()
-    tensors = saved(residuals(parameters), parameters)
-    for kind, sharded in (("estimate", False), ("debt", True)):
-        foreign = slot_of(tensors, kind, sharded)
-        with pytest.raises(CheckpointError, match=rf"slots\['error'\].*'{kind}', {sharded}"):
-            load_slot(error_slot(parameters), state_of(slots={"error": foreign}), parameters)
-    with pytest.raises(CheckpointError, match=r"slots\['error'\][^.]*$"):
-        load_slot(error_slot(parameters), state_of(slots={}) | {"slots": {}}, parameters)
 
 
 def layout(**shapes):
@@ -370,33 +339,7 @@ def test_header_of_another_run_is_refused_with_both_values_and_advice(state, pro
         check_header(state)
 
 
-# --- Another number of ranks ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("old", "new"), [(1, 3), (2, 2), (4, 2), (3, 5), (2, 1)])
-def test_redistributing_keeps_the_mean_residual(old, new):
-    before = [state_of(rank, old) for rank in range(old)]
-    after = redistribute(before, new)
-    for name, mean in mean_residual(before).items():
-        torch.testing.assert_close(mean_residual(after)[name], mean, rtol=0, atol=1e-7)
-
-
-def test_redistributed_states_are_one_for_each_rank_in_order_and_of_the_same_run():
-    before = [state_of(rank, 2) for rank in (1, 0)]
-    after = redistribute(before, 3)
-    for rank, state in enumerate(after):
-        checkpoint.check_header(state, SPEC, exchange(rank, 3), ADVICE)
-        checkpoint.check_engine(state, model_parameters())
-        assert (state["step"], state["parameters"]) == (10, before[0]["parameters"])
-
-
-def test_redistributed_residuals_are_not_shared():
-    before = [state_of(rank, 2) for rank in range(2)]
-    kept = mean_residual(before)
-    first, second = (state["slots"]["error"]["tensors"] for state in redistribute(before, 2))
-    first["linear"].fill_(7.0)
-    assert not (second["linear"] == 7.0).any()
-    assert torch.equal(mean_residual(before)["linear"], kept["linear"])
+# --- Another number of ranks, in whole runs: see test_redistribution.py ---------------------------
 
 
 @pytest.mark.parametrize(
@@ -418,83 +361,47 @@ def test_redistributing_keeps_the_dtype_and_sums_in_float64(dtype, values, mean)
     assert after["scale"].item() == mean
 
 
-def test_redistribute_refuses_values_of_an_unknown_parameter():
-    states = [state_of(rank) for rank in range(2)]
-    for state in states:
-        state["slots"]["error"]["tensors"]["foreign"] = torch.zeros(1)
-    with pytest.raises(CheckpointError, match="'foreign'"):
-        redistribute(states, 3)
-
-
-def test_estimates_are_averaged_and_caches_dropped():
-    states = [
-        state_of(
-            rank,
-            2,
-            {
-                "q": slot_of({"linear": torch.full((4,), float(rank))}, "estimate"),
-                "thresholds": slot_of({"linear": torch.tensor([rank])}, "cache"),
-            },
-        )
-        for rank in range(2)
-    ]
-    for state in redistribute(states, 3):
-        assert set(state["slots"]) == {"error", "q"}
-        assert state["slots"]["q"]["tensors"]["linear"].tolist() == [0.5] * 4
-
-
 TWO = [state_of(0), state_of(1)]
 
 
-@pytest.mark.parametrize(
-    ("states", "world_size", "problem"),
-    [
-        ([], 2, r"^states\b"),
-        (TWO[:1], 2, r"\b2 ranks.* \[0\]"),
-        ([TWO[0], TWO[0]], 2, r"\b2 ranks.* \[0, 0\]"),
-        ([*TWO, TWO[1]], 2, r"\b2 ranks.* \[0, 1, 1\]"),
-        ([TWO[0], state_of(1, step=11)], 2, r": step\b"),
-        ([TWO[0], state_of(1, spec="mean")], 2, r": spec\b"),
-        ([TWO[0], state_of(1, scale=2.0)], 2, r": scale\b"),
-        ([TWO[0], state_of(1, parameters={})], 2, r": parameters\b"),
-        ([state_of(0, world_size=2**62), TWO[1]], 2, rf"\b{2**62} ranks.* \[0, 1\]"),
-        (TWO, 0, r"world_size .* 0$"),
-        (TWO, -1, r"world_size .* -1$"),
-        (TWO, True, r"world_size .* True$"),
-    ],
-    ids=range(12),
-)
+def lacking(state, *path):
+    """The state without the entry at a path."""
+    key, *rest = path
+    kept = {name: value for name, value in state.items() if name != key}
+    return kept | ({key: lacking(state[key], *rest)} if rest else {})
+
+
+LINEAR = ("slots", "error", "tensors", "linear")
+REFUSED = [
+    ([], 2, r"^states\b"),
+    (5, 2, r"^states\b"),
+    (TWO[:1], 2, r"\b2 ranks.* \[0\]"),
+    ([TWO[0], TWO[0]], 2, r"\b2 ranks.* \[0, 0\]"),
+    ([*TWO, TWO[1]], 2, r"\b2 ranks.* \[0, 1, 1\]"),
+    ([TWO[0], state_of(1, step=11)], 2, r": step\b"),
+    ([TWO[0], state_of(1, spec="mean")], 2, r": spec\b"),
+    ([TWO[0], state_of(1, scale=2.0)], 2, r": scale\b"),
+    ([TWO[0], state_of(1, parameters={})], 2, r": parameters\b"),
+    ([state_of(0, world_size=2**62), TWO[1]], 2, rf"\b{2**62} ranks.* \[0, 1\]"),
+    (TWO, 0, r"world_size .* 0$"),
+    (TWO, -1, r"world_size .* -1$"),
+    (TWO, True, r"world_size .* True$"),
+    ([{}, {}], 2, r"states\[0\]"),
+    ([None, None], 2, r"states\[0\]"),
+    ([lacking(TWO[0], "rank"), TWO[1]], 2, "'rank'"),
+    ([TWO[0], lacking(TWO[1], "slots")], 2, "'slots'"),
+    ([TWO[0], TWO[1] | {"slots": {}}], 2, "slots"),
+    ([TWO[0], lacking(TWO[1], *LINEAR)], 2, "slots"),
+    ([lacking(TWO[0], *LINEAR), TWO[1]], 2, "slots"),
+    ([state | {"buckets": [["foreign"]]} for state in TWO], 2, "'foreign'"),
+    ([state_of(rank, 2, {"q": slot_of({"new": torch.zeros(1)})}) for rank in (0, 1)], 3, "'new'"),
+]
+
+
+@pytest.mark.parametrize(("states", "world_size", "problem"), REFUSED, ids=range(len(REFUSED)))
 def test_redistribute_refuses_states_that_are_not_all_ranks_of_one_run(states, world_size, problem):
     with pytest.raises(CheckpointError, match=problem):
         redistribute(states, world_size)
-
-
-def without(state, *names):
-    return {name: value for name, value in state.items() if name not in names}
-
-
-def lacking(state, name):
-    return state | {"slots": {"error": slot_of(without(state["slots"]["error"]["tensors"], name))}}
-
-
-@pytest.mark.parametrize(
-    "states",
-    [
-        [{}, {}],
-        [None, None],
-        5,
-        [without(TWO[0], "rank"), TWO[1]],
-        [TWO[0], without(TWO[1], "slots")],
-        [TWO[0], TWO[1] | {"slots": {}}],
-        [TWO[0], lacking(TWO[1], "linear")],
-        [lacking(TWO[0], "linear"), TWO[1]],
-        [state | {"buckets": [["foreign"]]} for state in TWO],
-    ],
-    ids=range(9),
-)
-def test_redistribute_refuses_states_without_all_slots(states):
-    with pytest.raises(CheckpointError):
-        redistribute(states, 2)
 
 
 # --- The server residual --------------------------------------------------------------------------
@@ -519,16 +426,6 @@ def server(state):
     return state["slots"]["server_error"]["tensors"]
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 3), (4, 3), (3, 5), (2, 40), (7, 1)])
-def test_server_residuals_are_split_into_new_shards(before, after):
-    whole = residuals(model_parameters())
-    states = redistribute(owners(before, whole)[::-1], after)
-    for state, wanted in zip(states, owners(after, whole), strict=True):
-        assert server(state).keys() == server(wanted).keys()
-        for name, part in server(wanted).items():
-            assert torch.equal(server(state)[name], part)
-
-
 def test_shards_of_a_wrong_size_are_refused():
     states = owners(2, residuals(model_parameters()))
     name = next(iter(server(states[0])))
@@ -542,17 +439,12 @@ def server_slot(parameters, rank, world_size):
     return Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True)
 
 
-def test_server_residual_of_another_world_size_is_refused():
+def test_server_residual_of_another_world_size_or_memory_order_is_refused():
     parameters = model_parameters()
-    state = owners(2, residuals(parameters))[0]
+    state, alone = (owners(ranks, residuals(parameters))[0] for ranks in (2, 1))
     load_slot(server_slot(parameters, 0, 2), state, parameters)
     with pytest.raises(CheckpointError, match=r"\d+ elements .*torchcomp\.redistribute"):
         load_slot(server_slot(parameters, 0, 3), state, parameters)
-
-
-def test_server_residual_in_another_memory_order_is_refused():
-    state = owners(1, residuals(model_parameters()))[0]
-    parameters = model_parameters()
     parameters["conv"] = nn.Parameter(parameters["conv"].detach().contiguous())
     with pytest.raises(CheckpointError, match=r"'conv' .*\[12, 1, 6, 3\].* \[12, 4, 2, 1\]"):
-        load_slot(server_slot(parameters, 0, 1), state, parameters)
+        load_slot(server_slot(parameters, 0, 1), alone, parameters)

@@ -15,12 +15,8 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from torchcomp.compat import (
-    PRIVATE,
-    PRIVATE_OF_FRAMEWORKS,
-    listed_bucket_caps,
-    skips_unused_parameters,
-)
+from tests.support.private_names import PRIVATE, PRIVATE_OF_FRAMEWORKS
+from torchcomp.compat import listed_bucket_caps, skips_unused_parameters
 
 PACKAGE = Path(torchcomp.__file__).parent
 TABLES = (PRIVATE, PRIVATE_OF_FRAMEWORKS)
@@ -114,7 +110,7 @@ def defined(tree):
             yield from [node.attr] if ast.unparse(node.value) == "self" else []
 
 
-PATHS = [path for path in PACKAGE.rglob("*.py") if path.name != "compat.py"]
+PATHS = list(PACKAGE.rglob("*.py"))
 TREES = [ast.parse(path.read_text()) for path in PATHS]
 USED = {name for tree in TREES for name in used(tree)}
 # `_version` is a file of torchcomp, but also a private attribute of tensors.

@@ -150,7 +150,9 @@ def converted(states: list[Any], run: Run, rank: int | None = None) -> list[Any]
     return redistribute(states, nodes * size, size if size > 1 else None, rank)
 
 
-RUNS = st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 8), (4, 4), (3, 1)])
+RUNS = st.sampled_from(
+    [(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 8), (4, 4), (3, 1), (40, 1)]
+)
 
 
 @given(RUNS, RUNS, st.integers(0, 99))
@@ -232,8 +234,8 @@ def test_a_cache_is_dropped() -> None:
 def with_basis(run: Run) -> list[Any]:
     """States with the start of PowerSGD's iteration, a vector for some parameters."""
     states = states_of(run, [drawn(0)] * run[0], drawn(1))
-    for state in states:
-        tensors = {"odd": torch.ones(2), "conv": torch.ones(12)}
+    for rank, state in enumerate(states):
+        tensors = {"odd": torch.full((2,), float(rank)), "conv": torch.ones(12)}
         state["slots"]["q"] = {"kind": "estimate", "sharded": False, "tensors": tensors}
     return states
 
@@ -260,9 +262,9 @@ def test_they_begin_anew_on_other_pieces(before: Run, after: Run) -> None:
         }
 
 
-def test_they_are_kept_without_nodes() -> None:
+def test_they_are_averaged_without_nodes() -> None:
     for state in converted(with_basis((2, 1)), (3, 1)):
-        assert load_slot(basis_slot("odd", size=2), state, model())["odd"].tolist() == [1.0, 1.0]
+        assert load_slot(basis_slot("odd", size=2), state, model())["odd"].tolist() == [0.5, 0.5]
         with pytest.raises(CheckpointError, match="lacks 'one'"):
             load_slot(basis_slot("one"), state, model())
 

@@ -143,24 +143,13 @@ def test_printing_is_the_inverse_of_parsing(component):
 
 
 @fast
-@given(st.one_of(aggregators(), schedules, outer_steps))
-def test_all_options_can_be_passed_by_name_in_any_order(component):
+@given(st.one_of(aggregators(), schedules, outer_steps), st.sampled_from([" ", "\n", "\r\n\t"]))
+def test_names_of_options_quotes_of_choices_and_whitespace_do_not_matter(component, space):
     assert parse(in_keywords(component)) == component
-
-
-@fast
-@given(st.one_of(aggregators(), schedules))
-def test_choices_need_no_quotes(component):
-    assert torchcomp.parse(str(component).replace('"', "")) == component
-
-
-@fast
-@given(st.one_of(aggregators(), schedules), st.sampled_from([" ", "  ", "\n", "\t", "\r\n"]))
-def test_whitespace_between_words_does_not_matter(component, space):
-    text = str(component)
+    text = str(component).replace('"', "")
     for sign in "(),=":
         text = text.replace(sign, f"{space}{sign}{space}")
-    assert torchcomp.parse(f"{space}{text}{space}") == component
+    assert parse(f"{text}{space}") == component
 
 
 @fast
@@ -188,14 +177,11 @@ def test_random_specs_cover_the_registry():
     ("text", "component", "canonical"),
     [
         ("mean", Mean(Identity()), "mean"),
-        ("mean()", Mean(Identity()), "mean"),
         ("identity", Mean(Identity()), "mean"),
         ("mean(topk(0.01))", Mean(TopK(0.01)), "mean(topk(0.01))"),
         ("topk(0.01)", Mean(TopK(0.01)), "mean(topk(0.01))"),
-        ("topk(1e-2)", Mean(TopK(0.01)), "mean(topk(0.01))"),
         ("ef(topk(k=5))", EF(TopK(k=5)), "ef(topk(k=5))"),
         ("ef(topk(None, 5))", EF(TopK(k=5)), "ef(topk(k=5))"),
-        ("ef(compressor=topk(0.5))", EF(TopK(0.5)), "ef(topk(0.5))"),
         ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
         # Names of the previous release.
         (
@@ -226,7 +212,6 @@ def test_random_specs_cover_the_registry():
             'bidirectional(topk(0.5, values="int8"), identity, selection="exact")',
         ),
         ("every(4)", Every(4), "every(4)"),
-        ("every(h=4)", Every(4), "every(4)"),
         ("qsr(0.0175, 4)", QSR(0.0175, 4), "qsr(alpha=0.0175, h_base=4)"),
         ("qsr(h_base=4, alpha=1)", QSR(1, 4), "qsr(alpha=1, h_base=4)"),
     ],
@@ -282,30 +267,18 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^randk(0.1, k=5))", r"randk\(0\.01\).*randk\(k=5\).*both"),
         # Out of range and not finite.
         ("topk(^0.0)", r"^topk: ratio .*0\.0$"),
-        ("ef(topk(^1.5))", r"^topk: ratio .*1\.5$"),
         ("topk(^-0.1)", r"^topk: ratio .*-0\.1$"),
-        ("topk(^nan)", "^topk: ratio .*nan$"),
-        ("topk(^-inf)", "^topk: ratio .*-inf$"),
         ("topk(^1e999)", "^topk: ratio .*inf$"),
         ("topk(k=^0)", "^topk: k .* 0$"),
-        ("every(^-3)", "^every: h .*-3$"),
         ("qsr(alpha=^0, h_base=4)", "^qsr: alpha .* 0$"),
-        ("qsr(alpha=^inf, h_base=4)", "^qsr: alpha .*inf$"),
-        ("qsr(alpha=^nan, h_base=4)", "^qsr: alpha .*nan$"),
         ("qsr(alpha=1, h_base=^0)", "^qsr: h_base .* 0$"),
         # Of another type.
         ("topk(^1)", r"^topk: ratio=1\b.*topk\(0\.01\).*topk\(k=1\)"),
-        ("topk(^True)", "^topk: ratio .*True$"),
-        ("topk(^'0.1')", r"^topk: ratio .*'0\.1'$"),
         ("topk(^0.1j)", r"^topk: ratio .*0\.1j$"),
-        ("topk(k=^5.0)", r"^topk: k .*5\.0$"),
-        ("topk(k=^True)", "^topk: k .*True$"),
         ("every(^4.0)", r"^every: h .*4\.0$"),
-        ("qsr(alpha=^True, h_base=4)", "^qsr: alpha .*True$"),
         ("randk(0.1, unbiased=^1)", "^randk: unbiased .* 1$"),
         ("topk(0.1, scope=^'layer')", "^topk: scope .*bucket.*tensor.*model.*'layer'$"),
         ("cast(^'fp8')", "^cast: dtype .*bf16.*fp16.*'fp8'$"),
-        ("cast(^None)", "^cast: dtype .*None$"),
         # Without quotes.
         ("cast(^bf1)", "^cast: dtype .*fp16.*'bf1'.*\"bf16\"?"),
         ("ef(topk(0.1), memory_dtype=^nan)", "^ef: memory_dtype .*fp64.*'nan'"),
@@ -321,7 +294,6 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^0.01)", r"^ef .*compressor.* 0\.01$"),
         # Combinations that make no sense.
         ("mean(topk(0.1), exchange=^'allreduce')", "allreduce.*topk"),
-        ("ef(topk(k=5), exchange=^'allreduce')", "allreduce.*topk.*allgather"),
         ("ef(topk(k=5), exchange=^'sum')", "allreduce.*topk.*allgather"),
         ("mean(quantize('int8'), exchange=^'sharded')", "sharded.*quantize"),
         ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", "quantize.*selection=.shard"),
@@ -331,8 +303,6 @@ def refusal(text, parse=torchcomp.parse):
         ("mean(^every(4))", r"^mean .*compressor.*schedule 'every\(4\)'"),
         # Not part of the language.
         ("topk(^*[0.1])", "name.*call.*literal"),
-        ("topk(^+0.1)", "name.*call.*literal"),
-        ("every(^~4)", "name.*call.*literal"),
         ("topk(^**{})", r"\*\*"),
         ("ef(^topk.encode)", "name.*call.*literal"),
         ("ef(topk(0.1), exchange=^['allgather'])", "name.*call.*literal"),
@@ -396,42 +366,32 @@ def test_caret_counts_from_the_spec_without_its_surplus_whitespace():
     assert refusal("\n  ef(  topp(0.1)\t)").endswith("\n  ef( topp(0.1) )\n      ^")
 
 
-@pytest.mark.parametrize("text", ["", "   ", "\n"])
-def test_error_for_an_empty_spec_has_an_example(text):
-    message = refusal(text)
-    assert "empty" in message
-    assert "'ef(topk(0.01))'" in message
-
-
-@pytest.mark.parametrize("value", [None, 5, 0.01, b"mean", ["mean"], TopK, TopK.name.encode()])
-def test_only_strings_and_components_are_specs(value):
+@pytest.mark.parametrize(
+    "value", ["", " \n", "5", "'mean'", "nan", "-1", None, 0.01, b"mean", ["mean"], TopK]
+)
+def test_what_is_no_spec_is_refused_with_an_example(value):
     message = refusal(value)
     assert "'ef(topk(0.01))'" in message
-    assert message.endswith(repr(value))
+    literal = isinstance(value, str) and value.strip()
+    assert "empty" in message or message.endswith(value if literal else repr(value))
 
 
-@pytest.mark.parametrize("text", ["5", "'mean'", "None", "nan", "-1", "True"])
-def test_a_literal_alone_is_refused(text):
-    message = refusal(text)
-    assert "'ef(topk(0.01))'" in message
-    assert message.endswith(text)
-
-
-@pytest.mark.parametrize("parse", [parse_schedule, parse_local])
-@pytest.mark.parametrize("text", ["ef(topk(0.01))", "mean", "topk(0.01)"])
-def test_a_method_is_refused_where_a_schedule_is_needed(text, parse):
+@pytest.mark.parametrize(
+    ("text", "parse", "words"),
+    [
+        *(
+            (text, parse, (f"'{torchcomp.parse(text)}'", "'every(4)'", "torchcomp.register"))
+            for text in ("ef(topk(0.01))", "mean", "topk(0.01)")
+            for parse in (parse_schedule, parse_local)
+        ),
+        ("every(4)", parse_aggregator, ("'every(4)'", "'ef(topk(0.01))'", "torchcomp.LocalSGD")),
+    ],
+)
+def test_a_component_of_another_kind_is_refused(text, parse, words):
     message = refusal(text, parse)
-    for word in (f"'{torchcomp.parse(text)}'", "'every(4)'", "torchcomp.register"):
-        assert word in message
-    assert parse_aggregator(text) == torchcomp.parse(text)
-
-
-@pytest.mark.parametrize("text", ["every(4)", "qsr(alpha=0.1, h_base=2)"])
-def test_a_schedule_is_refused_where_a_method_is_needed(text):
-    message = refusal(text, parse_aggregator)
-    for word in (f"'{text}'", "'ef(topk(0.01))'", "torchcomp.LocalSGD"):
-        assert word in message
-    assert parse_schedule(text) == torchcomp.parse(text)
+    assert all(word in message for word in words)
+    other = parse_schedule if parse is parse_aggregator else parse_aggregator
+    assert other(text) == torchcomp.parse(text)
 
 
 # --- Names of other projects ----------------------------------------------------------------------
@@ -461,27 +421,18 @@ INJECTIONS = [
     "topk.__init__.__globals__",
     "topk(0.1).encode",
     "topk(ratio=open('/etc/passwd'))",
-    "exec('1')",
-    "eval('mean')",
     "lambda: mean",
-    "(lambda: mean)()",
     "[mean for mean in [1]]",
-    "{mean: 1 for mean in [1]}",
     "mean if True else mean",
-    "mean or mean",
     "f'{mean}'",
-    "f\"{__import__('os')}\"",
     "topk(f'{0.1}')",
     "(x := mean)",
     "mean; mean",
     "import os",
     "mean[0]",
-    "[mean][0]",
     "topk(0.05 + 0.05)",
     "topk(k=9**9**9)",
     "await mean",
-    "yield mean",
-    "print(mean)",
     "mean\0",
     "'\ud800'",
 ]
@@ -490,16 +441,11 @@ HUGE = [
     "ef(" * 300 + "topk(0.1)" + ")" * 300,
     "ef(" * 80 + "topk(0.1)" + ")" * 80,
     "-" * 990 + "1",
-    "topk(" + "-" * 901 + "0.1)",
-    "~" * 990 + "1",
     "a." * 490 + "b",
-    "a" + "()" * 490,
     "topk(" + "0.1, " * 190 + ")",
     "mean" * 10**6,
     "9" * 990,
     "qsr(alpha=" + "9" * 900 + ", h_base=4)",
-    "qsr(alpha=-" + "9" * 900 + ", h_base=4)",
-    "topk(0x" + "f" * 900 + ")",
     "topk(k=-0x" + "f" * 900 + ")",
 ]
 

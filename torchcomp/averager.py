@@ -1,15 +1,15 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
+import zlib
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp import checkpoint, resume
-from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, partition
+from torchcomp.checkpoint import listed
 from torchcomp.component import Component
 from torchcomp.errors import RankFailureError, SpecError
 from torchcomp.exchange import Exchange
@@ -20,16 +20,31 @@ from torchcomp.nonfinite import FiniteWatch
 from torchcomp.observer import Observer
 from torchcomp.profiling import OFF, span
 from torchcomp.residuals import hand_over, is_sent
-from torchcomp.settlement import LATE, Question, Reason, Status, Steps, ask
+from torchcomp.resume import Resumable
+from torchcomp.settlement import Reason, Status
 from torchcomp.spec import parse_aggregator
 from torchcomp.units import LR, by_name
 
-UNCHANGED = "This step was discarded: the residual and the parameters did not change."
-
 _NO_RATIOS: Mapping[str, float] = {}
 
+UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 
-class Averager(Steps):
+_LATE = (
+    "This was found one step later: the residual is that before the step. The averaged gradients "
+    "were set to zero, so the optimizer has applied at most its momentum and weight decay."
+)
+_SAME_LR = "The learning rate must be the same function of the step on all ranks."
+_DIVERGED = (
+    "This was found one step later, when the optimizer had already applied other updates on each "
+    "rank: load a checkpoint."
+)
+_SAME_FATE = (
+    "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
+    "these gradients were cleared: the replicas are no longer equal."
+)
+
+
+class Averager(Resumable):
     """Averages named tensors over the ranks with one compression method, step after step.
 
     It does not depend on a model, an optimizer or DDP. One step is a call of ``begin``, one call of
@@ -68,13 +83,12 @@ class Averager(Steps):
         takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
             whether they did.
 
-    Attributes, beside those of :class:`~torchcomp.settlement.Steps`:
+    Attributes, beside those of :class:`~torchcomp.resume.Resumable`:
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
         changes: number of changes of the method, its buckets or the whole state.
         observer: what watches the steps, or None.
-        running: the method and its buckets.
 
     Raises:
         SpecError: if the method cannot be built, or if an argument is invalid.
@@ -114,18 +128,7 @@ class Averager(Steps):
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
         self._watch, self._combined = FiniteWatch(exchange), False
-        self._flushing = False  # whether FLUSH is active instead of the method of the user
         self.use(aggregator)
-
-    @property
-    def aggregator(self) -> Aggregator:
-        """The method that the user chose; its ``str`` is the spec."""
-        return self._aggregator
-
-    @property
-    def flushing(self) -> bool:
-        """Whether the residual of another method is sent before :attr:`aggregator` runs."""
-        return self._flushing
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -134,10 +137,7 @@ class Averager(Steps):
 
     @property
     def buckets(self) -> tuple[Group, ...]:
-        """The groups that the method averages: :attr:`groups`, or all of them merged.
-
-        There is one bucket for each dtype and device then.
-        """
+        """The groups that the method averages; merged, there is one for each dtype and device."""
         return self.running.buckets
 
     # One step.
@@ -168,8 +168,8 @@ class Averager(Steps):
         with self._lock:
             if self.abandoned:
                 self._require_wanted()
-            self._step_lrs = {} if lr is None else by_name(lr, self.parameters)
-            if self._settlement.status is not Status.COUNTED:
+            self._step_lrs = lrs = {} if lr is None else by_name(lr, self.parameters)
+            if not self.counted:
                 self.state.rollback()
                 self.exchange.reset()
                 # Here, and not where it was abandoned: its thread could still report a bucket.
@@ -178,15 +178,15 @@ class Averager(Steps):
         self._averaged, self.unused = 0, ()
         self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
         if not verified:
-            resume.compare_ranks(self, self._step_lrs)
+            self._compare_ranks(lrs)
             with self._lock:  # another state can have been loaded meanwhile
                 self._verified = not self.abandoned
-        units, lrs = self.units, self._step_lrs
         with self._lock:
             if self.abandoned:
                 self._require_wanted()
-            self._settlement.begin()
-            ratios, units.before = _NO_RATIOS, None
+            self.status, self._reasons = Status.IN_FLIGHT, ()
+            units, ratios = self.units, _NO_RATIOS
+            units.before = units.scale, units.lrs
             if scale != units.scale or lrs or units.lrs:
                 ratios = units.follow(self.state, scale, lrs, self.parameters)
         running = self.running
@@ -202,24 +202,21 @@ class Averager(Steps):
         the :attr:`buckets`.
         """
         with span("average", self._averaged) if profiler._is_profiler_enabled else OFF:
-            self._average(bucket)
+            if self.abandoned:
+                self._require_wanted()
+            flat, running, observer = bucket.flat, self.running, self.observer
+            prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
+            if self.guarded and not (prepared.shows_nonfinite or self._combined):
+                self._watch.before(bucket)
+            if observer is not None:
+                observer.before(bucket, running.now)
+            running.now.aggregate(flat, prepared, self._key)
+            if observer is not None:
+                observer.after(bucket, running.now)
+            # A method that is dense for its first steps only is checked in all of them.
+            if self.guarded:
+                self._watch.after(bucket)
         self._averaged += 1
-
-    def _average(self, bucket: Bucket) -> None:
-        if self.abandoned:
-            self._require_wanted()
-        flat, running, observer = bucket.flat, self.running, self.observer
-        prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
-        if self.guarded and not (prepared.shows_nonfinite or self._combined):
-            self._watch.before(bucket)
-        if observer is not None:
-            observer.before(bucket, running.now)
-        running.now.aggregate(flat, prepared, self._key)
-        if observer is not None:
-            observer.after(bucket, running.now)
-        # A method that is dense for its first steps only is checked in all of them.
-        if self.guarded:
-            self._watch.after(bucket)
 
     def finish(
         self,
@@ -262,12 +259,11 @@ class Averager(Steps):
             exchange = self.exchange
             if dense_bytes is None:
                 dense_bytes = 2 * (exchange.world_size - 1) * self._nbytes // exchange.world_size
-            used_by_any: Sequence[int] = ()
-            if used is not None:
-                used_by_any = exchange.max_at_end([name in used for name in self.parameters])
+            flags = [] if used is None else [name in used for name in self.parameters]
+            used_by_any = exchange.max_at_end(flags) if flags else []
             leaves = [] if leaving is None else exchange.max_at_end([leaving])
-            late = self._late and used is None and not self._flushing
-            reasons = () if self._vote is None else (self._vote,)
+            late = self._late and used is None and not self.flushing
+            reasons: tuple[Reason, ...] = () if self._vote is None else (self._vote,)
             counts, flushed, self._keeps_number = True, False, late and may_skip
             try:
                 verdict = self._ask(where or f"step {self.step + 1}", advice, may_skip, late)
@@ -276,13 +272,24 @@ class Averager(Steps):
                 else:
                     counts = verdict()
                 self._note_unused(used_by_any)
-                unchanged = self._unchanged_names()
-                if counts and (unchanged or self._flushing or leaves):
+                unchanged = {*self.unused, *[n for n, lr in self._step_lrs.items() if not lr]}
+                if counts and (unchanged or self.flushing or leaves):
                     flushed = self._change_commit(unchanged, leaves, leaving is True)
                 if self.observer is not None:
                     self.observer.finished(counts, unchanged)
             except Exception as error:
-                self._fail(error, used is None and not any(leaves), used_by_any, dense_bytes)
+                with self._lock:
+                    self._require_wanted()
+                    self._note_unused(used_by_any)
+                    failed = isinstance(error, RankFailureError)
+                    if failed and self._vote is not None and used is None and not any(leaves):
+                        # Another rank may have got the whole message, and count the step.
+                        self._flushed = False
+                        self._end(True, (self._vote,))
+                    else:
+                        self.state.rollback()
+                        self._discard()
+                    self._record(exchange, dense_bytes)
                 raise
             with self._lock:
                 if self.abandoned:
@@ -295,37 +302,55 @@ class Averager(Steps):
         return counts
 
     def _ask(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
-        """Send the message that ends the step; see :func:`torchcomp.settlement.ask`."""
+        """Send this rank's part of the message that ends the step, without waiting for the others.
+
+        Returns:
+            A function that waits for the others and says whether the step counts. It raises, on all
+            ranks, what is wrong with the step.
+        """
         if self.observer is not None:
             # Before the message: what fails here on one rank fails on all.
             self.observer.finishing()
-        slot = self.state.undone if late else self.state.pending
-        question = Question(
-            self._watch,
-            self._step_lrs,
-            self._taken_back if self._takes_back else None,
-            where,
-            f"{self._what} at {where}",
-            LATE if late else self._unchanged,
-            advice,
-            may_skip,
-            lambda: self._shown(slot("error")),
-        )
-        self._taken_back = False
-        reason, flags = ask(self.exchange, question)
-        self.void = flags[:2].ne(0).any() if late and flags is not None else None
-        return reason
+        exchange, watch, lrs = self.exchange, self._watch, self._step_lrs
+        residual = self.state.undone if late else self.state.pending
+        taken_back, self._taken_back = self._taken_back, False
+        unchanged = _LATE if late else self._unchanged
+        same: Callable[[], bool] | None = None
+        if lrs:
+            same = exchange.same_at_end(zlib.crc32(repr(lrs).encode()).to_bytes(4, "big"))
+        fates: list[int] = []
+        # Without a message at its end, a step is not worth one for this alone.
+        if self._takes_back and exchange.must_conclude:
+            fates = exchange.max_at_end([taken_back, not taken_back])
+        decide = exchange.conclude_later(watch.finite(), where, unchanged)
+        self.void = decide.flags[:2].ne(0).any() if late and decide.flags is not None else None
+
+        def counts() -> bool:
+            finite = decide()
+            if same is not None and not same():
+                problem = f"{_SAME_LR} {_DIVERGED if late else unchanged}"
+                exchange.verify(where, {"lr": lrs}, problem)
+            if all(fates) and fates:
+                fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
+                exchange.verify(where, fate, _SAME_FATE)
+            if not finite and not may_skip:
+                problem = f"{unchanged} {advice}" if advice else unchanged
+                shown = self._shown(residual("error"))
+                raise watch.error(f"{self._what} at {where}", problem, shown)
+            return finite
+
+        return counts
+
+    def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
+        for name, part in () if self._combined else parts:
+            if self.running.now.residual_shows_nonfinite(self.parameters[name].dtype):
+                yield name, part
 
     def _note_unused(self, used_by_any: Sequence[int]) -> None:
         # Not strict: if the collective failed, nothing is known about any parameter.
         flagged = zip(self.parameters, used_by_any, strict=False)
         self.unused = tuple(name for name, is_used in flagged if not is_used)
-
-    def _unchanged_names(self) -> Collection[str]:
-        """Return the parameters whose state stays as it was before the step."""
-        if not self._step_lrs:
-            return self.unused
-        return {*self.unused, *(name for name, lr in self._step_lrs.items() if not lr)}
 
     def _change_commit(
         self, unchanged: Collection[str], leaves: Collection[int], leaving: bool
@@ -337,25 +362,10 @@ class Averager(Steps):
             self._tell_changed()
             owned = self.running.owned(self.exchange)
             hand_over(self.state, self.exchange, self.parameters, owned, leaving)
-        if not self._flushing:
+        if not self.flushing:
             return False
         self._tell_changed()  # what is left of the residual is dropped if it is rounding
         return is_sent(self.state, self.exchange, self.parameters)
-
-    def _fail(
-        self, error: Exception, complete: bool, used_by_any: Sequence[int], dense_bytes: int
-    ) -> None:
-        """End a step that raises. `complete` says whether it could count as it is."""
-        with self._lock:
-            self._require_wanted()
-            self._note_unused(used_by_any)
-            if self._vote is not None and isinstance(error, RankFailureError) and complete:
-                # Another rank may have got the whole message, and count the step.
-                self._flushed = False
-                self._end(True, (self._vote,))
-            else:
-                self._discard()
-            self._record(self.exchange, dense_bytes)
 
     def settle(self) -> None:
         """Decide whether the last step counts, and end what it leaves open.
@@ -371,12 +381,11 @@ class Averager(Steps):
             self.observer.settle()  # without the lock, which never waits for other ranks
         # A step that was kept can still be taken back with those that follow it.
         if self._flushed and not self.steps_kept:
-            with self._lock:
-                self._end_flush()
+            self._end_flush()
 
     def decide(self) -> None:
         super().decide()
-        if self._settlement.status is Status.TAKEN_BACK:
+        if self.status is Status.TAKEN_BACK:
             self._tell_changed()  # what was seen of this step says nothing
 
     def _tell_changed(self) -> None:
@@ -402,7 +411,7 @@ class Averager(Steps):
         if missing:
             raise SpecError(
                 "average_all needs a tensor for each parameter, but there is none for "
-                f"{checkpoint.listed(missing)}: if a gradient is None, pass zeros"
+                f"{listed(missing)}: if a gradient is None, pass zeros"
             )
         self.begin(lr=lr)
         # The buckets are copies. The tensors are written only once the step is known to count.
@@ -424,10 +433,10 @@ class Averager(Steps):
         """Return the shape of a bucket of these parameters."""
         return self.running.shape_of(group)
 
-    # Changing the method, the groups or the parameters.
+    # Changing the method, the groups or the parameters. All ranks make the same calls.
 
     def use(self, aggregator: str | Component) -> str:
-        """Change the method between two steps. All ranks must make the same call.
+        """Change the method between two steps.
 
         If the new method has slots for the whole residual, it continues with it. Otherwise,
         ``ef(identity)`` runs first, until the residual has been sent.
@@ -442,12 +451,12 @@ class Averager(Steps):
         self.settle()
         # Here, before training: in the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
-        self._aggregator = method
+        self.aggregator = method
         self._flush(False)
         # A slot can exist without any values, so look for a value and not for a slot.
         if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
             return "There is no residual yet."
-        if self.state.debts() <= {slot.name for slot in self.running.slots(self.exchange, method)}:
+        if self.state.debts() <= {slot.name for slot in self.running.slots(self.exchange)}:
             return f"The residual is kept: {method} continues with it."
         self._flush(True)
         return (
@@ -458,93 +467,38 @@ class Averager(Steps):
     def regroup(self, groups: Sequence[Group]) -> None:
         """Change which parameters are compressed together, between two steps.
 
-        All ranks must make the same call. Each parameter must be in one of the groups.
+        Each parameter must be in one of the groups.
         """
         self.settle()
         self.running.groups = tuple(groups)
-        self._install(self.running.method)
+        self._flush(self.flushing)
         self._verified = False
 
     def add(self, parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
-        """Add parameters, between two steps. All ranks must make the same call."""
+        """Add parameters, between two steps."""
         self.parameters |= parameters
         self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
         self.running.groups = (*self.groups, *groups)
         self.running.buckets = (*self.buckets, *groups)
         self.changes += 1
 
-    def _install(self, method: Aggregator) -> None:
+    def _flush(self, flushing: bool) -> None:
+        """Run the method that sends what is left of a residual, or the one that the user chose."""
         with self._lock:
+            self.flushing = flushing
+            method = FLUSH if flushing else self.aggregator
             self.running.install(method, self.step, self.state, self.exchange)
             self._changed()
 
+    def _end_flush(self) -> None:
+        """From the next step on, run the method that the user chose, without a residual."""
+        with self._lock:
+            self.state.drop(self.state.debts())
+            self._flushed = False
+            self._flush(False)
+
     def _changed(self) -> None:
-        """Note that another method runs, or with another state."""
         method = self.running.method
         self.changes += 1
         self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
         self._tell_changed()
-
-    def continue_with(self, method: Aggregator, flushing: bool) -> None:
-        """Run a method with the state that was restored for it."""
-        self._aggregator, self._flushing = method, flushing
-        self.running.run(FLUSH if flushing else method, self.step)
-        self._changed()
-        self._verified = False
-
-    def _flush(self, flushing: bool) -> None:
-        """Run the method that sends what is left of a residual, or the one that the user chose."""
-        self._flushing = flushing
-        self._install(FLUSH if flushing else self._aggregator)
-
-    def _end_flush(self) -> None:
-        """From the next step on, run the method that the user chose, without a residual."""
-        self.state.drop(self.state.debts())
-        self._flushed = False
-        self._flush(False)
-
-    def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
-        for name, part in () if self._combined else parts:
-            if self.running.now.residual_shows_nonfinite(self.parameters[name].dtype):
-                yield name, part
-
-    # Checkpoints.
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state: plain tensors, numbers and strings, keyed by parameter name.
-
-        Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
-        """
-        self.settle()
-        with self._lock:
-            return resume.state_of(self)
-
-    def prepare(
-        self,
-        state: Any,
-        advice: Mapping[str, str] = checkpoint.ADVICE,
-        aggregator: Aggregator | None = None,
-    ) -> Callable[[], None]:
-        """Check a complete state dict without changing anything.
-
-        Args:
-            state: the result of :meth:`state_dict` on this rank.
-            advice: what to do if "spec" or "world_size" differs, for the error message.
-            aggregator: the method of the state, if the run changes to it.
-
-        Returns:
-            A function that restores the state. It restores the groups as well, so the run
-            continues bit for bit even if this object was built with other groups.
-
-        Raises:
-            CheckpointError: if the state is damaged, or if it belongs to another model, method,
-                rank or world size.
-        """
-        return resume.prepare(self, state, aggregator or self._aggregator, advice)
-
-    def load_state_dict(self, state: dict[str, Any], aggregator: Aggregator | None = None) -> None:
-        """Restore a state dict, or change nothing on error; see :meth:`prepare`."""
-        restore = self.prepare(state, aggregator=aggregator)
-        with self._lock:
-            restore()

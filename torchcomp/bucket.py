@@ -1,9 +1,9 @@
 """Bucket: the gradients of several parameters as one flat vector, and how they are grouped."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from itertools import accumulate, pairwise
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate, compress
 from math import prod
 
 import torch
@@ -35,12 +35,9 @@ class BucketShape:
         """Return the shape of a bucket of these parameters, which must have one dtype."""
         names = tuple(names)
         chosen = [parameters[name] for name in names]
-        return cls(
-            names,
-            tuple(tuple(parameter.shape) for parameter in chosen),
-            chosen[0].dtype,
-            tuple(map(_strides, chosen)) if any(not p.is_contiguous() for p in chosen) else (),
-        )
+        contiguous = all(parameter.is_contiguous() for parameter in chosen)
+        strides = () if contiguous else tuple(map(_strides, chosen))
+        return cls(names, tuple(tuple(p.shape) for p in chosen), chosen[0].dtype, strides)
 
     def __hash__(self) -> int:
         return self._hash
@@ -68,36 +65,34 @@ class BucketShape:
 
     def select(self, names: Iterable[str]) -> "BucketShape":
         """Return the shape of a bucket of only these parameters, in the order of this bucket."""
-        wanted = set(names)
-        chosen = [i for i, name in enumerate(self.names) if name in wanted]
-        return BucketShape(
-            tuple(self.names[i] for i in chosen),
-            tuple(self.shapes[i] for i in chosen),
-            self.dtype,
-            tuple(self.strides[i] for i in chosen) if self.strides else (),
-        )
+        chosen = set(names)
+        wanted = [name in chosen for name in self.names]
+        shapes, strides = (tuple(compress(each, wanted)) for each in (self.shapes, self.strides))
+        return BucketShape(tuple(compress(self.names, wanted)), shapes, self.dtype, strides)
 
     def wide(self) -> "BucketShape":
         """Return the same shape in float32, or in its own dtype if that is wider."""
-        dtype = torch.promote_types(self.dtype, torch.float32)
-        return BucketShape(self.names, self.shapes, dtype, self.strides)
+        return replace(self, dtype=torch.promote_types(self.dtype, torch.float32))
 
     def shards(self, world_size: int) -> tuple["Shard", ...]:
         """Return each rank's part: rank r of W owns [r n / W, (r + 1) n / W) of n elements."""
-        return _shards(self.names, self.sizes, world_size)
+        return tuple(self.shard(world_size, rank) for rank in range(world_size))
 
     def shard(self, world_size: int, rank: int) -> "Shard":
         """Return one of :meth:`shards`, without listing the others."""
         start, stop = (cut(self.numel, world_size, each) for each in (rank, rank + 1))
-        return _shard(self.names, self.sizes, start, stop)
+        contents = []
+        for name, size, end in zip(self.names, self.sizes, accumulate(self.sizes), strict=True):
+            first, last = max(end - size, start), min(end, stop)
+            if first < last:
+                contents.append((name, last - first, first - (end - size)))
+        return Shard(start, stop, *(list(zip(*contents, strict=True)) or [(), (), ()]))
 
 
 def _strides(parameter: Tensor) -> tuple[int, ...]:
     """Return the strides of a parameter's part of a bucket; see :func:`memory_order`."""
-    if _is_dense(parameter):
-        return parameter.stride()
-    # The contiguous strides of the shape. A tensor on "meta" has strides but no memory.
-    return torch.empty(parameter.shape, device="meta").stride()
+    # A tensor on "meta" has strides but no memory.
+    return memory_order(parameter, torch.empty(parameter.numel(), device="meta")).stride()
 
 
 @dataclass
@@ -140,11 +135,11 @@ class Bucket:
 
     def tensors(self) -> dict[str, Tensor]:
         """Each parameter's part of `flat`, as a view in the parameter's shape."""
-        shape = self.shape
+        shape, parts = self.shape, self.parts().items()
         if not shape.strides:
-            each = zip(self.parts().items(), shape.shapes, strict=True)
+            each = zip(parts, shape.shapes, strict=True)
             return {name: part.view(size) for (name, part), size in each}
-        layouts = zip(self.parts().items(), shape.shapes, shape.strides, strict=True)
+        layouts = zip(parts, shape.shapes, shape.strides, strict=True)
         return {
             name: part.as_strided(size, stride, part.storage_offset())
             for (name, part), size, stride in layouts
@@ -167,25 +162,10 @@ class Shard:
         return slice(self.start, self.stop)
 
 
-@lru_cache(maxsize=1024)
-def _shards(names: Names, sizes: tuple[int, ...], world_size: int) -> tuple[Shard, ...]:
-    cuts = [cut(sum(sizes), world_size, rank) for rank in range(world_size + 1)]
-    return tuple(_shard(names, sizes, start, stop) for start, stop in pairwise(cuts))
-
-
 def cut(numel: int, world_size: int, rank: int) -> int:
     """Return the first element of a rank's shard of a bucket with `numel` elements."""
     # In integers, so that all ranks cut at the same elements and shard sizes differ by at most 1.
     return rank * numel // world_size
-
-
-def _shard(names: Names, sizes: tuple[int, ...], start: int, stop: int) -> Shard:
-    contents = []
-    for name, size, end in zip(names, sizes, accumulate(sizes), strict=True):
-        first, last = max(end - size, start), min(end, stop)
-        if first < last:
-            contents.append((name, last - first, first - (end - size)))
-    return Shard(start, stop, *(list(zip(*contents, strict=True)) or [(), (), ()]))
 
 
 def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Group, ...]:
@@ -193,14 +173,11 @@ def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Gro
 
     DDP rebuilds its buckets after the first iteration, in the order in which gradients became
     ready. This partition never changes. A selection within a group therefore depends on the model
-    only, not on the iteration or on whether the run was resumed.
+    only, not on the iteration or on whether the run was resumed. A group has one dtype and device.
 
     Args:
         parameters: (name, parameter) pairs in registration order.
         caps: sizes at which a group is full.
-
-    Returns:
-        Groups of names. The parameters of a group have one dtype and device.
     """
     groups: list[Group] = []
     # A bucket is one tensor, so each dtype and device fills a group of its own.
@@ -232,25 +209,14 @@ def memory_order(parameter: Tensor, flat: Tensor) -> Tensor:
     """View a parameter's part of a flat bucket in the parameter's shape.
 
     DDP stores a dense, non-overlapping parameter (such as one in channels_last) in its own memory
-    order. It stores any other parameter contiguously.
-
-    Args:
-        parameter: the parameter, for its shape and strides.
-        flat: 1-D tensor of ``parameter.numel()`` elements.
+    order. It stores any other parameter contiguously. `flat` is 1-D, of ``parameter.numel()``
+    elements.
     """
-    if _is_dense(parameter):
-        return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())
-    return flat.view(parameter.size())
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    # What DDP calls "non-overlapping and dense". torch's own check for it is private.
+    # torch's own check for "non-overlapping and dense" is private.
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.size(), strict=True)):
+    for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
         # The stride of a dimension of size 1 has no meaning, and torch allows any.
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
+        if size != 1 and stride != expected:
+            return flat.view(parameter.size())
         expected *= size
-    return True
+    return flat.as_strided(parameter.size(), parameter.stride(), flat.storage_offset())

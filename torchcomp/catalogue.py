@@ -6,7 +6,7 @@ the fields of the dataclass.
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
@@ -18,9 +18,9 @@ from torchcomp.errors import SpecError
 from torchcomp.local_sgd.outer_steps import OUTER_STEPS
 from torchcomp.local_sgd.schedules import SCHEDULES
 from torchcomp.plan import wrapped
-from torchcomp.spec import COMPONENTS, unknown_name
+from torchcomp.spec import COMPONENTS, Wanted, unknown_name
 
-_GROUPS: Mapping[str, tuple[type[Component], ...]] = {
+_GROUPS: Wanted = {
     "methods": AGGREGATORS,
     "choices": (Auto,),
     "compressors": COMPRESSORS,
@@ -69,16 +69,10 @@ def _described(option: Field[Any], meaning: str) -> Iterator[str]:
     default = option.default
     if default is MISSING and option.default_factory is not MISSING:
         default = option.default_factory()
-    shown = f"default: {default}"
-    if isinstance(default, tuple):
-        shown = f"default: [{', '.join(map(str, default))}]"
-    if default is MISSING:
-        shown = "required"
-    elif default is None:
-        shown = "optional"
-    choices = choices_of(option)
+    text = f"[{', '.join(map(str, default))}]" if isinstance(default, tuple) else default
+    shown = {MISSING: "required", None: "optional"}.get(default, f"default: {text}")
     yield wrapped("  ", f"{option.name} ({shown})")
-    if choices:
+    if choices := choices_of(option):
         yield wrapped(" " * 6, f"one of {', '.join(choices)}")
     if meaning:
         yield wrapped(" " * 6, meaning)

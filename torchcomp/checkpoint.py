@@ -43,62 +43,34 @@ def require(valid: bool, where: str, expected: str, value: object) -> None:
         raise CheckpointError(f"a damaged checkpoint: {where} must be {expected}, not {short}")
 
 
-# Python's own types only. Those of NumPy, and subclasses, would be in the next checkpoint, which
-# torch.load(weights_only=True) then refuses. NumPy's integers also wrap around.
-
-
-def count(value: Any, where: str) -> None:
-    """Require an integer of at least 0 that fits into an int64."""
-    valid = type(value) is int and 0 <= value < 2**63
-    require(valid, where, "an integer from 0 to 2^63 - 1", value)
+def _form(expected: str, valid: Callable[[Any], bool]) -> Form:
+    return lambda value, where: require(valid(value), where, expected, value)
 
 
 def _is_plain_number(value: Any) -> bool:
     return type(value) in (int, float) and is_number(value)
 
 
-def number(value: Any, where: str) -> None:
-    """Require a finite number."""
-    require(_is_plain_number(value), where, "a finite number", value)
-
-
-def loss_scale(value: Any, where: str) -> None:
-    """Require a loss scale: a positive number that float32 can represent."""
-    # 2^-126 is the smallest normal number.
-    valid = _is_plain_number(value) and 2.0**-126 <= value < 2.0**128
-    require(valid, where, "a number from 2^-126 to 2^128", value)
-
-
-def learning_rate(value: Any, where: str) -> None:
-    """Require a positive learning rate."""
-    require(_is_plain_number(value) and value > 0, where, "a finite number above 0", value)
-
-
-def text(value: Any, where: str) -> None:
-    """Require a string."""
-    require(type(value) is str, where, "a string", value)
-
-
-def flag(value: Any, where: str) -> None:
-    """Require True or False."""
-    require(isinstance(value, bool), where, "True or False", value)
+# Python's own types only. Those of NumPy, and subclasses, would be in the next checkpoint, which
+# torch.load(weights_only=True) then refuses. NumPy's integers also wrap around.
+count = _form("an integer from 0 to 2^63 - 1", lambda x: type(x) is int and 0 <= x < 2**63)
+number = _form("a finite number", _is_plain_number)
+# Above 0, and a normal number of float32.
+loss_scale = _form(
+    "a number from 2^-126 to 2^128", lambda x: _is_plain_number(x) and 2.0**-126 <= x < 2.0**128
+)
+learning_rate = _form("a finite number above 0", lambda x: _is_plain_number(x) and x > 0)
+text = _form("a string", lambda x: type(x) is str)
+flag = _form("True or False", lambda x: isinstance(x, bool))
 
 
 def optional(form: Form) -> Form:
     """Return a form that accepts None and any value of `form`."""
-
-    def check_optional(value: Any, where: str) -> None:
-        if value is not None:
-            form(value, where)
-
-    return check_optional
+    return lambda value, where: None if value is None else form(value, where)
 
 
 def list_of(form: Form, length: int | None = None) -> Form:
-    """Return a form for lists and tuples whose entries have the form `form`.
-
-    If `length` is not None, the list must have that length.
-    """
+    """Return a form for lists and tuples, of `length` unless it is None, of entries of `form`."""
 
     def check_list(value: Any, where: str) -> None:
         require(isinstance(value, list | tuple), where, "a list", value)
@@ -111,22 +83,19 @@ def list_of(form: Form, length: int | None = None) -> Form:
 
 
 def dict_of(form: Form, keys: Collection[str] | None = None) -> Form:
-    """Return a form for dicts with strings as keys and values of the form `form`.
-
-    If `keys` is not None, the dict must have exactly these keys.
-    """
+    """Return a form for dicts of strings, exactly `keys` unless it is None, to values of `form`."""
 
     def check_dict(value: Any, where: str) -> None:
         require(isinstance(value, Mapping), where, "a dict", value)
         for key, each in value.items():
             require(type(key) is str, where, "a dict with strings as keys", key)
             form(each, f"{where}['{key}']")
-        missing = sorted(set(keys or value) - set(value))
-        unknown = sorted(set(value) - set(keys if keys is not None else value))
-        problems = {"lacks": missing, "has the unknown keys": unknown}
-        found = [f"{verb} {listed(names)}" for verb, names in problems.items() if names]
-        if found:
-            raise CheckpointError(f"a damaged checkpoint: {where} {' and '.join(found)}")
+        if keys is not None:
+            _require_keys(value, where, keys)
+            unknown = sorted(set(value) - set(keys))
+            require(
+                not unknown, where, f"without the unknown keys {listed(unknown)}", sorted(value)
+            )
 
     return check_dict
 
@@ -136,22 +105,22 @@ def record(**forms: Form) -> Form:
 
     def check_record(value: Any, where: str) -> None:
         require(isinstance(value, Mapping), where, "a dict", value)
-        missing = [key for key in forms if key not in value]
-        if missing:
-            raise CheckpointError(f"a damaged checkpoint: {where} lacks {listed(missing)}")
+        _require_keys(value, where, forms)
         for key, form in forms.items():
             form(value[key], f"{where}.{key}")
 
     return check_record
 
 
+def _require_keys(value: Mapping[str, Any], where: str, keys: Collection[str]) -> None:
+    if missing := [key for key in keys if key not in value]:
+        raise CheckpointError(f"a damaged checkpoint: {where} lacks {listed(missing)}")
+
+
 def tensor(
     shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, numel: int | None = None
 ) -> Form:
-    """Return a form for dense tensors of finite real numbers.
-
-    If `shape`, `dtype` or `numel` is not None, the tensor must have it.
-    """
+    """Return a form for dense tensors of finite real numbers, with what is not None."""
 
     def check_tensor(value: Any, where: str) -> None:
         require(_is_dense(value), where, "a dense tensor", value)
@@ -185,6 +154,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(f"'{name}'" for name in names[:3]) + more
 
 
+# Shape and strides of each parameter by name.
 _LAYOUTS = dict_of(dict_of(list_of(count), ("shape", "stride")))
 
 # What every state dict has, and what an Averager adds. Both accept further keys: LocalSGD and other
@@ -203,10 +173,8 @@ ENGINE = record(
     slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
 )
 
-
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))
 """Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
-
 
 RECUT = "recut"
 """Whether :func:`torchcomp.redistribute` has cut the parameters of a state into other pieces.
@@ -222,16 +190,10 @@ def header(spec: str, exchange: Exchange) -> dict[str, Any]:
 
 
 def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str, str]) -> None:
-    """Require a state dict of this version, method, rank and world size.
-
-    Args:
-        state: the value that the user passed to ``load_state_dict``.
-        spec: the expected method or schedule.
-        exchange: the collectives of this run, for its rank and world size.
-        advice: what to do if "spec" or "world_size" differs, for the error message.
+    """Require a state dict of this version, method (or schedule), rank and world size.
 
     Raises:
-        CheckpointError: if one of them differs. The message has both values and the advice.
+        CheckpointError: if one differs, with both values, and the `advice` on that one.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
@@ -285,20 +247,19 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
     """Require the state of a :class:`torchcomp.Averager` with parameters of these names and shapes.
 
     Raises:
-        CheckpointError: if an entry or a parameter is missing, unknown, damaged or of another
-            shape. The message has its name.
+        CheckpointError: with the name of what is missing, unknown, damaged or of another shape.
     """
     ENGINE(state, "the state dict")
     # Strides can differ. Only shards depend on them; see `load_slot`.
-    saved = {name: each["shape"] for name, each in state["parameters"].items()}
+    saved = {name: list(each["shape"]) for name, each in state["parameters"].items()}
     here = {name: list(parameter.shape) for name, parameter in parameters.items()}
     # All differences together: one name would not show that the whole model is another one.
-    problems = [f"'{name}' is not in the model" for name in saved if name not in here]
+    problems = [f"'{name}' is not in the model" for name in sorted(saved.keys() - here)]
     problems += [f"'{name}' is not in the checkpoint" for name in here if name not in saved]
     problems += [
-        f"'{name}' has shape {list(saved[name])} in the checkpoint and {here[name]} in the model"
-        for name in here
-        if name in saved and list(saved[name]) != here[name]
+        f"'{name}' has shape {saved[name]} in the checkpoint and {shape} in the model"
+        for name, shape in here.items()
+        if saved.get(name, shape) != shape
     ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -308,15 +269,11 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
 
 
 def check_division(
-    division: str, state: Mapping[str, Any], parameters: Mapping[str, Any] | None = None
+    division: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor] | None = None
 ) -> None:
     """Require that each parameter is in exactly one of the "groups", or of the "buckets".
 
-    Args:
-        division: "groups" or "buckets".
-        state: the state of an Averager.
-        parameters: the parameters of the model. If not None, each group must also have one dtype
-            and device.
+    With `parameters`, those of the model, each group must also have one dtype and device.
     """
     # Counted, to find a parameter that is in two groups.
     saved = Counter(name for group in state[division] for name in group)

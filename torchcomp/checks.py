@@ -7,9 +7,9 @@ numbers are accepted as numbers. Booleans are not.
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from numbers import Integral, Real
-from typing import TypeGuard
+from typing import Protocol, TypeGuard
 
 from torchcomp.errors import SpecError
 
@@ -39,35 +39,25 @@ def check_count(
     _require(valid, name, f"an integer {bounds}", value, owner)
 
 
-def check_positive(name: str, value: object, *, owner: str = "") -> None:
-    """Require a finite number above zero."""
-    valid = is_number(value) and value > 0
-    _require(valid, name, "a finite number above 0", value, owner)
+class Check(Protocol):
+    """Requires something of an option's value."""
+
+    def __call__(self, name: str, value: object, *, owner: str = "") -> None: ...
 
 
-def check_at_least_0(name: str, value: object, *, owner: str = "") -> None:
-    """Require a finite number that is not negative."""
-    valid = is_number(value) and value >= 0
-    _require(valid, name, "a finite number of at least 0", value, owner)
+def _number(expected: str, within: Callable[[float], bool]) -> Check:
+    def check(name: str, value: object, *, owner: str = "") -> None:
+        _require(is_number(value) and within(value), name, expected, value, owner)
+
+    return check
 
 
-def check_fraction(name: str, value: object, *, owner: str = "") -> None:
-    """Require a number above 0 and at most 1."""
-    valid = is_number(value) and 0 < value <= 1
-    _require(valid, name, "a number above 0 and at most 1", value, owner)
-
-
-def check_share(name: str, value: object, *, owner: str = "") -> None:
-    """Require a number from 0 to 1."""
-    valid = is_number(value) and 0 <= value <= 1
-    _require(valid, name, "a number from 0 to 1", value, owner)
-
-
-def check_momentum(name: str, value: object, *, owner: str = "") -> None:
-    """Require a number from 0 to below 1."""
-    # Below 1, so that the geometric sum of the momentum stays finite.
-    valid = is_number(value) and 0 <= value < 1
-    _require(valid, name, "a number from 0 to below 1", value, owner)
+check_positive = _number("a finite number above 0", lambda x: x > 0)
+check_at_least_0 = _number("a finite number of at least 0", lambda x: x >= 0)
+check_fraction = _number("a number above 0 and at most 1", lambda x: 0 < x <= 1)
+check_share = _number("a number from 0 to 1", lambda x: 0 <= x <= 1)
+# Below 1, so that the geometric sum of the momentum stays finite.
+check_momentum = _number("a number from 0 to below 1", lambda x: 0 <= x < 1)
 
 
 def check_flag(name: str, value: object, *, owner: str = "") -> None:

@@ -24,23 +24,13 @@ Draw = Callable[..., NDArray[Any]]
 
 
 class Drawing:
-    """Draws numbers for a device.
-
-    Args:
-        device: the device that needs the numbers.
-    """
+    """Draws numbers for a device."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._on_host = device, host.can_read(torch.empty(0, device=device))
 
     def __call__(self, draw: Draw, key: Key, *args: Any) -> Tensor:
-        """Return ``draw(key, *args)`` on the device.
-
-        Args:
-            draw: a function without state.
-            key: key of the numbers.
-            args: further arguments, hashable.
-        """
+        """Return ``draw(key, *args)`` on the device. `draw` has no state; `args` are hashable."""
         # Without it, a cache of `draw` would keep all numbers of an engine alive.
         plain = replace(key, ahead=None)
         if self._on_host:
@@ -67,14 +57,12 @@ class Ahead:
                 # Keep what was drawn ahead for this step. No other vector was asked for lately.
                 self._steps = {v: own for v, own in self._steps.items() if key.step in own}
                 self._now = key.step
-            known, steps = self._steps.get(vector, {}), (key.step, key.step + 1)
-            drawing = {
-                step: known[step]
-                if step in known
-                else _worker().submit(_pinned, draw, replace(key, step=step), args)
-                for step in steps
+            known = self._steps.get(vector, {})
+            self._steps[vector] = drawing = {
+                step: known.get(step)
+                or _worker().submit(_pinned, draw, replace(key, step=step), args)
+                for step in (key.step, key.step + 1)
             }
-            self._steps[vector] = drawing
         return drawing[key.step].result()
 
     def clear(self) -> None:

@@ -1,7 +1,7 @@
 """Gathering: the state dicts of all ranks as one, for checkpoints that a single rank writes."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,11 +17,9 @@ State = dict[str, Any]
 class Stateful(Protocol):
     """An object with a state dict, such as a model or an optimizer."""
 
-    def state_dict(self) -> Any:
-        """Return the state."""
+    def state_dict(self) -> Any: ...
 
-    def load_state_dict(self, state: Any) -> Any:
-        """Restore the state."""
+    def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Gatherable(ABC):
@@ -57,16 +55,13 @@ class Gatherable(ABC):
         ``torch.load(..., weights_only=True)``. Rank `dst` needs memory for the states of all ranks.
 
         Args:
-            dst: the rank that gets the result. With None, every rank gets it.
-
-        Returns:
-            The state dict on rank `dst`, and None on the others.
+            dst: the rank that gets the result; the others get None. With None, every rank gets it.
 
         Raises:
             RankMismatchError: if the ranks are at different steps, or only some ranks fail.
             Exception: as :meth:`state_dict`, on every rank.
         """
-        return gather(self, self.state_dict, dst)
+        return _gather(self, self.state_dict, dst)
 
     def load_gathered(self, state: State) -> None:
         """Restore this rank's part of the result of :meth:`gather_state_dict`.
@@ -109,7 +104,12 @@ class Gathered:
 
     def state_dict(self) -> State | None:
         """Return the states of all ranks on rank `dst`, and None on the others; a collective."""
-        return gather(self._source, self._own, self._dst)
+
+        def own() -> State:
+            others = {name: each.state_dict() for name, each in self._others.items()}
+            return {**self._source.state_dict(), "others": others}
+
+        return _gather(self._source, own, self._dst)
 
     def load_state_dict(self, state: State) -> None:
         """Restore this rank's part of :meth:`state_dict`, also with another number of ranks.
@@ -123,32 +123,19 @@ class Gathered:
         saved = own.get("others", {})
         checkpoint.dict_of(lambda value, where: None)(saved, "others")
         if saved.keys() != self._others.keys():
+            there, here = (checkpoint.listed(sorted(each)) for each in (saved, self._others))
             raise CheckpointError(
-                f"the checkpoint has {_named(saved)} beside the state of torchcomp, but this "
-                f"Gathered was made with {_named(self._others)}: name the same objects as in the "
-                "run that saved it"
+                f"the checkpoint has {there or 'no other objects'} beside the state of torchcomp, "
+                f"but this Gathered was made with {here or 'no other objects'}: name the same "
+                "objects as in the run that saved it"
             )
         self._source.load_state_dict(own)
         for name, each in self._others.items():
             each.load_state_dict(saved[name])
 
-    def _own(self) -> State:
-        others = {name: each.state_dict() for name, each in self._others.items()}
-        return {**self._source.state_dict(), "others": others}
 
-
-def gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> State | None:
-    """Return every rank's `own()` as one state dict on rank `dst`, and None on the others.
-
-    Args:
-        source: tells which ranks' states belong together.
-        own: returns the state of this rank.
-        dst: rank that gets the result; with None, every rank does.
-
-    Raises:
-        RankMismatchError: if the ranks are at different steps, or only some ranks fail.
-        Exception: that of `own`, if it fails on all ranks.
-    """
+def _gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> State | None:
+    """Return every rank's `own()` as one state dict; see :meth:`Gatherable.gather_state_dict`."""
 
     def make() -> tuple[State, dict[str, Any]]:
         state = own()
@@ -161,10 +148,6 @@ def gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> Sta
     state = exchange.build("gather_state_dict", {"dst": dst}, make)
     states = exchange.gather_objects(state, dst)
     return gathered(states) if states and (dst is None or source._gathers) else None
-
-
-def _named(objects: Iterable[str]) -> str:
-    return checkpoint.listed(sorted(objects)) or "no other objects"
 
 
 def _on_cpu(value: Any) -> Any:

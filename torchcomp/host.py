@@ -29,10 +29,7 @@ def copy_to(values: Tensor, device: torch.device) -> Tensor:
 
 
 def copy_from(values: Tensor) -> Callable[[], Tensor]:
-    """Start a copy to the CPU. The function that is returned waits for this copy, and returns it.
-
-    It does not wait for work that the device gets later.
-    """
+    """Start a copy to the CPU. The result waits for this copy alone, and returns it."""
     if values.device.type != "cuda":
         return lambda: values
     copy = values.to("cpu", non_blocking=True, copy=True)  # to pinned memory

@@ -16,32 +16,12 @@ from torchcomp.errors import SpecError
 # From the number of steps taken so far to the learning rate of the next step.
 LRFunction = Callable[[int], float]
 
-
-def cosine(step: int, *, peak: float, final: float, total: int) -> float:
-    """Half a cosine wave from `peak` at step 0 to `final` at step `total`."""
-    return final + (peak - final) * 0.5 * (1 + math.cos(math.pi * step / total))
-
-
-def linear(step: int, *, peak: float, final: float, total: int) -> float:
-    """A straight line from `peak` at step 0 to `final` at step `total`."""
-    return final + (peak - final) * (1 - step / total)
-
-
-def step_cosine(step: int, *, peak: float, final: float, total: int) -> float:
-    """:func:`cosine` with log2 rounded to an integer: the learning rate is a power of two.
-
-    The cosine must stay above 0.
-    """
-    # round() to an integer, not 2 ** floor(): the nearest power of two on a log scale.
-    return 2.0 ** round(math.log2(cosine(step, peak=peak, final=final, total=total)))
-
-
-DECAYS = {"cosine": cosine, "linear": linear, "step-cosine": step_cosine}
+DECAYS = ("cosine", "linear", "step-cosine")
+"""Half a cosine wave, a straight line, and that cosine rounded to powers of two."""
 
 
 def warmed_up(step: int, *, after: LRFunction, peak: float, final: float, steps: int) -> float:
-    """Linear warm-up from `final` to `peak` in `steps` steps, followed by `after`."""
-    # `after` is called with the step of the run, not with the steps since the end of warm-up.
+    """Linear warm-up from `final` to `peak` in `steps` steps; then `after`, of the run's step."""
     return final + (peak - final) * step / steps if step < steps else after(step)
 
 
@@ -51,7 +31,7 @@ def decaying(
     """Return the learning rate as a function of the step, counted from 0.
 
     Args:
-        decay: the decay after warm-up, a key of :data:`DECAYS`.
+        decay: the decay after warm-up, one of :data:`DECAYS`.
         peak: learning rate at the end of warm-up, above 0.
         total_steps: optimizer steps of the run, with warm-up.
         warmup_steps: steps of linear warm-up from `final` to `peak`; fewer than `total_steps`.
@@ -77,6 +57,11 @@ def decaying(
     length = total_steps - warmup_steps
 
     def decayed(step: int) -> float:
-        return DECAYS[decay](step - warmup_steps, peak=peak, final=final, total=length)
+        done = step - warmup_steps
+        if decay == "linear":
+            return final + (peak - final) * (1 - done / length)
+        cosine = final + (peak - final) * 0.5 * (1 + math.cos(math.pi * done / length))
+        # round() to an integer, not 2 ** floor(): the nearest power of two on a log scale.
+        return 2.0 ** round(math.log2(cosine)) if decay == "step-cosine" else cosine
 
     return partial(warmed_up, after=decayed, peak=peak, final=final, steps=warmup_steps)

@@ -21,9 +21,7 @@ def average_in_place(exchange: Exchange, values: Tensor) -> None:
 def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the means of tensors over the ranks, as new tensors in float32 or wider.
 
-    Args:
-        exchange: the collectives of the ranks.
-        tensors: tensors with the same names, shapes and dtypes on all ranks.
+    Names, shapes and dtypes must be the same on all ranks.
     """
     means: dict[str, Tensor] = {}
     for group in merge(((name,) for name in tensors), tensors):

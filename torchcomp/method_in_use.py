@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -14,8 +15,6 @@ from torchcomp.draws import Ahead
 from torchcomp.exchange import Exchange
 from torchcomp.prepared import Prepared
 from torchcomp.state import Slot, State
-
-_NEVER = sys.maxsize
 
 FLUSH = EF(Identity())
 """Sends a residual that the next method has no slot for.
@@ -36,15 +35,12 @@ class MethodInUse:
         client_slots: returns further slots of a bucket.
 
     Attributes:
-        method: the method, with all of its stages.
-        now: the method of the current stage.
-        groups: names of the parameters that are compressed together.
         buckets: the groups, or all of them merged.
         ahead: draws random numbers of the next step.
     """
 
-    method: Aggregator
-    now: Aggregator
+    method: Aggregator  # with all of its stages
+    now: Aggregator  # that of the current stage
 
     def __init__(
         self,
@@ -62,15 +58,15 @@ class MethodInUse:
 
     def install(self, method: Aggregator, step: int, state: State, exchange: Exchange) -> None:
         """Run another method, or other groups, from a step on. The state follows."""
-        buckets, before = self.buckets_of(method), self.buckets
         # The server residual is stored by the old buckets' shards.
-        owned = self.owned(exchange)
-        self.buckets = buckets
+        owned, before = self.owned(exchange), self.buckets
+        merged = method.whole_model and self._merged
+        self.buckets = merge(self.groups, self._parameters) if merged else self.groups
         self.run(method, step)
         declared = {slot.name: slot for slot in self.slots(exchange)}
         # A server residual fits only the shards of the same buckets. Otherwise, add it to this
         # rank's own residual.
-        if buckets != before or not any(slot.sharded for slot in declared.values()):
+        if self.buckets != before or not any(slot.sharded for slot in declared.values()):
             state.unshard(owned, exchange.world_size)
         # Unsent gradient is never dropped here, even if the new method has no slot for it: the
         # averager sends it first.
@@ -88,9 +84,8 @@ class MethodInUse:
             self._enter_stage(step)
 
     def _enter_stage(self, step: int) -> None:
-        starts = [*self.method.stages, _NEVER]
-        last = max(i for i, start in enumerate(starts) if start <= step)
-        self._stage = starts[last], starts[last + 1]
+        starts = (*self.method.stages, sys.maxsize)
+        self._stage = next(pair for pair in pairwise(starts) if pair[0] <= step < pair[1])
         now = self.method.at(step)
         if now != self.now:
             # A stage has workspaces of its own, and those of a high ratio are large.
@@ -106,23 +101,16 @@ class MethodInUse:
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
     ) -> Prepared:
         """Return a bucket of this shape, prepared for the method of the current stage."""
-        prepared = self._prepared.get(shape.names)
+        found = self._prepared.get(shape.names)
         # `is` first: comparing two shapes compares hundreds of names.
-        same = prepared is not None and (prepared.shape is shape or prepared.shape == shape)
-        if prepared is None or not same or prepared.device != device:
-            # Others with the same parameters are DDP's buckets from before it rebuilt them.
-            names = set(shape.names)
-            for other in [each for each in self._prepared if not names.isdisjoint(each)]:
-                del self._prepared[other]
-            prepared = self.now.prepared(shape, exchange, state, device)
-            self._prepared[shape.names] = prepared
+        same = found is not None and (found.shape is shape or found.shape == shape)
+        if found is not None and same and found.device == device:
+            return found
+        # Others with the same parameters are DDP's buckets from before it rebuilt them.
+        names = set(shape.names)
+        self._prepared = {n: p for n, p in self._prepared.items() if names.isdisjoint(n)}
+        prepared = self._prepared[shape.names] = self.now.prepared(shape, exchange, state, device)
         return prepared
-
-    def buckets_of(self, method: Aggregator) -> tuple[Group, ...]:
-        """Return the buckets that a method averages."""
-        if method.whole_model and self._merged:
-            return merge(self.groups, self._parameters)
-        return self.groups
 
     def shape_of(self, group: Group) -> BucketShape:
         """Return the shape of a bucket of these parameters."""
@@ -144,10 +132,7 @@ class MethodInUse:
     ) -> Iterator[Slot]:
         """Iterate over the slots of all buckets: the method's, then the client's.
 
-        Args:
-            exchange: the ranks.
-            method: by default, the one in use.
-            buckets: by default, those of now.
+        By default, of the method that is in use and of its buckets.
         """
         for group in self.buckets if buckets is None else buckets:
             shape = self.shape_of(group)

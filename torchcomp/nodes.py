@@ -19,12 +19,9 @@ class Nodes:
 
     The *place* of a rank is its position within its node. Ranks of equal place exchange compressed
     messages between the nodes.
-
-    Attributes:
-        ranks: a tuple of ranks for each node.
     """
 
-    ranks: tuple[tuple[int, ...], ...]
+    ranks: tuple[tuple[int, ...], ...]  # of each node
 
     @property
     def size(self) -> int:
@@ -56,27 +53,35 @@ class Nodes:
         """
         if isinstance(nodes, DeviceMesh):
             return cls(_of_mesh(nodes, ranks))
-        if isinstance(nodes, str) and nodes == "auto":
-            return cls(_of_numbers(_local_world_size(), ranks))
-        if not is_whole(nodes) or nodes < 1:
+        automatic = isinstance(nodes, str) and nodes == "auto"
+        size = _local_world_size() if automatic else nodes
+        if not is_whole(size) or size < 1:
             raise SpecError(
                 'nodes must be "auto", the number of ranks of a node, or a DeviceMesh with a '
                 f"dimension for nodes and one for their ranks, not {nodes!r}",
                 "nodes",
             )
-        check_divides(nodes, len(ranks))
-        starts = range(0, len(ranks), nodes)
-        return cls(tuple(tuple(ranks[start : start + nodes]) for start in starts))
+        # torchrun numbers all ranks of the job node by node, also those that are not in the group.
+        numbers = ranks if automatic else range(len(ranks))
+        found: dict[int, list[int]] = {}
+        for number, rank in zip(numbers, ranks, strict=True):
+            found.setdefault(number // size, []).append(rank)
+        if not automatic:
+            check_divides(size, len(ranks))
+        elif len({len(node) for node in found.values()}) > 1:
+            raise _uneven(size, len(ranks))
+        return cls(tuple(map(tuple, found.values())))
 
 
 def check_divides(node: int, world_size: int) -> None:
     """Require that ranks can be divided into nodes of `node` ranks."""
     if world_size % node:
-        raise SpecError(
-            f"{world_size} ranks cannot be divided into nodes of {node}: all nodes must have the "
-            "same number of ranks",
-            "nodes",
-        )
+        raise _uneven(node, world_size)
+
+
+def _uneven(node: int, world_size: int) -> SpecError:
+    problem = f"{world_size} ranks cannot be divided into nodes of {node}"
+    return SpecError(f"{problem}: all nodes must have the same number of ranks", "nodes")
 
 
 def _local_world_size() -> int:
@@ -88,22 +93,6 @@ def _local_world_size() -> int:
             "nodes",
         )
     return int(text)
-
-
-def _of_numbers(size: int, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Divide ranks by their number in the job, as torchrun numbers them node by node."""
-    nodes: dict[int, list[int]] = {}
-    for rank in ranks:
-        nodes.setdefault(rank // size, []).append(rank)
-    sizes = {len(node) for node in nodes.values()}
-    if len(sizes) > 1:
-        raise SpecError(
-            f"the {len(ranks)} ranks are on {len(nodes)} nodes of {size} processes, but not the "
-            f"same number on each: {[len(node) for node in nodes.values()]}. All nodes must have "
-            "the same number of ranks",
-            "nodes",
-        )
-    return tuple(tuple(node) for node in nodes.values())
 
 
 def _of_mesh(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
@@ -121,4 +110,4 @@ def _of_mesh(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[tuple[int, ...], .
             f"{list(ranks)}: the mesh must contain each of them once",
             "nodes",
         )
-    return tuple(tuple(node) for node in found)
+    return tuple(map(tuple, found))

@@ -17,7 +17,7 @@ def largest_magnitudes(tensors: Iterable[Tensor], device: torch.device) -> Tenso
     """Return the largest magnitude in each tensor with any elements: a vector on `device`.
 
     The dtype is that of the tensors, which may be on several devices. Of a sparse tensor, only the
-    values count. One call reads all tensors, and the host waits only for sparse ones.
+    values count, and the host waits for it.
     """
     values = [each.coalesce().values() if each.is_sparse else each for each in tensors]
     filled = [each for each in values if each.numel()]
@@ -41,8 +41,7 @@ class FiniteWatch:
     """
 
     def __init__(self, exchange: Exchange, where: str = "on rank") -> None:
-        self._exchange = exchange
-        self._where = where
+        self._exchange, self._where = exchange, where
         # The norms of this rank's values, by bucket. Only `error` reads them.
         self._local: list[tuple[tuple[str, ...], Sequence[Tensor]]] = []
         # For each mean, a scalar that is finite if it is; or on an accelerator, the mean.
@@ -70,16 +69,14 @@ class FiniteWatch:
         self._means.append(mean if at_end else finite_if_all(mean))
 
     def finite(self) -> Tensor | None:
-        """Return whether the means that this rank watched are finite, or None if it watched none.
+        """Return whether the means that this rank watched are finite, None if it watched none.
 
         A scalar bool on their device.
         """
         means = self._means
-        if not means:
-            return None
-        if means[0].is_cpu:
+        if means and means[0].is_cpu:
             return torch.stack(means).isfinite().all()
-        return all_finite(means, means[0].device)
+        return all_finite(means, means[0].device) if means else None
 
     def error(
         self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()
@@ -89,17 +86,11 @@ class FiniteWatch:
         Args:
             where: what contains the NaN or infinity.
             advice: what to do about it.
-            traces: further tensors by parameter name. If this rank caused the error with a
-                parameter, its tensor is not finite.
+            traces: tensors by parameter name, not finite where this rank caused the error.
         """
-        own = [
-            name
-            for names, norms in self._local
-            for name, norm in zip(names, norms, strict=True)
-            if not norm.isfinite()
-        ]
+        norms = [each for bucket in self._local for each in zip(*bucket, strict=True)]
         # A residual shows the same as the norms, for methods that need no norms.
-        own += [name for name, part in traces if not part.isfinite().all()]
+        own = [name for name, values in (*norms, *traces) if not values.isfinite().all()]
         exchange = self._exchange
         by_rank = sorted(exchange.gather_all((exchange.global_ranks[exchange.rank], own)))
         found = [f"{listed(names)} {self._where} {rank}" for rank, names in by_rank if names]

@@ -5,7 +5,7 @@ has rows r c to (r + 1) c with c = ceil(n / L), and zeros where there are no suc
 of a bucket therefore have the same shape, and a matrix is cut into matrices.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from math import ceil, prod
@@ -46,15 +46,10 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of a bucket.
-
-    Attributes:
-        whole: the shape of the bucket.
-        ranks: number of pieces, L.
-    """
+    """The pieces of a bucket."""
 
     whole: BucketShape
-    ranks: int
+    ranks: int  # number of pieces, L
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
@@ -62,14 +57,15 @@ class Pieces:
         chunks, start = [], 0
         strides = self.whole.strides or ((),) * len(self.whole.names)
         for name, shape, stride in zip(self.whole.names, self.whole.shapes, strides, strict=True):
-            by_rows = _by_rows(shape, stride)
+            # Strides are empty if the parameter is contiguous.
+            rows_follow = not stride or shape[0] <= 1 or stride[0] == prod(shape[1:])
+            by_rows = len(shape) > 0 and rows_follow
             rows, *row = shape if by_rows else (prod(shape),)
             inner = stride[1:] if stride else torch.empty((0, *row), device="meta").stride()[1:]
             strides_of = (prod(row), *inner[: len(row)])
             each = ceil(rows / self.ranks)
-            chunk = Chunk(name, tuple(row), rows, each, start, strides_of, by_rows)
-            chunks.append(chunk)
-            start = chunk.span.stop
+            chunks.append(Chunk(name, tuple(row), rows, each, start, strides_of, by_rows))
+            start = chunks[-1].span.stop
         return tuple(chunks)
 
     @cached_property
@@ -80,66 +76,45 @@ class Pieces:
         return BucketShape(self.whole.names, shapes, self.whole.dtype, strides)
 
     def like(self, parameter: Tensor) -> Tensor:
-        """Return a tensor with the shape, strides, dtype and device of a parameter's piece.
-
-        It is a view of the parameter, so it takes no memory. Its values have no meaning.
-        """
+        """Return a view of a parameter like its piece. Its values have no meaning."""
         (chunk,) = self.chunks
         return parameter.detach().as_strided(chunk.shape, chunk.stride)
 
     def cut(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
-        """Copy a bucket to `out`, cut into pieces, and return it.
+        """Copy a bucket, each parameter's part 1-D, to `out`, cut into pieces, and return it.
 
-        Args:
-            parts: each parameter's part of the bucket, 1-D.
-            out: 1-D, with ``ranks`` times as many elements as a piece, of any dtype.
+        `out` is 1-D, with ``ranks`` times as many elements as a piece, of any dtype.
         """
-        views = [view for chunk in self.chunks for view in self._views(chunk, parts, out)]
-        if views:  # none if all parameters are empty
-            torch._foreach_copy_([piece for _, piece in views], [part for part, _ in views])
-        zeros = [zero for chunk in self.chunks for zero in self._padding(chunk, out)]
-        if zeros:
-            torch._foreach_zero_(zeros)
+        self._copy(parts, out, cut=True)
         return out
 
     def join(self, pieces: Tensor, parts: Mapping[str, Tensor]) -> None:
         """Copy pieces (all, in rank order, of any dtype) to a bucket; the inverse of `cut`."""
-        views = [view for chunk in self.chunks for view in self._views(chunk, parts, pieces)]
-        if views:
-            torch._foreach_copy_([part for part, _ in views], [piece for _, piece in views])
+        self._copy(parts, pieces, cut=False)
 
-    def _views(
-        self, chunk: Chunk, parts: Mapping[str, Tensor], pieces: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Iterate over equal views of a parameter and of the pieces."""
-        part, placed = parts[chunk.name], pieces.view(self.ranks, -1)[:, chunk.span]
-        full, size = chunk.rows // max(chunk.each, 1), placed.shape[1]
-        if full:
-            yield part[: full * size].view(full, size), placed[:full]
-        rest = part[full * size :]
-        if rest.numel():
-            yield rest, placed[full, : rest.numel()]
-
-    def _padding(self, chunk: Chunk, pieces: Tensor) -> Iterator[Tensor]:
-        """Iterate over the parts of the pieces that are no rows of a parameter."""
-        placed = pieces.view(self.ranks, -1)[:, chunk.span]
-        full, size = chunk.rows // max(chunk.each, 1), placed.shape[1]
-        rest = chunk.numel - full * size
-        if rest:
-            yield placed[full, rest:]
-            full += 1
-        if full < self.ranks and size:
-            yield placed[full:]
+    def _copy(self, parts: Mapping[str, Tensor], pieces: Tensor, *, cut: bool) -> None:
+        of_parts, of_pieces, padding = list[Tensor](), list[Tensor](), list[Tensor]()
+        for chunk in self.chunks:
+            part, placed = parts[chunk.name], pieces.view(self.ranks, -1)[:, chunk.span]
+            size = placed.shape[1]
+            full = chunk.rows // max(chunk.each, 1)  # pieces without padding
+            rest = part[full * size :]
+            if full:
+                of_parts.append(part[: full * size].view(full, size))
+                of_pieces.append(placed[:full])
+            if rest.numel():
+                of_parts.append(rest)
+                of_pieces.append(placed[full, : rest.numel()])
+                padding.append(placed[full, rest.numel() :])
+                full += 1
+            if full < self.ranks and size:
+                padding.append(placed[full:])
+        if of_parts:  # none if all parameters are empty
+            torch._foreach_copy_(*((of_pieces, of_parts) if cut else (of_parts, of_pieces)))
+        if padding and cut:
+            torch._foreach_zero_(padding)
 
 
 def pieces_of(shapes: Iterable[BucketShape], ranks: int) -> list[BucketShape]:
     """Return the shape of a piece of each bucket; of one rank, the whole bucket."""
     return [shape if ranks == 1 else Pieces(shape, ranks).piece for shape in shapes]
-
-
-def _by_rows(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
-    """Whether each row of a parameter is contiguous in memory, and the rows follow one another."""
-    if not shape:
-        return False
-    # Strides are empty if the parameter is contiguous.
-    return not stride or shape[0] <= 1 or stride[0] == prod(shape[1:])

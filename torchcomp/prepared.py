@@ -19,9 +19,6 @@ class Prepared:
     which never change a result.
 
     Attributes:
-        shape: the bucket.
-        exchange: the ranks that average it.
-        state: stores the slots.
         device: device of the gradients.
         route: how its messages travel, if the method has a route.
         work: anything else that the method has prepared.
@@ -53,9 +50,7 @@ class Prepared:
     def write_mean(self, g: Tensor, e: Tensor) -> None:
         """Write the route's mean to `g`, and add what rounding it to the dtype of `g` loses to `e`.
 
-        Args:
-            g: 1-D, the gradients, which become the mean.
-            e: 1-D, the residual after this step.
+        Both are 1-D: the gradients, which become the mean, and the residual after this step.
         """
         wide = torch.promote_types(g.dtype, e.dtype)
         if wide == g.dtype:

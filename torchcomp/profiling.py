@@ -12,13 +12,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-class _Current(threading.local):
-    """The bucket that this thread is averaging."""
-
-    bucket: int | None = None
-
-
-_current = _Current()
+_current = threading.local()  # `bucket`: the one that this thread is averaging
 OFF = nullcontext()
 """For a block without a label."""
 
@@ -27,12 +21,8 @@ def span(name: str, bucket: int | None = None) -> AbstractContextManager[None]:
     """Label a block: "torchcomp::encode bucket 3" in a trace.
 
     In a step, write ``with span("encode") if profiler._is_profiler_enabled else OFF:``, which makes
-    no call while no profiler runs.
-
-    Args:
-        name: of the work.
-        bucket: its number, for this label and all labels inside the block, in this thread. Routes
-            and collectives do not know which bucket they work on.
+    no call while no profiler runs. The number of the bucket is for all labels inside the block, in
+    this thread: routes and collectives do not know which bucket they work on.
     """
     # torch's record_function takes 7 us even if no profiler runs.
     return _span(name, bucket) if profiler._is_profiler_enabled else OFF
@@ -44,9 +34,7 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def labelled(*args: P.args, **kwargs: P.kwargs) -> R:
-            if not profiler._is_profiler_enabled:
-                return function(*args, **kwargs)
-            with _span(name, None):
+            with _span(name, None) if profiler._is_profiler_enabled else OFF:
                 return function(*args, **kwargs)
 
         return labelled
@@ -56,9 +44,8 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 @contextmanager
 def _span(name: str, bucket: int | None) -> Iterator[None]:
-    outer = _current.bucket
-    if bucket is not None:
-        _current.bucket = bucket
+    outer = getattr(_current, "bucket", None)
+    _current.bucket = outer if bucket is None else bucket
     number = "" if _current.bucket is None else f" bucket {_current.bucket}"
     try:
         with profiler.record_function(f"torchcomp::{name}{number}"):

@@ -55,9 +55,8 @@ class Place:
     @property
     def described(self) -> str:
         """The place as text, for errors."""
-        if self.node_size == 1:
-            return "a run without nodes"
-        return f"position {self.position} on node {self.node} of nodes with {self.node_size} ranks"
+        where = f"position {self.position} on node {self.node} of nodes with {self.node_size} ranks"
+        return "a run without nodes" if self.node_size == 1 else where
 
     @classmethod
     def in_order(cls, rank: int, node_size: int = 1) -> "Place":
@@ -105,9 +104,9 @@ def redistribute(
         raise CheckpointError(f"rank must be from 0 to {world_size - 1}, not {shown(rank)}")
     whole = _joined(_complete(states))
     # As Python's int: those of NumPy do not fit a checkpoint.
-    size, node_size = int(world_size), int(node_size)
-    ranks = range(size) if rank is None else [int(rank)]
-    return [_cut(whole, size, Place.in_order(each, node_size)) for each in ranks]
+    ranks = range(world_size) if rank is None else [int(rank)]
+    places = [Place.in_order(each, int(node_size)) for each in ranks]
+    return [_cut(whole, int(world_size), place) for place in places]
 
 
 def gathered(states: list[State]) -> State:
@@ -116,16 +115,10 @@ def gathered(states: list[State]) -> State:
 
 
 def own_state(state: Any, world_size: int, place: Place) -> State:
-    """Return one rank's part of a :func:`gathered` state dict.
+    """Return one rank's part of a :func:`gathered` state dict, for a run of `world_size` ranks.
 
-    If the run has another number of ranks or other nodes, the part comes from
-    :func:`redistribute`. The caller still has to check the header: this function does not know the
-    method.
-
-    Args:
-        state: the value that the user passed.
-        world_size: number of ranks of this run.
-        place: where this rank is.
+    If that run has another number of ranks or other nodes, it is converted as by
+    :func:`redistribute`. The caller still has to check the header, which has the method.
 
     Raises:
         CheckpointError: if the state is not a gathered one, or cannot be redistributed.
@@ -153,25 +146,21 @@ def own_state(state: Any, world_size: int, place: Place) -> State:
 
 
 def _joined(positions: list[list[State]]) -> State:
-    """Return one state for all old ranks, whose slots have whole parameters.
-
-    Args:
-        positions: for each position within a node, the states of all nodes.
-    """
+    """Return one state for all old ranks, whose slots have whole parameters; see _complete."""
     first, slots = positions[0][0], State()
     section = first.get("two_levels")
-    layouts = first["parameters"] if section is None else section["parameters"]
+    layouts = (section or first)["parameters"]
     for slot_name, slot in first["slots"].items():
         # A cache never changes a result, so a new run can do without it.
         if slot["kind"] == Kind.CACHE.value:
             continue
         join = _joined_shards if slot["sharded"] else _mean
-        parts = [join(states, slot_name) for states in positions]
-        joined = {
-            name: _join(layouts[name], [each[name] for each in parts], flat=slot["sharded"])
-            for name in parts[0]
-        }
-        tensors = {name: whole for name, whole in joined.items() if whole is not None}
+        parts, tensors = [join(states, slot_name) for states in positions], Tensors()
+        for name in parts[0]:
+            pieces = [each[name] for each in parts]
+            whole = _join(layouts[name], pieces, flat=slot["sharded"])
+            if whole is not None:
+                tensors[name] = whole
         slots[slot_name] = {**slot, "tensors": tensors}
     # All other entries of an Averager are equal on all ranks, except for the traffic counters. Of
     # those, and of the clients' sections, rank 0's are kept.
@@ -206,11 +195,7 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
 
 
 def check_place(state: Mapping[str, Any], place: Place) -> None:
-    """Require the state of this place, with nodes of the same size.
-
-    Raises:
-        CheckpointError: if it is another one.
-    """
+    """Raise CheckpointError unless a state is of this place, with nodes of the same size."""
     TWO_LEVELS(state.get("two_levels"), "two_levels")
     saved = Place.of(state)
     if saved != place:
@@ -221,12 +206,7 @@ def check_place(state: Mapping[str, Any], place: Place) -> None:
 
 
 def two_levels(place: Place, layouts: Mapping[str, Layout]) -> State:
-    """Return the section of a state that says which piece of the model it belongs to.
-
-    Args:
-        place: of the rank.
-        layouts: of the whole parameters.
-    """
+    """Return the section of a state on its pieces; `layouts` are those of whole parameters."""
     section = {key: value for key, value in asdict(place).items() if key != "rank"}
     return {**section, "parameters": dict(layouts)}
 
@@ -255,12 +235,8 @@ def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor | None:
     """Join the pieces of a parameter, in the order of their positions.
 
     Returns None if they do not have a value for each element, such as the start of PowerSGD's
-    iteration. It belongs to a piece and has no meaning for another one.
-
-    Args:
-        layout: of the whole parameter.
-        pieces: in the shape of a piece.
-        flat: whether pieces and result are 1-D, in the order of memory.
+    iteration. It belongs to a piece and has no meaning for another one. If `flat`, pieces and
+    result are 1-D, in the order of memory.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -295,14 +271,14 @@ def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor
 
 
 def _mean(states: list[State], slot: str) -> Tensors:
-    tensors = [state["slots"][slot]["tensors"] for state in states]
+    first, *others = (state["slots"][slot]["tensors"] for state in states)
     means = Tensors()
-    for name, value in tensors[0].items():
+    for name, value in first.items():
         # In float64: the sum of 16-bit residuals can exceed their range.
-        total = torch.zeros_like(value, dtype=torch.float64)
-        for each in tensors:
+        total = value.to(torch.float64, copy=True)
+        for each in others:
             total += each[name]
-        means[name] = total.div_(len(tensors)).to(value.dtype)
+        means[name] = total.div_(len(states)).to(value.dtype)
     return means
 
 
@@ -310,9 +286,8 @@ def _joined_shards(states: list[State], slot: str) -> Tensors:
     """Join the shards of all nodes, in the order of memory."""
     tensors = [state["slots"][slot]["tensors"] for state in states]
     for index, (state, each) in enumerate(zip(states, tensors, strict=True)):
-        owned = _owned(states[0], len(states), index)
         saved = {name: part.numel() for name, part in each.items()}
-        sizes = {name: size for name, (_, size) in owned.items()}
+        sizes = {name: size for name, (_, size) in _owned(states[0], len(states), index).items()}
         where = f"the server residual of rank {state['rank']}"
         require(saved == sizes, where, f"of sizes {sizes}", saved)
     # A shard is a contiguous part of a bucket. In rank order, the shards' parts of a parameter
@@ -330,8 +305,8 @@ def _owned(state: State, ranks: int, rank: int) -> dict[str, tuple[int, int]]:
         shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
         # Shards do not depend on the dtype.
         shard = BucketShape(tuple(group), shapes, torch.float32).shard(ranks, rank)
-        extents = zip(shard.offsets, shard.sizes, strict=True)
-        owned |= dict(zip(shard.names, extents, strict=True))
+        for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
+            owned[name] = at, size
     return owned
 
 
@@ -349,22 +324,20 @@ def _complete(states: list[State]) -> list[list[State]]:
         TWO_LEVELS(state.get("two_levels"), f"states[{i}].two_levels")
         flag(state.get(RECUT, False), f"states[{i}].{RECUT}")
     states = sorted(states, key=lambda state: state["rank"])
-    ranks, size = [state["rank"] for state in states], states[0]["world_size"]
+    first, ranks = states[0], [state["rank"] for state in states]
+    size = first["world_size"]
     # The length first: a damaged world size must not make `range` huge.
     if len(ranks) != size or ranks != list(range(size)):
         raise CheckpointError(f"expected one state of each of {size} ranks, not of ranks {ranks}")
     shared = ("version", "spec", "world_size", "step", "seed", "scale", "lrs", "flushing")
     for name in (*shared, "parameters", "groups", "buckets"):
-        if any(state[name] != states[0][name] for state in states):
+        if any(state[name] != first[name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: {name} differs")
-    check_division("buckets", states[0])
-    held = {
-        name for state in states for slot in state["slots"].values() for name in slot["tensors"]
-    }
-    if unknown := sorted(held - states[0]["parameters"].keys()):
+    check_division("buckets", first)
+    slots = [slot["tensors"] for state in states for slot in state["slots"].values()]
+    if unknown := sorted({name for each in slots for name in each} - first["parameters"].keys()):
         raise CheckpointError(f"a damaged checkpoint: it lacks the shape of {listed(unknown)}")
     by_position = _by_position(states)
-    _check_pieces(states[0])
     kinds = [_kinds(state) for state in states]
     if any(each != kinds[0] for each in kinds):
         raise CheckpointError("the states have slots of different kinds or parameters")
@@ -374,14 +347,19 @@ def _complete(states: list[State]) -> list[list[State]]:
 def _by_position(states: list[State]) -> list[list[State]]:
     places = [Place.of(state) for state in states]
     found = {(each.position, each.node): state for each, state in zip(places, states, strict=True)}
-    sizes = {each.node_size for each in places}
-    layouts = [(state.get("two_levels") or {}).get("parameters") for state in states]
-    size = min(sizes)
+    sections = [state.get("two_levels") or {} for state in states]
+    layouts, size = sections[0].get("parameters", {}), min(each.node_size for each in places)
+    equal = all(each.get("parameters", {}) == layouts for each in sections)
     # Compared with the number of states first: a damaged size must not make `range` huge.
-    if len(sizes) == 1 and 0 < size <= len(states) and all(each == layouts[0] for each in layouts):
+    if equal and 0 < size <= len(states) and all(each.node_size == size for each in places):
         nodes = range(len(states) // size)
         grid = [[(position, node) for node in nodes] for position in range(size)]
         if found.keys() == {key for row in grid for key in row}:
+            shapes = {name: list(each["shape"]) for name, each in states[0]["parameters"].items()}
+            pieces = {name: _piece_layout(each, size)["shape"] for name, each in layouts.items()}
+            if sections[0] and shapes != pieces:
+                problem = "its parameters are not pieces of the model's"
+                raise CheckpointError(f"a damaged checkpoint: {problem}")
             return [[found[key] for key in row] for row in grid]
     raise CheckpointError(
         "the states are not of one run: their nodes have other sizes or parameters, or a rank of a "
@@ -389,31 +367,12 @@ def _by_position(states: list[State]) -> list[list[State]]:
     )
 
 
-def _check_pieces(state: State) -> None:
-    """Require that the parameters of a state are pieces of those of its nodes."""
-    section = state.get("two_levels")
-    if section is None:
-        return
-    wholes, size = section["parameters"].items(), section["node_size"]
-    shapes = {name: list(layout["shape"]) for name, layout in state["parameters"].items()}
-    if shapes != {name: _piece_layout(whole, size)["shape"] for name, whole in wholes}:
-        raise CheckpointError("a damaged checkpoint: its parameters are not pieces of the model's")
-
-
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what must match on all nodes, by slot.
-
-    That is the kind and whether the slot is sharded. Unless it is sharded or a cache, the shape and
-    dtype of each tensor must match as well.
-    """
-    return {
-        name: (
-            slot["kind"],
-            slot["sharded"],
-            # A shard has other parameters and sizes on each rank, and a cache is dropped.
-            None
-            if slot["sharded"] or slot["kind"] == Kind.CACHE.value
-            else {n: (t.shape, t.dtype) for n, t in slot["tensors"].items()},
-        )
-        for name, slot in state["slots"].items()
-    }
+    """Return by slot what must match on all nodes: kind, whether sharded, shapes and dtypes."""
+    kinds: dict[str, Any] = {}
+    for name, slot in state["slots"].items():
+        # A shard has other parameters and sizes on each rank, and a cache is dropped.
+        alike = not slot["sharded"] and slot["kind"] != Kind.CACHE.value
+        tensors = {n: (t.shape, t.dtype) for n, t in slot["tensors"].items()} if alike else None
+        kinds[name] = slot["kind"], slot["sharded"], tensors
+    return kinds

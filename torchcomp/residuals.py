@@ -35,14 +35,8 @@ def hand_over(
     """Add the residuals of the ranks that leave to those of the others, in equal parts.
 
     The sum over the ranks of what is unsent does not change. All ranks make this call before they
-    commit the step.
-
-    Args:
-        state: the state of this rank.
-        exchange: the collectives of the ranks.
-        names: of all parameters, in the same order on all ranks.
-        owned: this rank's shard of each bucket.
-        leaving: whether this rank leaves.
+    commit the step, with the names of all parameters in the same order. `owned` has this rank's
+    shard of each bucket.
     """
     if leaving:
         state.unshard_pending(owned, exchange.world_size)

@@ -26,8 +26,7 @@ def save_slot(
     """
     saved = {}
     for name, size in zip(slot.names, slot.sizes, strict=True):
-        parameter = parameters[name]
-        part = held.get(name)
+        parameter, part = parameters[name], held.get(name)
         # What `State.open` would start with: no step has opened the slot, or the size has changed.
         if part is None or part.numel() != size:
             part = _initial(slot, name, size, parameter.device)
@@ -91,28 +90,26 @@ def load_slot(
     Raises:
         CheckpointError: if the slot is missing, or has other parameters or sizes.
     """
-    saved = state["slots"].get(slot.name)
-    where = f"slots['{slot.name}']"
+    saved, where = state["slots"].get(slot.name), f"slots['{slot.name}']"
     if saved is None:
         raise CheckpointError(f"a damaged checkpoint: {where} is missing")
     found, expected = (saved["kind"], saved["sharded"]), (slot.kind.value, slot.sharded)
     require(found == expected, where, f"a slot of (kind, sharded) {expected}", found)
     flats = {}
     for name, size in zip(slot.names, slot.sizes, strict=True):
-        parameter = parameters[name]
-        if name not in saved["tensors"]:
-            if state.get(RECUT) is True and size != parameter.numel() and not slot.sharded:
-                flats[name] = _initial(slot, name, size, parameter.device)
-                continue
+        parameter, value = parameters[name], saved["tensors"].get(name)
+        whole = size == parameter.numel() and not slot.sharded
+        if value is None and state.get(RECUT) is True and not (whole or slot.sharded):
+            flats[name] = _initial(slot, name, size, parameter.device)
+            continue
+        if value is None:
             raise CheckpointError(f"a damaged checkpoint: {where} lacks '{name}'")
-        value = saved["tensors"][name]
-        path = f"{where}.tensors['{name}']"
+        stride, here = list(state["parameters"][name]["stride"]), list(parameter.stride())
         # A shard is cut from the bucket, which has the memory order of the saved parameter.
-        if slot.sharded and list(state["parameters"][name]["stride"]) != list(parameter.stride()):
+        if slot.sharded and stride != here:
             raise CheckpointError(
-                f"'{name}' has strides {list(state['parameters'][name]['stride'])} in the "
-                f"checkpoint and {list(parameter.stride())} in the model: convert the model to the "
-                "memory format that it was saved in"
+                f"'{name}' has strides {stride} in the checkpoint and {here} in the model: "
+                "convert the model to the memory format that it was saved in"
             )
         if slot.sharded and value.numel() != size:
             raise CheckpointError(
@@ -120,15 +117,15 @@ def load_slot(
                 f"but this rank owns {size}: convert all ranks' state dicts with "
                 "torchcomp.redistribute(states, world_size)"
             )
+        path = f"{where}.tensors['{name}']"
         # Any float will do: the model can be in another dtype than when it was saved.
         fits = value.dtype in (FLOATS if slot.dtype in FLOATS else (slot.dtype,))
         require(fits, path, f"of {slot.dtype}", value.dtype)
-        whole = size == parameter.numel() and not slot.sharded
         form = tensor(tuple(parameter.shape)) if whole else tensor(numel=size)
         form(value, path)
         flat = torch.empty(size, dtype=slot.dtype, device=parameter.device)
         view = memory_order(parameter, flat) if whole else flat
-        view.copy_(value.detach() if whole else value.detach().reshape(-1))
+        view.copy_(value.detach().reshape(view.shape))
         # Checked again: a large float64 value becomes an infinity in a narrower dtype.
         tensor()(flat, f"{path}, as {slot.dtype},")
         flats[name] = flat

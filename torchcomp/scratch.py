@@ -15,13 +15,7 @@ class Scratch:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return a 1-D tensor whose values are not set. The one before it must not be used again.
-
-        Args:
-            numel: number of elements.
-            dtype: dtype of the tensor.
-            device: device of the tensor.
-        """
+        """Return a 1-D tensor with values that are not set. Do not use the last one any more."""
         nbytes = numel * dtype.itemsize
         if self._memory.numel() < nbytes or self._memory.device != device:
             self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)

@@ -33,26 +33,26 @@ Wanted = Mapping[str, tuple[type[Component], ...]]
 """The components accepted at one position, by plural name; errors suggest only these."""
 
 _METHODS: Wanted = {"methods": (*AGGREGATORS, *COMPRESSORS)}
-_AUTO: Wanted = {"choices": (Auto,)}
-_SCHEDULES: Wanted = {"schedules": SCHEDULES}
 _OUTER_STEPS: Wanted = {"outer steps": OUTER_STEPS}
 _COMPRESSORS: Wanted = {"compressors": COMPRESSORS}
 
-_USES = {
-    Aggregator: ("a gradient method", "'ef(topk(0.01))'", "register(model, ...)"),
-    Auto: ("a choice of methods", "'auto'", "register(model, ...)"),
+_USES: Mapping[type[Component], tuple[Wanted, str, str, str]] = {
+    Aggregator: (_METHODS, "a gradient method", "'ef(topk(0.01))'", "register(model, ...)"),
+    Auto: ({"choices": (Auto,)}, "a choice of methods", "'auto'", "register(model, ...)"),
     Schedule: (
+        {"schedules": SCHEDULES},
         "a schedule",
         "'every(4)' or 'qsr(alpha=0.0175, h_base=4)'",
         "LocalSGD(model, optimizer, ..., total_steps=...)",
     ),
     OuterStep: (
+        _OUTER_STEPS,
         "an outer step",
         "'nesterov(lr=0.7, momentum=0.9)' or 'slowmo(beta=0.7)'",
         "LocalSGD(..., outer=...)",
     ),
 }
-"""For error messages, by kind: its name, an example, and the call that takes it."""
+"""By kind: what a spec may name; for errors, its name, an example, and the call that takes it."""
 
 
 def parse(spec: str | Component) -> Aggregator | Schedule:
@@ -71,27 +71,24 @@ def parse(spec: str | Component) -> Aggregator | Schedule:
             the nearest known name.
     """
     kinds: tuple[type[Aggregator | Schedule], ...] = (Aggregator, Schedule)
-    return _parse(spec, {**_METHODS, **_SCHEDULES}, kinds)
+    return _parse(spec, kinds)
 
 
 def parse_aggregator(spec: str | Component) -> Aggregator:
     """Like :func:`parse`, but raise SpecError unless the result is a gradient method."""
-    return _parse(spec, _METHODS, (Aggregator,))
+    return _parse(spec, (Aggregator,))
 
 
 def parse_registered(spec: str | Component) -> Aggregator | Auto:
-    """Like :func:`parse`, but raise SpecError unless the result is a gradient method or ``auto``.
-
-    The candidates of ``auto`` are not parsed.
-    """
+    """Like :func:`parse`, for a gradient method or ``auto``, whose candidates are not parsed."""
     kinds: tuple[type[Aggregator | Auto], ...] = (Aggregator, Auto)
-    return _parse(spec, {**_METHODS, **_AUTO}, kinds)
+    return _parse(spec, kinds)
 
 
 def parse_any(spec: str | Component) -> Aggregator | Schedule | Auto:
     """Like :func:`parse`, but accept ``auto`` as well."""
     kinds: tuple[type[Aggregator | Schedule | Auto], ...] = (Aggregator, Schedule, Auto)
-    return _parse(spec, {**_METHODS, **_SCHEDULES, **_AUTO}, kinds)
+    return _parse(spec, kinds)
 
 
 def candidates(auto: Auto) -> tuple[Aggregator, ...]:
@@ -105,18 +102,14 @@ def candidates(auto: Auto) -> tuple[Aggregator, ...]:
 
 def parse_schedule(spec: str | Component) -> Schedule:
     """Like :func:`parse`, but raise SpecError unless the result is a schedule."""
-    return _parse(spec, _SCHEDULES, (Schedule,))
+    return _parse(spec, (Schedule,))
 
 
 def parse_local(spec: str | Component) -> Schedule | Auto:
-    """Like :func:`parse`, but raise SpecError unless the result is a schedule or ``auto``.
-
-    Here ``auto`` has no options: those are for :func:`torchcomp.register`.
-    """
-    built = _built(spec, {**_SCHEDULES, **_AUTO})
-    if not isinstance(built, Auto):
-        return parse_schedule(built)
-    if built != Auto():
+    """Like :func:`parse`, for a schedule or ``auto`` without options: those are for gradients."""
+    kinds: tuple[type[Schedule | Auto], ...] = (Schedule, Auto)
+    built = _parse(spec, kinds)
+    if isinstance(built, Auto) and built != Auto():
         raise SpecError(
             f"for LocalSGD, 'auto' has no options, and '{spec}' has some: they are for "
             "torchcomp.register",
@@ -127,25 +120,22 @@ def parse_local(spec: str | Component) -> Schedule | Auto:
 
 def parse_outer_step(spec: str | OuterStep) -> OuterStep:
     """Like :func:`parse`, but for outer steps; raise SpecError for any other component."""
-    return _parse(spec, _OUTER_STEPS, (OuterStep,))
+    return _parse(spec, (OuterStep,))
 
 
-def _parse(spec: str | Component, wanted: Wanted, kinds: tuple[type[Built], ...]) -> Built:
-    built = _built(spec, wanted)
+def _parse(spec: str | Component, kinds: tuple[type[Built], ...]) -> Built:
+    wanted = {name: each for kind in kinds for name, each in _USES[kind][0].items()}
+    built: object = _Parser(spec).build(wanted) if isinstance(spec, str) else spec
     if isinstance(built, Compressor):
         built = Mean(built)
     if isinstance(built, kinds):
         return built
     if not isinstance(built, Component):
-        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][1]}, not {shown(built)}")
-    expected = " or ".join(f"{_USES[kind][0]} such as {_USES[kind][1]}" for kind in kinds)
+        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][2]}, not {shown(built)}")
+    expected = " or ".join(f"{_USES[kind][1]} such as {_USES[kind][2]}" for kind in kinds)
     # Exactly one kind matches: compressors were wrapped above.
-    found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))
+    _, found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))
     raise SpecError(f"expected {expected}, but '{built}' is {found}: use it with torchcomp.{call}")
-
-
-def _built(spec: str | Component, wanted: Wanted) -> Any:
-    return _Parser(spec).build(wanted) if isinstance(spec, str) else spec
 
 
 class _Parser:
@@ -159,9 +149,7 @@ class _Parser:
             )
         # Checked before parsing: a deeply nested text can exhaust the interpreter's stack.
         if len(self.text) > _LONGEST:
-            raise SpecError(
-                f"the spec has {len(self.text)} characters, and the limit is {_LONGEST}"
-            )
+            raise SpecError(f"the spec has {len(self.text)} characters; the limit is {_LONGEST}")
         try:
             # Python warns of texts such as "1if" before it refuses them; the error says it all.
             with _PARSING, warnings.catch_warnings():

@@ -21,8 +21,6 @@ from torchcomp import host
 from torchcomp.bucket import Names, Shard
 from torchcomp.kernels.swap import swap_where
 
-Init = Callable[[str, Tensor], None]
-
 
 class Kind(Enum):
     """The kind of a slot, which determines what a swap or a new number of ranks does to its values.
@@ -58,7 +56,7 @@ class Slot:
     equal: bool = False  # whether all ranks store the same values, which is then verified
     # init(name, out) writes the initial values of a parameter to `out`. The default is zeros.
     # Not compared, because each declaration can make a new closure.
-    init: Init | None = field(default=None, compare=False, repr=False)
+    init: Callable[[str, Tensor], None] | None = field(default=None, compare=False, repr=False)
 
     @property
     def numel(self) -> int:
@@ -66,14 +64,13 @@ class Slot:
         return sum(self.sizes)
 
 
+@dataclass(eq=False)
 class _Flat:
-    """Both copies of the values of a slot, for the parameters of one bucket."""
+    """Both copies of the values of a slot, for the parameters of one bucket: 1-D."""
 
-    def __init__(self, slot: Slot, device: torch.device) -> None:
-        self.slot = slot
-        self.before = torch.zeros(slot.numel, dtype=slot.dtype, device=device)
-        # Not initialised: an aggregator writes all of it, or the step raises and is rolled back.
-        self.after = torch.empty_like(self.before)
+    slot: Slot
+    before: Tensor
+    after: Tensor
 
     def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         return zip(self.slot.names, torch.split(flat, list(self.slot.sizes)), strict=True)
@@ -81,10 +78,7 @@ class _Flat:
 
 @dataclass
 class _Store:
-    """All values of one slot.
-
-    They are stored in the layout of a bucket or, until a bucket needs them, by parameter.
-    """
+    """All values of one slot, in the layout of a bucket, or by parameter until it is opened."""
 
     kind: Kind
     sharded: bool
@@ -99,19 +93,9 @@ class _Store:
             yield from flat.parts(flat.before)
         yield from self.loose.items()
 
-    def tensors(self) -> Iterator[Tensor]:
-        """Iterate over the same values and those that are kept, as few tensors as possible."""
-        yield from (flat.before for flat in self.flats.values())
-        yield from self.loose.values()
-        yield from self.kept.values()
-
 
 class State:
-    """The slots of one rank.
-
-    Args:
-        lock: held while a slot is laid out, for a thread that reads values during a step.
-    """
+    """The slots of one rank. The lock is held while a slot is laid out: other threads may read."""
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
         self._lock = lock or threading.RLock()
@@ -122,14 +106,9 @@ class State:
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the values of a slot before this step, and a tensor for those after it.
 
-        Args:
-            slot: the description of the slot. Values in another dtype are converted. A parameter
-                whose size has changed gets its initial values.
-            device: the device of the values.
-
-        Returns:
-            Two 1-D tensors in the slot's order. The caller must write all of the second one, and
-            must not write the first.
+        Both are 1-D, on `device`, in the slot's order. The caller must write all of the second one,
+        and must not write the first. Values in another dtype are converted. A parameter whose size
+        has changed gets its initial values.
         """
         with self._lock:
             store = self._stores.get(slot.name)
@@ -165,11 +144,21 @@ class State:
             if flat.before.device == void.device:
                 swap_where(void, flat.before, flat.after)
 
-    def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the values of a slot that :meth:`revert_where` has put aside."""
-        for flat in self._committed:
-            if flat.slot.name == name:
-                yield from flat.parts(flat.after)
+    def rollback(self) -> None:
+        """Discard the values that the step wrote."""
+        # It committed nothing, so `revert` must not undo an older commit instead.
+        self._committed, self._in_flight = set(), set()
+
+    def undo(self, names: Iterable[str]) -> None:
+        """Undo the step in flight for some parameters, except in caches."""
+        wanted = set(names)
+        for flat in self._in_flight:
+            if flat.slot.kind is not Kind.CACHE and not wanted.isdisjoint(flat.slot.names):
+                # Copied back, because `commit` swaps whole buckets.
+                both = zip(flat.parts(flat.before), flat.parts(flat.after), strict=True)
+                for (name, before), (_, after) in both:
+                    if name in wanted:
+                        after.copy_(before)
 
     def keep_before(self) -> None:
         """Keep the values from before the last commit, for :meth:`restore_before`."""
@@ -194,23 +183,6 @@ class State:
         for store in self._stores.values():
             store.kept.clear()
 
-    def rollback(self) -> None:
-        """Discard the values that the step wrote."""
-        self._in_flight.clear()
-        # It committed nothing, so `revert` must not undo an older commit instead.
-        self._committed = set()
-
-    def undo(self, names: Iterable[str]) -> None:
-        """Undo the step in flight for some parameters, except in caches."""
-        wanted = set(names)
-        for flat in self._in_flight:
-            if flat.slot.kind is not Kind.CACHE and not wanted.isdisjoint(flat.slot.names):
-                # Copied back, because `commit` swaps whole buckets.
-                before = dict(flat.parts(flat.before))
-                for name, after in flat.parts(flat.after):
-                    if name in wanted:
-                        after.copy_(before[name])
-
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Iterate over a slot: parameter name and 1-D values (a view)."""
         if name in self._stores:
@@ -218,15 +190,14 @@ class State:
 
     def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
         """Iterate over the values that the step in flight has written; see :meth:`items`."""
-        for flat in self._in_flight:
-            if flat.slot.name == name:
-                yield from flat.parts(flat.after)
+        return _after(self._in_flight, name)
+
+    def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the values of a slot that :meth:`revert_where` has put aside."""
+        return _after(self._committed, name)
 
     def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """Return the values of a slot before and after the step in flight; see :meth:`open`.
-
-        None if the step has not opened it.
-        """
+        """Return what :meth:`open` returned in this step; None if the step has not opened it."""
         store = self._stores.get(slot.name)
         flat = None if store is None else store.flats.get(slot.names)
         return (flat.before, flat.after) if flat in self._in_flight else None
@@ -253,17 +224,12 @@ class State:
                 self._committed.difference_update(store.flats.values())
 
     def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
-        """Add this rank's server residual to its own residual, and remove the server residual.
-
-        Args:
-            owned: this rank's shard of each bucket.
-            world_size: number of ranks.
-        """
-        sharded = self._sharded_debts()
-        for debt in sharded:
-            _add_shards(dict(self.items("error")), dict(self.items(debt)), owned, world_size)
-            _add_shards(self._kept("error"), self._kept(debt), owned, world_size)
-        self.drop(sharded)
+        """Add this rank's server residual, of the shards in `owned`, to its own; then remove it."""
+        for debt in self._sharded_debts():
+            own, server = self._stores["error"], self._stores[debt]
+            _add_shards(dict(own.items()), dict(server.items()), owned, world_size)
+            _add_shards(own.kept, server.kept, owned, world_size)
+            self.drop([debt])
 
     def unshard_pending(self, owned: Iterable[Shard], world_size: int) -> None:
         """As :meth:`unshard`, for what the step in flight has written. Zeros are left."""
@@ -273,26 +239,30 @@ class State:
             for part in server.values():
                 part.zero_()
 
-    def _kept(self, name: str) -> dict[str, Tensor]:
-        return self._stores[name].kept if name in self._stores else {}
-
     def _sharded_debts(self) -> list[str]:
         return [name for name in self.debts() if self._stores[name].sharded]
 
     def scale(self, factor: float) -> None:
         """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
-        stores = [store for store in self._stores.values() if store.kind is not Kind.CACHE]
-        _multiply((values, factor) for store in stores for values in store.tensors())
+        self._multiply({Kind.DEBT, Kind.ESTIMATE}, lambda name: factor)
 
     def scale_debts(self, factors: Mapping[str, float]) -> None:
         """Multiply the debts of each parameter by its factor, the ratio of two learning rates.
 
-        Args:
-            factors: by parameter name. The debts of other parameters do not change.
+        The debts of parameters without a factor do not change.
         """
-        stores = [store for store in self._stores.values() if store.kind is Kind.DEBT]
-        parts = (part for store in stores for part in (*store.items(), *store.kept.items()))
-        _multiply((part, factors[name]) for name, part in parts if name in factors)
+        self._multiply({Kind.DEBT}, factors.get)
+
+    def _multiply(self, kinds: set[Kind], factor_of: Callable[[str], float | None]) -> None:
+        # One launch for each dtype, device and factor: mixed lists are scaled one by one.
+        alike: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
+        for store in self._stores.values():
+            for name, part in (*store.items(), *store.kept.items()) if store.kind in kinds else ():
+                factor = factor_of(name)
+                if factor is not None:
+                    alike.setdefault((part.dtype, part.device, factor), []).append(part)
+        for (_, _, factor), parts in alike.items():
+            torch._foreach_mul_(parts, factor)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
         """Move the values of a slot into the layout of a new bucket."""
@@ -303,8 +273,10 @@ class State:
             self._in_flight.discard(old)
             self._committed.discard(old)
             store.loose.update(old.parts(old.before))
-        flat = store.flats[slot.names] = _Flat(slot, device)
-        for name, view in flat.parts(flat.before):
+        before = torch.zeros(slot.numel, dtype=slot.dtype, device=device)
+        # Not initialised: an aggregator writes all of it, or the step raises and is rolled back.
+        flat = store.flats[slot.names] = _Flat(slot, before, torch.empty_like(before))
+        for name, view in flat.parts(before):
             values = store.loose.pop(name, None)
             if values is not None and values.numel() == view.numel():
                 view.copy_(values)
@@ -316,11 +288,14 @@ class State:
         return flat
 
 
+def _after(flats: Iterable[_Flat], name: str) -> Iterator[tuple[str, Tensor]]:
+    for flat in flats:
+        if flat.slot.name == name:
+            yield from flat.parts(flat.after)
+
+
 def _add_shards(
-    own: Mapping[str, Tensor],
-    server: Mapping[str, Tensor],
-    owned: Iterable[Shard],
-    world_size: int,
+    own: dict[str, Tensor], server: dict[str, Tensor], owned: Iterable[Shard], world_size: int
 ) -> None:
     """Add a rank's server residual to its own residual, both by parameter name."""
     for shard in owned:
@@ -330,13 +305,3 @@ def _add_shards(
                 # The server residual is a part of the mean. A rank's own residual enters the mean
                 # divided by the number of ranks, so multiply by that number.
                 part.add_(server[name].to(part.dtype), alpha=world_size)
-
-
-def _multiply(factors: Iterable[tuple[Tensor, float]]) -> None:
-    """Multiply each tensor by its factor, in place."""
-    # One launch for each dtype, device and factor: mixed lists are scaled one by one.
-    alike: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
-    for values, factor in factors:
-        alike.setdefault((values.dtype, values.device, factor), []).append(values)
-    for (_, _, factor), tensors in alike.items():
-        torch._foreach_mul_(tensors, factor)

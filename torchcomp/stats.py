@@ -8,32 +8,28 @@ from torchcomp.traffic import Traffic, compared
 
 @dataclass(frozen=True)
 class Stats:
-    """A snapshot of one rank's counters.
+    """A snapshot of one rank's counters, all of them integers.
 
     Messages carry the values that are averaged, their indices, and what a selection over all ranks
     takes (counts and histograms). Control messages are checks: of NaN and damaged messages at the
     end of each step, and of values that must match on all ranks. The transport adds its own
     headers to both, which are not counted.
 
+    Each counter of bytes is of the last step, and with ``total_`` in front of its name, since the
+    start. The totals of a resumed run are those of an uninterrupted one, but for the control
+    messages: its ranks compare their settings again at the first step after loading.
+
     Attributes:
         steps: number of exchanges (gradient methods) or of optimizer steps (local steps).
         syncs: number of exchanges (gradient methods) or of synchronisations (local steps).
-        bytes_sent: bytes of messages that this rank sent in the last step, as planned by
-            :func:`torchcomp.explain`.
-        bytes_received: bytes of messages that this rank received in the last step.
-        dense_bytes_sent: bytes that plain DDP would have sent in the last step.
-        control_bytes_sent: bytes of control messages that this rank sent in the last step, on top
-            of `bytes_sent`. It received as many.
-        inside_bytes_sent: bytes that this rank sent inside its node in the last step, with
+        bytes_sent: bytes of messages that this rank sent, as planned by :func:`torchcomp.explain`.
+        bytes_received: bytes of messages that this rank received.
+        dense_bytes_sent: bytes that plain DDP would have sent.
+        control_bytes_sent: bytes of control messages that this rank sent, and as many received, on
+            top of `bytes_sent`.
+        inside_bytes_sent: bytes that this rank sent inside its node, and as many received, with
             ``register(..., nodes=...)``. They do not pass the network card, and all other counters
-            leave them out. It received as many.
-        total_bytes_sent: bytes of messages sent since the start.
-        total_bytes_received: bytes of messages received since the start.
-        total_dense_bytes_sent: bytes that plain DDP would have sent since the start.
-        total_control_bytes_sent: bytes of control messages sent since the start. A resumed run has
-            some more than an uninterrupted one, because its ranks compare their settings again at
-            the first step after loading. All other totals are equal.
-        total_inside_bytes_sent: bytes sent inside the node since the start.
+            leave them out.
     """
 
     steps: int
@@ -100,8 +96,7 @@ class Meter:
         total.control += traffic.control
         total.inside += traffic.inside
         # One assignment of an immutable object: a thread that reads in between gets the counters
-        # of one step, never a mixture. After `steps` and `syncs`, Stats has the fields of two
-        # Traffic objects, in their order.
+        # of one step. After `steps` and `syncs`, Stats has the fields of two Traffic objects.
         self.stats = Stats(steps, steps, *astuple(traffic), *astuple(self._total))
 
     def state_dict(self) -> dict[str, int]:

@@ -14,7 +14,7 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
 
 
 def gathered(nbytes: int, world_size: int, node: int) -> int:
-    """Return the bytes that a node sends, and receives, when all ranks all-gather `nbytes` each.
+    """Return the bytes that a node of `node` ranks sends, and receives, in an all-gather.
 
     On gloo, small messages are copied to every rank. Larger ones go around a ring, in which only
     the last rank of a node sends to another node. NCCL uses rings.
@@ -29,16 +29,14 @@ def gathered(nbytes: int, world_size: int, node: int) -> int:
 
 
 def compared(sent: int, dense: int, other: str = "") -> str:
-    """Return a comparison of `sent` bytes with `dense` bytes; neither is 0.
+    """Return "19.7x less", "2.5x more" or "the same": `sent` bytes compared with `dense` bytes.
 
-    It reads "19.7x less", "2.5x more" or "the same", if `other` is empty. With the name of what
-    sends `dense` bytes, it reads "19.7x less than plain DDP" or "the same as plain DDP".
+    Neither is 0. With `other`, what sends `dense` bytes, it ends in "than plain DDP".
     """
     factor = three_digits(max(sent, dense) / min(sent, dense))
-    if factor == "1":
-        return f"the same as {other}" if other else "the same"
     less = f"{factor}x {'less' if dense > sent else 'more'}"
-    return f"{less} than {other}" if other else less
+    result, link = ("the same", "as") if factor == "1" else (less, "than")
+    return f"{result} {link} {other}" if other else result
 
 
 def three_digits(number: float) -> str:

@@ -18,41 +18,33 @@ class Units:
         scale: loss scale of the gradients.
         lrs: the learning rates in the residual, by parameter name: its unit is that of an update.
             Empty if it has the unit of the gradients.
-        before: `scale` and `lrs` before the step in flight, or before the last one; None if that
-            step has not changed them.
+        before: `scale` and `lrs` before the step in flight, or before the last one.
     """
 
     def __init__(self) -> None:
         self.scale = 1.0
         self.lrs: dict[str, float] = {}
-        self.before: tuple[float, dict[str, float]] | None = None
+        self.before = self.scale, self.lrs
 
     def follow(
         self, state: State, scale: float, lrs: Mapping[str, float], names: Mapping[str, object]
     ) -> Mapping[str, float]:
         """Convert a state to the loss scale and the learning rates of the step that begins.
 
-        Args:
-            state: converted in place.
-            scale: loss scale of the step.
-            lrs: learning rates by name; empty if they are not given.
-            names: the names of all parameters.
+        `lrs` is empty if they are not given; `names` has all parameters.
 
         Returns:
             The factors by which the residual has changed, by parameter name.
         """
-        self.before, ratio = (self.scale, dict(self.lrs)), scale / self.scale
-        if ratio != 1:
-            self.rescale(state, scale)
+        ratio = scale / self.scale
+        self.rescale(state, scale)
         changed = self._follow_lrs(state, lrs) if lrs or self.lrs else {}
         if ratio == 1:
             return changed
         return {name: ratio * changed.get(name, 1.0) for name in names}
 
     def go_back(self, state: State) -> None:
-        """Convert a state to the units from before the last :meth:`follow`."""
-        if self.before is None:
-            return
+        """Convert a state to the units :attr:`before`."""
         scale, lrs = self.before
         self.rescale(state, scale)
         self._follow_lrs(state, lrs)
@@ -66,26 +58,22 @@ class Units:
 
     def _follow_lrs(self, state: State, lrs: Mapping[str, float]) -> Mapping[str, float]:
         """Convert the residual from the unit of the last update to that of the next."""
-        if not lrs:
-            # From now on, what is unsent comes from steps whose learning rate is not known.
-            self.lrs = {}
         nonzero = {name: lr for name, lr in lrs.items() if lr}
         ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
         changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}
         if changed:
             state.scale_debts(changed)
-        self.lrs |= nonzero
+        # Without learning rates, what is unsent comes from steps whose learning rate is not known.
+        self.lrs = self.lrs | nonzero if lrs else {}
         return changed
 
 
-def by_name(lr: LR, parameters: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return the learning rate of each parameter; empty if none was given.
+def by_name(lr: float | Mapping[str, float], parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the learning rate of each parameter.
 
     Raises:
         SpecError: if one is missing, negative or not finite.
     """
-    if lr is None:
-        return {}
     lrs = lr if isinstance(lr, Mapping) else dict.fromkeys(parameters, lr)
     for name in parameters:
         check_at_least_0(f"lr of '{name}'", lrs.get(name))

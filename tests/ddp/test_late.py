@@ -147,15 +147,15 @@ def interrupted_while_the_ranks_look_for_the_nan() -> tuple[int, int]:
     spoil = model.module[0].weight.register_hook(lambda g: g / 0)
     loss_of(model(rows(3))).backward()
     spoil.remove()
-    settlement = handle.averager._settlement
-    (decide,), waits, go = settlement._reasons, Event(), Event()
+    averager, waits, go = handle.averager, Event(), Event()
+    (decide,) = averager._reasons
 
     def slowly() -> bool:
         waits.set()
         go.wait()
         return decide()
 
-    settlement._reasons = (slowly,)
+    averager._reasons = (slowly,)
 
     def stop(gradient: torch.Tensor) -> None:
         waits.wait()

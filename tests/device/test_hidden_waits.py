@@ -39,7 +39,7 @@ OUTSIDE = (
 
 EXCEPTIONS = {
     # Once, or seldom.
-    "resume.py compare_ranks": "the comparison of the ranks at the first step",
+    "resume.py Resumable._compare_ranks": "the comparison of the ranks at the first step",
     "residuals.py hand_over": "once, when a rank leaves",
     "settlement.py Steps.residual_norms": "the caller asks for numbers",
     "batchnorm.py _forward_passes": "after training",

@@ -1,5 +1,7 @@
 """Damaged messages: they raise on every rank, and the step is discarded."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -264,58 +266,50 @@ def on_grid(body):
     return results
 
 
-@pytest.mark.parametrize("method", ["ef(topk(0.3))", "mean", "bidirectional(topk(.3), topk(.3))"])
-@pytest.mark.parametrize("odd", range(4))
-def test_a_nan_in_one_row_reaches_all_ranks_of_both_levels(method, odd):
-    def body(rank, inside, between):
-        tensors = small.gradients(0, rank)
-        if rank == odd:
-            # After the sum over the row, so that only one column has the NaN.
-            tensors["bias"][0] = torch.nan
-        averager = small.averager(between, method)
-        return caught(lambda: small.step(averager, tensors)), averager.step
-
-    for error, step in on_grid(body):
-        if method == "mean":
-            assert (error, step) == (None, 1)
-        else:
-            assert type(error) is NonFiniteError
-            assert step == 0
+def take_step(rank, odd, inside, between, method="ef(topk(0.3))", frame=False):
+    tensors = small.gradients(0, rank)
+    if rank == odd and frame:
+        damage(between, between.rank, 1 - between.rank, another_layout)
+    elif rank == odd:
+        # After the sum over the row, so that only one column has the NaN.
+        tensors["bias"][0] = torch.nan
+    averager = small.averager(between, method)
+    small.step(averager, tensors)
 
 
-@pytest.mark.parametrize("receiver", range(4))
-def test_a_damaged_frame_of_one_column_reaches_all_ranks_of_both_levels(receiver):
-    def body(rank, inside, between):
-        if rank == receiver:
-            damage(between, between.rank, 1 - between.rank, another_layout)
-        averager = small.averager(between, "ef(topk(0.3))")
-        return caught(lambda: small.step(averager, small.gradients(0, rank))), averager.step
-
-    for error, step in on_grid(body):
-        assert type(error) is WireError
-        assert f"rank {1 - receiver // 2}'s" in str(error)
-        assert step == 0
-
-
-@pytest.mark.parametrize("odd", range(4))
-def test_a_build_that_fails_on_one_rank_raises_on_all_ranks_of_both_levels(odd):
-    def body(rank, inside, between):
-        make = lambda: (1 / (rank != odd), {"value": 1})  # noqa: E731
-        return caught(lambda: between.build("a call", {}, make))
-
-    for error in on_grid(body):
-        assert type(error) is RankMismatchError
-        assert "division by zero" in str(error)
+ODD = {
+    "nan": (take_step, NonFiniteError, "'bias'"),
+    "nan both ways": (
+        partial(take_step, method="bidirectional(topk(.3), topk(.3))"),
+        NonFiniteError,
+        "'bias'",
+    ),
+    "transparent": (partial(take_step, method="mean"), type(None), ""),
+    "frame": (partial(take_step, frame=True), WireError, "rank {0}'s"),
+    "build": (
+        lambda rank, odd, inside, between: between.build(
+            "a call", {}, lambda: (1 / (rank != odd), {"value": 1})
+        ),
+        RankMismatchError,
+        "division by zero",
+    ),
+    "value": (
+        lambda rank, odd, inside, between: between.build(
+            "a call", {}, lambda: (0, {"value": rank == odd})
+        ),
+        RankMismatchError,
+        "value: ",
+    ),
+}
 
 
 @pytest.mark.parametrize("odd", range(4))
-def test_a_value_that_differs_on_one_rank_raises_on_all_ranks_of_both_levels(odd):
-    def body(rank, inside, between):
-        return caught(lambda: between.build("a call", {}, lambda: (0, {"value": rank == odd})))
-
-    for error in on_grid(body):
-        assert type(error) is RankMismatchError
-        assert "value: " in str(error)
+@pytest.mark.parametrize("what", ODD)
+def test_what_is_odd_on_one_rank_raises_on_all_ranks_of_both_levels(what, odd):
+    call, kind, words = ODD[what]
+    for error in on_grid(lambda rank, *levels: caught(lambda: call(rank, odd, *levels))):
+        assert type(error) is kind
+        assert words.format(1 - odd // 2) in str(error)
 
 
 def test_bytes_of_both_levels_are_counted_together_and_replicas_are_equal():

@@ -4,77 +4,62 @@ import threading
 
 import pytest
 
-from torchcomp.settlement import Settlement, Status
-
-
-class Step:
-    """A step whose state can be taken back."""
-
-    def __init__(self):
-        self.taken_back = 0
-        self.settlement = Settlement(threading.RLock())
-
-    def undo(self):
-        self.taken_back += 1
-        self.settlement.discard()
+from torchcomp.settlement import Status, Steps
 
 
 @pytest.fixture
-def step():
-    step = Step()
-    step.settlement.begin()
-    return step
+def steps():
+    """A sequence with one step in flight."""
+    steps = Steps()
+    steps.status = Status.IN_FLIGHT
+    return steps
 
 
-def test_a_step_in_flight_is_not_decided(step):
-    step.settlement.ask(step.undo)
-    assert step.settlement.status is Status.IN_FLIGHT
-    assert step.taken_back == 0
+def test_a_step_in_flight_is_not_decided(steps):
+    steps.decide()
+    assert (steps.status, steps.step) == (Status.IN_FLIGHT, 0)
 
 
-def test_without_a_reason_a_step_counts_when_it_ends(step):
-    step.settlement.end()
-    assert step.settlement.status is Status.COUNTED
+@pytest.mark.parametrize("counts", [True, False])
+def test_without_a_reason_a_step_is_decided_when_it_ends(steps, counts):
+    steps._end(counts, ())
+    assert steps.status is (Status.COUNTED if counts else Status.TAKEN_BACK)
+    assert steps.step == 1
 
 
 @pytest.mark.parametrize("answers", [(True,), (False,), (True, False), (False, True), (True, True)])
-def test_it_counts_if_all_reasons_agree(step, answers):
+def test_it_counts_if_all_reasons_agree(steps, answers):
     asked = []
-    step.settlement.end(
-        *(lambda answer=answer: asked.append(answer) or answer for answer in answers)
-    )
-    assert step.settlement.status is Status.OPEN
+    steps._end(True, tuple(lambda each=each: asked.append(each) or each for each in answers))
+    assert steps.undecided
     assert asked == []
-    step.settlement.ask(step.undo)
-    counts = all(answers)
-    assert step.settlement.status is (Status.COUNTED if counts else Status.TAKEN_BACK)
-    assert step.taken_back == (not counts)
-    step.settlement.ask(step.undo)  # decided once
-    assert step.taken_back == (not counts)
+    for _ in range(2):  # decided once
+        steps.decide()
+        assert steps.counted == all(answers)
+        assert steps.step == all(answers)
 
 
-def test_what_a_reason_raises_takes_the_step_back(step):
+def test_what_a_reason_raises_takes_the_step_back(steps):
     def reason():
         raise ValueError("wrong")
 
-    step.settlement.end(reason)
+    steps._end(True, (reason,))
     with pytest.raises(ValueError, match="wrong"):
-        step.settlement.ask(step.undo)
-    assert step.settlement.status is Status.TAKEN_BACK
-    assert step.taken_back == 1
+        steps.decide()
+    assert (steps.status, steps.step) == (Status.TAKEN_BACK, 0)
 
 
-def test_a_step_that_was_discarded_while_a_reason_was_asked_is_left_alone(step):
+def test_a_step_that_was_discarded_while_a_reason_was_asked_is_left_alone(steps):
     def reason():
-        step.settlement.discard()  # such as a checkpoint that another thread loads
+        steps._discard()  # such as a checkpoint that another thread loads
         return False
 
-    step.settlement.end(reason)
-    step.settlement.ask(step.undo)
-    assert step.taken_back == 0
+    steps._end(True, (reason,))
+    steps.decide()
+    assert steps.step == 1
 
 
-def test_two_threads_decide_once(step):
+def test_two_threads_decide_once(steps):
     asking, go = threading.Event(), threading.Event()
 
     def reason():
@@ -82,12 +67,12 @@ def test_two_threads_decide_once(step):
         assert go.wait(60)
         return False
 
-    step.settlement.end(reason)
-    threads = [threading.Thread(target=step.settlement.ask, args=(step.undo,)) for _ in range(2)]
+    steps._end(True, (reason,))
+    threads = [threading.Thread(target=steps.decide) for _ in range(2)]
     threads[0].start()
     assert asking.wait(60)
     threads[1].start()
     go.set()
     for thread in threads:
         thread.join()
-    assert step.taken_back == 1
+    assert steps.step == 0
