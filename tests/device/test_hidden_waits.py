@@ -29,7 +29,7 @@ OUTSIDE = (
         "integrations/",
     ),
     # Checkpoints and simulations.
-    *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
+    *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "two_direction/"),
     # Measure and predict, before training.
     *("step_model/", "doctor/", "flags.py"),
     # NumPy.

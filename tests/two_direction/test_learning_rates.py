@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchcomp.algorithms.two_direction.theory import Constants, learning_rates
+from torchcomp.two_direction.theory import Constants, learning_rates
 
 CONSTANTS = Constants(lbar=20.0, mu=0.5, p=0.25, tau=0.5, alpha=0.25, beta=0.5)
 CASES = [

@@ -7,14 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.algorithms.two_direction.quadratics import quadratics
+from recipes.two_direction.methods.agd import AGD
+from recipes.two_direction.methods.ef21 import EF21
+from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
 from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
+from tests.two_direction.quadratics import quadratics
 from torchcomp import run_in_process, wire
-from torchcomp.algorithms import AGD, EF21, EF21PDIANA, Ranks, Simulated, TwoDirectionMethod
 from torchcomp.compressors import Quantize, RandK, TopK
 from torchcomp.errors import NonFiniteError, RankMismatchError, WireError
+from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
 
 F = quadratics(n=4, d=40)
 UP, DOWN = RandK(k=6, unbiased=True), TopK(k=5)

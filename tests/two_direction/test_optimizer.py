@@ -12,9 +12,9 @@ from torch.nn.utils import parameters_to_vector
 
 from tests.support.outcomes import reloaded
 from tests.support.ranks import on_threads
-from torchcomp.algorithms import Simulated, TwoDirection, TwoDirectionMethod
 from torchcomp.compressors import RandK, TopK
 from torchcomp.errors import CheckpointError, NonFiniteError, RankMismatchError, SpecError
+from torchcomp.two_direction import Simulated, TwoDirection, TwoDirectionMethod
 
 UP, DOWN = "randk(0.2, unbiased=True)", "topk(0.2)"
 OPTIONS = {"lbar": 4.0, "mu": 1e-2}

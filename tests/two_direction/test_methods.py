@@ -5,25 +5,20 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.two_direction.quadratics import quadratics
+from recipes.two_direction.methods.agd import AGD, FISTA, ConstantMomentumAGD
+from recipes.two_direction.methods.diana import DIANA
+from recipes.two_direction.methods.diana import step_size as diana_step
+from recipes.two_direction.methods.ef14 import EF14
+from recipes.two_direction.methods.ef21 import EF21
+from recipes.two_direction.methods.ef21p import EF21P
+from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
+from recipes.two_direction.methods.ef21p_diana import step_size as ef21p_diana_step
 from tests.support.cases import some, thorough
+from tests.two_direction.quadratics import quadratics
 from torchcomp import wire
-from torchcomp.algorithms import (
-    AGD,
-    DIANA,
-    EF14,
-    EF21,
-    EF21P,
-    EF21PDIANA,
-    FISTA,
-    ConstantMomentumAGD,
-    Simulated,
-    TwoDirectionMethod,
-    parameters,
-)
-from torchcomp.algorithms.diana import step_size as diana_step
-from torchcomp.algorithms.ef21p_diana import step_size as ef21p_diana_step
 from torchcomp.compressors import Identity, RandK, TopK
+from torchcomp.two_direction import Simulated, TwoDirectionMethod
+from torchcomp.two_direction import theory as parameters
 
 UP, DOWN = RandK(k=3, unbiased=True), TopK(k=3)
 F = quadratics()

@@ -12,9 +12,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from torchcomp.algorithms import Simulated, TwoDirectionMethod
 from torchcomp.compressors import Compressor, TopK
 from torchcomp.compressors.base import Encoded
+from torchcomp.two_direction import Simulated, TwoDirectionMethod
 from torchcomp.wire import Field
 
 D = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=torch.float64)

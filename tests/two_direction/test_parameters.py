@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from torchcomp.algorithms import parameters
 from torchcomp.errors import SpecError
+from torchcomp.two_direction import theory as parameters
 
 
 def test_probabilities():

@@ -5,22 +5,18 @@ import math
 import pytest
 import torch
 
-from tests.algorithms.two_direction.quadratics import quadratics
-from torchcomp.algorithms import (
-    DIANA,
-    EF14,
-    EF21,
-    EF21P,
-    EF21PDIANA,
-    ConstantMomentumAGD,
-    Simulated,
-    TwoDirectionMethod,
-    diana,
-    ef21p_diana,
-    parameters,
-)
+from recipes.two_direction.methods import diana, ef21p_diana
+from recipes.two_direction.methods.agd import ConstantMomentumAGD
+from recipes.two_direction.methods.diana import DIANA
+from recipes.two_direction.methods.ef14 import EF14
+from recipes.two_direction.methods.ef21 import EF21
+from recipes.two_direction.methods.ef21p import EF21P
+from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
+from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import Cast, RandK, TopK
 from torchcomp.errors import SpecError
+from torchcomp.two_direction import Simulated, TwoDirectionMethod
+from torchcomp.two_direction import theory as parameters
 
 F = quadratics()
 UNBIASED, CONTRACTIVE = RandK(k=3, unbiased=True), TopK(k=3)

@@ -2,14 +2,14 @@
 
 import torch
 
-from tests.algorithms.two_direction.quadratics import quadratics
 from tests.support import codecs
 from tests.support.codecs import decoded, fields_of, message_of
-from torchcomp.algorithms import Simulated, TwoDirectionMethod
-from torchcomp.algorithms.parameter_server import DENSE
-from torchcomp.algorithms.two_direction.theory import learning_rates
+from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import Identity, RandK, TopK
 from torchcomp.keys import Key
+from torchcomp.two_direction import Simulated, TwoDirectionMethod
+from torchcomp.two_direction.parameter_server import DENSE
+from torchcomp.two_direction.theory import learning_rates
 
 F = quadratics(n=3, d=30)
 UP, DOWN = RandK(k=4, unbiased=True), TopK(k=5)
