@@ -12,14 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchcomp.checks import (
-    check_at_least_0,
-    check_count,
-    check_fraction,
-    check_positive,
-    is_number,
-)
-from torchcomp.errors import NonFiniteError, SpecError
+from torchcomp.checkpoint import count, list_of, number, record
+from torchcomp.checks import check_fraction, check_positive
+from torchcomp.errors import SpecError
 from torchcomp.keys import Key
 
 Vector = NDArray[np.float64]
@@ -30,6 +25,9 @@ _LEVEL_DECAY = 0.95
 
 _LARGEST_NORM = 1e100
 """Largest norm that is accepted: |g|^2 / p^2 of a larger one might not be finite in float64."""
+
+FORM = record(p=list_of(number), largest=number, average=number, updates=count)
+"""Form of a bandit's state in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +42,12 @@ class Baseline:
     3. p = kl_project(u, C, p_min, c)
     4. lam <- 0.95 lam + 0.05 (1/C) sum over the kept layers of |g_d|^2 / p_d^2
 
-    The moving average lam replaces the constant L^2 / p_min^2 of the paper's rule. At the optimum
-    |g_d|^2 / (c_d p_d^2) equals lam for all layers, which gives r a mean of 0. Both r and alpha are
-    dimensionless. lam is bias-corrected for its start at 0, as in Adam.
+    The moving average lam, bias-corrected as in Adam, replaces the constant L^2 / p_min^2 of the
+    paper's rule. At the optimum |g_d|^2 / (c_d p_d^2) equals lam for all layers, which gives r a
+    mean of 0.
 
     Args:
-        alpha: step size, above 0. Values from 0.003 to 0.03 work.
+        alpha: step size, above 0. Start with 0.01; values from 0.003 to 0.03 work.
     """
 
     alpha: float = 0.01
@@ -77,8 +75,8 @@ class Literal:
     2. w_d = p_d exp(-alpha_p l_d / p_d)
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
-    The constant L^2 / p_min^2 penalises every kept layer. As a result, p hardly learns within
-    thousands of steps.
+    The constant L^2 / p_min^2 penalises every kept layer, so p hardly learns within thousands of
+    steps.
 
     Args:
         alpha: step size alpha_p, above 0, in units of 1 / |g|^2.
@@ -91,12 +89,10 @@ class Literal:
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
-        bound, most = self.bound, _LARGEST_NORM
-        if not (bound is None or (is_number(bound) and 0 < bound <= most)):
-            raise SpecError(
-                f"bound must be a number above 0 and at most {most:g}, or None, not {bound!r}",
-                "bound",
-            )
+        if self.bound is not None:
+            check_positive("bound", self.bound)
+            if self.bound > _LARGEST_NORM:
+                raise SpecError(f"bound must be at most 1e100, not {self.bound:g}", "bound")
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """Return the change of log p, before the projection."""
@@ -110,9 +106,8 @@ class Literal:
 class Bandit:
     """Keep probabilities p, float64 (D,), updated by online mirror descent (Algorithm 1).
 
-    p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with sum c p = C. Within the budget, these
-    probabilities minimise the variance sum |g_d|^2 / p_d of the estimate g_d / p_d. All layers
-    start at C / sum c.
+    All layers start at C / sum c. p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with
+    sum c p = C, which minimises the variance sum |g_d|^2 / p_d of the estimate g_d / p_d.
 
     Args:
         costs: the cost c of keeping each layer, shape (D,), finite and above 0.
@@ -134,7 +129,8 @@ class Bandit:
         if isinstance(self.rule, Literal) and np.ptp(self.costs):
             raise SpecError(
                 "rule=Literal(...) counts layers, but these layers have different costs: use "
-                'rule=Baseline(), or costs="layers"'
+                'rule=Baseline(), or costs="layers"',
+                "rule",
             )
         self.p = np.full(len(self.costs), min(1.0, budget / float(self.costs.sum())))
         self.largest, self._average, self._updates = 0.0, 0.0, 0
@@ -153,18 +149,12 @@ class Bandit:
                 that were not kept are ignored.
 
         Raises:
-            NonFiniteError: if the norm of a kept layer is NaN, negative or above 1e100. The
+            SpecError: if the norm of a kept layer is NaN, negative or above 1e100. The
                 probabilities do not change.
         """
         # Gradients of dropped layers were not computed, so their entries can be NaN.
         norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
-        valid = (norms >= 0) & (norms <= _LARGEST_NORM)
-        if not valid.all():
-            d = valid.argmin()
-            raise NonFiniteError(
-                f"the gradient norm of layer {d} is {norms[d]} but must be from 0 to "
-                f"{_LARGEST_NORM:g}: the probabilities were not updated"
-            )
+        norms = check_vector(norms, "norms", len(self.p), 0.0, _LARGEST_NORM)
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
         # From the p that this step was drawn with, so before p changes.
@@ -183,24 +173,17 @@ class Bandit:
         """Restore what :meth:`state_dict` returned. Nothing changes on error.
 
         Raises:
-            SpecError: if an entry is missing or out of its range, or if the state belongs to
-                another number of layers, budget or p_min.
+            CheckpointError: if an entry is missing, or is not a number.
+            SpecError: if an entry is out of its range, or if the state belongs to another number of
+                layers, budget or p_min.
         """
-        missing = [key for key in self.state_dict() if key not in state]
-        if missing:
-            raise SpecError(f"the state of the bandit lacks {', '.join(missing)}")
+        FORM(state, "bandit")
         p = check_vector(state["p"], "p", len(self.p), self.p_min, 1.0)
-        spent = float(self.costs @ p)
         # kl_project meets the budget to float64 rounding, so 1e-6 rejects no valid state.
-        if not math.isclose(spent, self.budget, rel_tol=1e-6):
+        if not math.isclose(spent := float(self.costs @ p), self.budget, rel_tol=1e-6):
             raise SpecError(f"p has cost {spent:g} but the budget is {self.budget:g}", "p")
-        check_at_least_0("largest", state["largest"])
-        if state["largest"] > _LARGEST_NORM:
-            raise SpecError(
-                f"largest is {state['largest']:g} and above {_LARGEST_NORM:g}", "largest"
-            )
-        check_at_least_0("average", state["average"])
-        check_count("updates", state["updates"], least=0)
+        check_vector([state["largest"]], "largest", 1, 0.0, _LARGEST_NORM)
+        check_vector([state["average"]], "average", 1, 0.0)
         self.p, self.largest = p, state["largest"]
         self._average, self._updates = state["average"], state["updates"]
 
@@ -208,35 +191,18 @@ class Bandit:
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
     """Draw the set S_t of Algorithm 2: each layer independently with its probability.
 
-    The set can be empty. It depends on the seed and step of `key`, and with ``shared=False`` also
-    on its rank.
+    It depends on the seed and step of `key`, and with ``shared=False`` also on its rank.
     """
     generator = key.shared() if shared else key.private()
     return np.asarray(generator.random(len(p)) < p)
 
 
-def best_probabilities(
-    norms: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None
-) -> Vector:
-    """Return the p that minimises sum |g_d|^2 / p_d over {sum c p = C, p_min <= p <= 1}.
-
-    The minimiser is clip(const |g_d| / sqrt(c_d), p_min, 1).
-
-    Raises:
-        SpecError: if a norm is 0, or as :func:`kl_project`.
-    """
-    norms = _above_0(norms, "norms")
-    costs = np.ones(len(norms)) if costs is None else _above_0(costs, "costs")
-    return kl_project(_log(norms) - _log(costs) / 2, budget, p_min, costs)
-
-
 def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
     """Project the weights exp(u) onto the set {sum c q = budget, p_min <= q <= 1}.
 
-    The projection minimises the sum of c_d KL(q_d || exp(u_d)). With equal costs c this is the
-    divergence of JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1), with
-    one tau for all entries. It is computed exactly, and stays accurate at abs(u) = 1e5. Equal
-    arguments give equal results on all processors.
+    It minimises the sum of c_d KL(q_d || exp(u_d)): with equal costs c, the divergence of
+    JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1), with one tau for all
+    entries. It is exact, also at abs(u) = 1e5, and the same on all processors.
 
     Args:
         u: logarithms of the weights, shape (D,) with D at least 1, finite.
@@ -308,14 +274,7 @@ def check_vector(
     least: float = -math.inf,
     most: float = math.inf,
 ) -> Vector:
-    """Return `values` as a 1-D float64 array, after checking its size, finiteness and range.
-
-    Args:
-        values: a sequence of numbers, or an array or tensor.
-        name: what errors call the vector.
-        size: required number of entries. None accepts any number above 0.
-        least: lower bound of the entries, apart from rounding.
-        most: upper bound of the entries, apart from rounding.
+    """Return `values` as a 1-D float64 array of `size` finite entries from `least` to `most`.
 
     Raises:
         SpecError: naming the vector and its first bad entry.
@@ -325,25 +284,21 @@ def check_vector(
     except (TypeError, ValueError, RuntimeError) as error:
         # RuntimeError comes from tensors that require gradients.
         raise SpecError(f"{name} must be a vector of numbers: {error}", name) from error
-    if vector.ndim != 1 or not vector.size:
-        raise SpecError(f"{name} must be 1-D and not empty, not of shape {vector.shape}", name)
-    if size not in (None, len(vector)):
-        raise SpecError(f"{name} must have {size} entries, not {len(vector)}", name)
-    infinite = ~np.isfinite(vector)
+    if vector.ndim != 1 or not vector.size or size not in (None, len(vector)):
+        wanted = "1 entry or more" if size is None else f"{size} entries"
+        raise SpecError(f"{name} must be 1-D with {wanted}, not of shape {vector.shape}", name)
     # Computed probabilities have relative errors far below 1e-9.
-    outside = ~np.isclose(vector, vector.clip(least, most), rtol=1e-9, atol=0.0)
-    for bad, wanted in ((infinite, "finite"), (outside, f"from {least:g} to {most:g}")):
-        if bad.any():
-            i = bad.argmax()
-            raise SpecError(f"{name}[{i}] is {vector[i]} but must be {wanted}", name)
+    close = np.isclose(vector, vector.clip(least, most), rtol=1e-9, atol=0.0)
+    if not (valid := close & np.isfinite(vector)).all():
+        i = valid.argmin()
+        wanted = f"finite and from {least:g} to {most:g}"
+        raise SpecError(f"{name}[{i}] is {vector[i]} but must be {wanted}", name)
     return vector
 
 
 def _above_0(values: ArrayLike, name: str, size: int | None = None) -> Vector:
-    vector = check_vector(values, name, size)
-    if vector.min() <= 0:
-        raise SpecError(f"{name} must be above 0, not {vector.min()}", name)
-    return vector
+    # The smallest float above 0.
+    return check_vector(values, name, size, math.ulp(0.0))
 
 
 def _check_budget(budget: float, p_min: float, costs: Vector) -> None:

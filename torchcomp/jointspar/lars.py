@@ -20,9 +20,6 @@ class Sampling(Protocol):
     def probability(self, parameter: Tensor) -> float:
         """Return the p that divided this parameter's gradient in the last step."""
 
-    def presence(self, parameter: Tensor) -> float:
-        """Return the share of steps in which the optimizer finds a gradient, zeros included."""
-
     def norm(self, parameter: Tensor) -> float:
         """Return the running average of |g| before the division by p, or 0.0 before the first."""
 
@@ -36,13 +33,13 @@ class LARS(Optimizer):
     2. v <- momentum v + lr trust (g + wd x)
     3. x <- x - v
 
-    JointSpar gives the optimizer g / p in a share p of the steps, and None or zeros in the others.
-    Plain LARS would divide by the norm of g / p and cancel the factor 1 / p. With `sampled`, LARS
-    changes two things for tensors with p < 1. The mean update on a fixed gradient then equals the
-    dense one:
+    JointSpar gives the optimizer g / p in a share p of the steps, and None in the others. Plain
+    LARS would divide by the norm of g / p and cancel the factor 1 / p. With `sampled`, LARS changes
+    two things for tensors with p < 1. The mean update on a fixed gradient then equals the dense
+    one:
 
     - |g| is the running average of the norm before the division by p.
-    - wd is divided by the share of steps that have a gradient: p with None, 1 with zeros.
+    - wd is divided by p, the share of steps that have a gradient.
 
     A tensor without a gradient keeps its x and v. Norms and directions are computed in float32, or
     in float64 where x is float64. v has the dtype of x.
@@ -122,12 +119,25 @@ class LARS(Optimizer):
 
     def _update(self, xs: list[Tensor], group: dict[str, Any], excluded: bool) -> None:
         """Update tensors of one kind together, because a launch for each tensor takes longer."""
+        # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
+        wide = torch.promote_types(xs[0].dtype, torch.float32)
         gs = [x.grad for x in xs if x.grad is not None]
-        decay = 0.0 if excluded else float(group["weight_decay"])
-        directions = self._directions(xs, gs, decay)
+        sampled, decay = self._sampled, 0.0 if excluded else float(group["weight_decay"])
+        ps = [1.0 if sampled is None else sampled.probability(x) for x in xs]
+        # The direction g + wd x. wd is divided because it is applied in a share p of the steps.
+        alike: dict[float, list[int]] = defaultdict(list)
+        for i, p in enumerate(ps):
+            alike[decay / p].append(i)
+        found: dict[int, Tensor] = {}
+        for alpha, some in alike.items():
+            wides = [gs[i].to(wide) for i in some]
+            found |= zip(
+                some, torch._foreach_add(wides, [xs[i] for i in some], alpha=alpha), strict=True
+            )
+        directions = [found[i] for i in range(len(xs))]
         # 1. The trust ratio.
         if not excluded:
-            trust = group["trust_coefficient"] * self._trust(xs, gs, decay)
+            trust = group["trust_coefficient"] * self._trust(xs, gs, ps, decay, wide)
             torch._foreach_mul_(directions, list(trust.unbind()))
         # 2. and 3. v contains lr, as in the paper. torch.optim.SGD multiplies by lr afterwards.
         for x in xs:
@@ -138,43 +148,20 @@ class LARS(Optimizer):
         torch._foreach_add_(vs, directions, alpha=group["lr"])
         torch._foreach_sub_(xs, vs)
 
-    def _directions(self, xs: list[Tensor], gs: list[Tensor], decay: float) -> list[Tensor]:
-        """Return g + wd x of each tensor, as new tensors in float32 or wider."""
-        wide = _wide(xs[0])
-        # The decay is divided because the direction is applied in a share `presence` of the steps.
-        together: dict[float, list[int]] = defaultdict(list)
-        for i, x in enumerate(xs):
-            presence = 1.0 if self._sampled is None else self._sampled.presence(x)
-            together[decay / presence].append(i)
-        found: dict[int, Tensor] = {}
-        for alpha, chosen in together.items():
-            sums = torch._foreach_add(
-                [gs[i].to(wide) for i in chosen], [xs[i] for i in chosen], alpha=alpha
-            )
-            found |= zip(chosen, sums, strict=True)
-        return [found[i] for i in range(len(xs))]
-
-    def _trust(self, xs: list[Tensor], gs: list[Tensor], decay: float) -> Tensor:
+    def _trust(
+        self, xs: list[Tensor], gs: list[Tensor], ps: list[float], decay: float, wide: torch.dtype
+    ) -> Tensor:
         """Return |x| / (|g| + wd |x|) of each tensor, 1-D, or 1 where a norm is 0."""
-        wide = _wide(xs[0])
         size, norm = (torch.stack(torch._foreach_norm(ts, 2, dtype=wide)) for ts in (xs, gs))
-        sampled = self._sampled
-        if sampled is not None:
-            divided = [sampled.probability(x) < 1 for x in xs]
-            averages = [
-                sampled.norm(x) if each else 0.0 for x, each in zip(xs, divided, strict=True)
-            ]
-            known = host.copy_to(torch.tensor(averages, dtype=wide), norm.device)
-            norm = known.where(host.copy_to(torch.tensor(divided), norm.device), norm)
+        if (sampled := self._sampled) is not None:
+            divided = [p < 1 for p in ps]
+            known = [sampled.norm(x) if each else 0.0 for x, each in zip(xs, divided, strict=True)]
+            averages = host.copy_to(torch.tensor(known, dtype=wide), norm.device)
+            norm = averages.where(host.copy_to(torch.tensor(divided), norm.device), norm)
         # wd is not divided here: the ratio is that of the dense update.
         ratio = size / (norm + decay * size)
         # torch.where instead of an `if`, which would wait for a GPU.
         return torch.where((size > 0) & (norm > 0), ratio, 1.0)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
-    return torch.promote_types(x.dtype, torch.float32)
 
 
 def _check_dense(g: Tensor) -> None:

@@ -66,36 +66,28 @@ def layers_by_pattern(
         patterns: the patterns of each layer. Every trained parameter must match the patterns of
             exactly one layer.
         names: all trained parameters, in registration order.
-        frozen: parameters with ``requires_grad=False``. A pattern can match some of them, but not
-            only them.
+        frozen: parameters with ``requires_grad=False``. A pattern must also match a trained one.
 
     Raises:
         SpecError: if a layer has no pattern, if a pattern matches no trained parameter, or if a
             parameter is in no layer or in several.
     """
-    if not isinstance(patterns, Mapping):
-        raise SpecError(
-            "layers must be a mapping from layer names to parameter patterns, such as "
-            f"{{'stem': 'conv1.*', 'rest': ['layer*', 'fc.*']}}, not {type(patterns).__name__}",
-            "layers",
-        )
     layers: Layers = {}
-    for layer, entry in patterns.items():
-        if not isinstance(layer, str):
-            raise SpecError(f"layers: the name of a layer must be a str, not {layer!r}", "layers")
+    for layer, entry in patterns.items() if isinstance(patterns, Mapping) else [(None, patterns)]:
         # A str is a sequence of one-letter patterns to the code below.
         listed = [entry] if isinstance(entry, str) else entry
-        valid = isinstance(listed, Sequence) and all(isinstance(p, str) for p in listed)
-        if not (valid and listed):
+        texts = isinstance(listed, Sequence) and all(isinstance(p, str) for p in (layer, *listed))
+        if not (texts and listed):
             raise SpecError(
-                f"layers: the value of '{layer}' must be a pattern of parameter names, such as "
-                f"'conv1.*', or a non-empty list of patterns, not {listed!r}",
+                "layers must map the name of each layer to a pattern of parameter names or to a "
+                "non-empty list of patterns, such as {'stem': 'conv1.*', 'rest': ['layer*', "
+                f"'fc.*']}}, not {layer!r} to {entry!r}",
                 "layers",
             )
         for pattern in listed:
-            _check_matches(layer, pattern, names, frozen)
+            _check_matches(str(layer), pattern, names, frozen)
         # fnmatchcase, because fnmatch ignores case on some systems.
-        layers[layer] = tuple(n for n in names if any(fnmatchcase(n, p) for p in listed))
+        layers[str(layer)] = tuple(n for n in names if any(fnmatchcase(n, p) for p in listed))
     for name in names:
         # Of two layers, one could be kept and the other dropped in the same step.
         owners = [f"'{layer}'" for layer, members in layers.items() if name in members]
@@ -103,7 +95,8 @@ def layers_by_pattern(
             found = f"{len(owners)} layers, {' and '.join(owners[:2])}" if owners else "no layer"
             raise SpecError(
                 f"parameter '{name}' is in {found}, but every trained parameter must be in exactly "
-                "one: change layers={...}, or freeze the parameter with requires_grad=False"
+                "one: change layers={...}, or freeze the parameter with requires_grad=False",
+                "layers",
             )
     return layers
 
@@ -114,17 +107,15 @@ def check_several(layers: Layers) -> None:
         named = f" ('{next(iter(layers))}')" if layers else ""
         raise SpecError(
             f"the model has {len(layers)} layer{named}, but JointSpar needs at least two: define "
-            "smaller layers with layers={...}, or compress the gradient instead"
+            "smaller layers with layers={...}, or compress the gradient instead",
+            "layers",
         )
 
 
 def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
     """Return the module whose layer `module` belongs to: itself if it, or no module, has weights.
 
-    Args:
-        module: path of a module.
-        order: paths of all modules that have parameters, in the model's order.
-        weighted: paths of those with weights.
+    `order` has the paths of all modules with parameters, and `weighted` those with weights.
     """
     if module in weighted:
         return module
@@ -145,8 +136,7 @@ def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
 def _check_matches(layer: str, pattern: str, names: Sequence[str], frozen: Sequence[str]) -> None:
     if any(fnmatchcase(name, pattern) for name in names):
         return
-    if matched := [name for name in frozen if fnmatchcase(name, pattern)]:
-        why = f"matches only frozen parameters, such as '{matched[0]}': leave the pattern out"
-    else:
-        why = f"matches no parameter; {nearest(pattern, names)}"
+    why = f"matches no parameter; {nearest(pattern, names)}"
+    if any(fnmatchcase(name, pattern) for name in frozen):
+        why = "matches only frozen parameters: leave the pattern out"
     raise SpecError(f"layer '{layer}': the pattern '{pattern}' {why}", "layers")

@@ -1,22 +1,40 @@
-"""Sampler: draws the layers of each step, and learns their probabilities from gradient norms."""
+"""Sampler: draws the layers of each step and learns their probabilities; Sampled: averages them."""
 
+import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchcomp import checkpoint, host
-from torchcomp.checkpoint import count, dict_of, list_of, number, optional, record, text
-from torchcomp.checks import check_choice, check_fraction, is_whole
+from torchcomp.aggregators.base import Aggregator, Cost
+from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.checkpoint import count, dict_of, list_of, number, record, text
+from torchcomp.checks import check_fraction
+from torchcomp.component import Choices, Component, check_kind
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.jointspar.bandit import Bandit, Baseline, Literal, Mask, Vector, check_vector, sample
+from torchcomp.jointspar.bandit import (
+    FORM,
+    Bandit,
+    Baseline,
+    Literal,
+    Mask,
+    Vector,
+    check_vector,
+    sample,
+)
 from torchcomp.jointspar.layers import Layers
 from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
+from torchcomp.state import Slot
+
+BASELINE = Baseline()
+"""The default rule."""
 
 _NORM_DECAY = 0.9
 """Weight of the old value in the moving average of the norms that LARS uses."""
@@ -25,34 +43,43 @@ _VERIFY_EVERY = 100
 """Steps between two verifications of p across ranks. Ranks whose p differ would soon hang."""
 
 _FORM = record(
-    step=count,
-    layers=dict_of(list_of(text)),
-    costs=optional(list_of(number)),
-    bandit=optional(record(p=list_of(number), largest=number, average=number, updates=count)),
-    applied=list_of(number),
-    averages=dict_of(list_of(number, 2)),
+    seed=count,
+    jointspar=record(
+        step=count,
+        layers=dict_of(list_of(text)),
+        bandit=FORM,
+        applied=list_of(number),
+        averages=dict_of(list_of(number, 2)),
+    ),
 )
+
+_MOST = 16
+"""Sets of kept layers for which a bucket stays prepared."""
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """The options of JointSpar that decide how layers are chosen.
+class SamplingOptions(Component):
+    """``sampling(budget=0.6)``: how JointSpar chooses layers.
 
-    Their ``str`` is compared across ranks and with checkpoints. :class:`torchcomp.JointSpar`
-    documents each option.
+    :class:`torchcomp.JointSpar` documents each option. The text of all options is compared across
+    ranks and with checkpoints.
 
     Raises:
         SpecError: if an option is out of its range.
     """
 
+    name: ClassVar[str] = "sampling"
+    kind: ClassVar[str] = "layer sampling"
+    positional: ClassVar[int] = 0
+
     budget: float
-    costs: str
-    p_min: float
-    rule: Baseline | Literal | None
-    selection: str
-    warmup_steps: int
+    costs: Annotated[str, Choices(("layers", "bytes"))] = "layers"
+    p_min: float = 0.0125
+    rule: Baseline | Literal | None = BASELINE
+    selection: Annotated[str, Choices(("shared", "per-rank"))] = "shared"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fraction("budget", self.budget)
         check_fraction("p_min", self.p_min)
         if self.p_min > self.budget:
@@ -61,41 +88,26 @@ class SamplingOptions:
                 "every layer with probability p_min already exceeds the budget; lower p_min",
                 "p_min",
             )
-        check_choice("costs", self.costs, ("layers", "bytes", "time"))
-        check_choice("selection", self.selection, ("shared", "per-rank"))
         if not isinstance(self.rule, Baseline | Literal | None):
             kind = type(self.rule).__name__
             raise SpecError(
                 f"rule must be Baseline(), Literal(...) or None (uniform), not {kind}", "rule"
-            )
-        # The times of the first step are not used, so measuring takes a second one.
-        least, steps = (2 if self.costs == "time" else 0), self.warmup_steps
-        if not is_whole(steps) or steps < least:
-            why = ' with costs="time", which is measured during the warm-up' if least else ""
-            raise SpecError(
-                f"warmup_steps must be an integer of at least {least}{why}, not {steps!r}",
-                "warmup_steps",
             )
 
     def bandit(self, costs: Vector) -> Bandit:
         """Return a new bandit for layers with these costs."""
         return Bandit(costs, float(self.budget) * float(costs.sum()), self.p_min, self.rule)
 
-    def __str__(self) -> str:
-        return (
-            # float(): NumPy's scalars are valid options, but their repr differs from Python's.
-            f'budget={float(self.budget)!r}, costs="{self.costs}", p_min={float(self.p_min)!r}, '
-            f'rule={self.rule}, selection="{self.selection}", warmup_steps={self.warmup_steps}'
-        )
-
 
 class Sampler:
     """Algorithms 1 and 2 of JointSpar on the layers of one model.
 
+    The first step keeps all layers, so that DDP orders its buckets by a complete backward pass.
+
     Args:
         options: how layers are chosen.
         layers: the layers of the model.
-        costs: the cost of each layer, or None if it has yet to be measured.
+        costs: the cost of each layer.
         key: seed and rank of the draws.
 
     Attributes:
@@ -106,12 +118,11 @@ class Sampler:
         step: number of committed steps.
         committed: whether the step that was just exchanged was committed (True) or rolled back
             (False). None once JointSpar has handled it.
-        bandit: None until the costs are known.
+        bandit: keeps the probabilities.
+        layer_of: the index of each parameter's layer, by name.
     """
 
-    def __init__(
-        self, options: SamplingOptions, layers: Layers, costs: Vector | None, key: Key
-    ) -> None:
+    def __init__(self, options: SamplingOptions, layers: Layers, costs: Vector, key: Key) -> None:
         self.options = options
         self.layers = layers
         self.shared = options.selection == "shared"
@@ -120,24 +131,14 @@ class Sampler:
         self.last = np.zeros(len(layers), dtype=bool)
         self.applied = np.ones(len(layers))
         self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
-        self.bandit = None if costs is None else options.bandit(costs)
+        self.bandit = options.bandit(costs)
         self._key = key
         self._averages: dict[str, list[float]] = {}
         self.draw()
 
-    @property
-    def costs(self) -> Vector:
-        """The cost of each layer, or all ones until it is known."""
-        return np.ones(len(self.layers)) if self.bandit is None else self.bandit.costs
-
-    @property
-    def _learner(self) -> Bandit | None:
-        """The bandit, or None during the warm-up steps, which keep all layers."""
-        return None if self.step < self.options.warmup_steps else self.bandit
-
     def draw(self) -> None:
         """Draw the layers of the next step."""
-        p = np.ones(len(self.layers)) if self._learner is None else self._learner.p
+        p = self.bandit.p if self.step else np.ones(len(self.layers))
         # A function of seed and step, so that a resumed run draws the same layers. The name makes
         # it independent of what compressors draw in the same step.
         key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
@@ -167,8 +168,8 @@ class Sampler:
         if self.shared and not self._verified:
             values = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
             # What later probabilities and LARS depend on.
-            values |= {"costs": self.costs.tolist(), "averages": sorted(self._averages.items())}
-            values["bandit"] = self.bandit and self.bandit.state_dict()
+            values |= {"averages": sorted(self._averages.items())}
+            values |= {"bandit": self.bandit.state_dict()}
             exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
             self._verified = True
         if self._exchanged is None:
@@ -211,11 +212,11 @@ class Sampler:
             # The weights sum to less than 1 at first. norm() divides by their sum.
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
-        # Warm-up steps teach p nothing: they keep every layer with probability 1.
-        if self._learner is not None and self.options.rule is not None:
+        # The first step teaches p nothing: it keeps every layer with probability 1.
+        if self.step and self.options.rule is not None:
             members = self.layers.values()
             by_layer = [math.hypot(*(norms[name] for name in names)) for names in members]
-            self._learner.update(self.kept, by_layer)
+            self.bandit.update(self.kept, by_layer)
         self.last, self.applied = self.kept, self.p
         self.step += 1
 
@@ -232,24 +233,19 @@ class Sampler:
         return {
             "step": self.step,
             "layers": {layer: list(names) for layer, names in self.layers.items()},
-            "costs": self.bandit and self.bandit.costs.tolist(),
-            "bandit": self.bandit and self.bandit.state_dict(),
+            "bandit": self.bandit.state_dict(),
             "applied": self.applied.tolist(),
             "averages": {name: list(pair) for name, pair in self._averages.items()},
         }
 
-    def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check a checkpoint without changing anything.
-
-        Returns:
-            A function that restores the checkpoint and draws the layers of the next step.
+    def restored(self, state: Mapping[str, Any]) -> "Sampler":
+        """Return what this sampler becomes with the state of JointSpar. This one does not change.
 
         Raises:
-            CheckpointError: if the checkpoint is damaged or has other layers.
+            CheckpointError: if the state is damaged or has other layers.
         """
-        size = len(self.layers)
-        section: Any = state.get("jointspar")
-        _FORM(section, "jointspar")
+        _FORM(state, "the state dict")
+        section = state["jointspar"]
         theirs = {layer: tuple(names) for layer, names in section["layers"].items()}
         known = {**self.layers, **theirs}
         differing = [layer for layer in known if theirs.get(layer) != self.layers.get(layer)]
@@ -258,30 +254,130 @@ class Sampler:
                 "the checkpoint and this run group parameters into different layers "
                 f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
             )
-        bandit = None
+        found = copy.copy(self)
+        found.step, found.committed = section["step"], None
+        found.bandit = self.options.bandit(self.bandit.costs)
+        size, p_min = len(self.layers), self.options.p_min
         try:
-            applied = check_vector(section["applied"], "applied", size, self.options.p_min, 1.0)
-            # Only measured costs can be missing, in a checkpoint of the warm-up. All others must be
-            # there: check_vector reports their absence.
-            if section["costs"] is not None or self.options.costs != "time":
-                bandit = self.options.bandit(check_vector(section["costs"], "costs", size))
-                bandit.load_state_dict(section["bandit"] or {})
-            averages = {
+            found.bandit.load_state_dict(section["bandit"])
+            found.applied = check_vector(section["applied"], "applied", size, p_min, 1.0)
+            found._averages = {
                 name: check_vector(pair, f"averages['{name}']", 2, 0.0).tolist()
                 for name, pair in section["averages"].items()
             }
         except SpecError as error:
             raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
+        # The seed is the checkpoint's, so that the run continues with the layers it would have
+        # drawn. The rank is this run's, because the number of ranks can have changed.
+        found._key = Key(state["seed"], rank=self._key.rank)
+        found.draw()
+        # It is possible that only some ranks have loaded a checkpoint.
+        found._verified = False
+        return found
 
-        def restore() -> None:
-            self.step, self.applied, self.bandit = section["step"], applied, bandit
-            self._averages = averages
-            # The seed is the checkpoint's, so that the run continues with the layers it would have
-            # drawn. The rank is this run's, because the number of ranks can have changed.
-            self._key = Key(state["seed"], rank=self._key.rank)
-            self.committed = None
-            self.draw()
-            # It is possible that only some ranks have loaded a checkpoint.
-            self._verified = False
 
-        return restore
+@dataclass(frozen=True)
+class Sampled(Aggregator):
+    """Algorithm 2 of JointSpar on one bucket, from the gradient to the mean.
+
+    1. Set g_hat_d = g_d / p_d for the layers that this rank keeps, and 0 for the others.
+    2. Average g_hat by `inner`, as one vector of the layers that any rank keeps. Nothing else is
+       sent.
+    3. Return 0 for the layers that no rank keeps. Their residuals do not change.
+
+    Some aggregators give different results if parameters are grouped differently. With these, each
+    bucket must be a layer or a part of one (see :func:`by_layer`). Otherwise the parameters that
+    are compressed together would change from step to step.
+
+    Args:
+        inner: averages the kept layers.
+        sampler: which layers are kept, and with what probabilities.
+    """
+
+    name: ClassVar[str] = "jointspar"
+
+    inner: Aggregator
+    sampler: Sampler = field(compare=False)
+
+    def __post_init__(self) -> None:
+        check_kind(self, "inner", Aggregator)
+        if self.inner.whole_model:
+            raise SpecError(
+                f"jointspar: {self.inner} selects from the gradients of the whole model, but "
+                'dropped layers have none: use scope="bucket" (here: one layer) or scope="tensor"',
+                "inner",
+            )
+
+    def __str__(self) -> str:
+        # This text is compared across ranks and with checkpoints, so it lists every option.
+        return f"{self.name}({self.inner}, {self.sampler.options})"
+
+    @property
+    def depends_on_grouping(self) -> bool:
+        return self.inner.depends_on_grouping
+
+    @property
+    def rehearsed(self) -> Aggregator:
+        # Which layers are kept is known only inside a step.
+        return self.inner.rehearsed
+
+    def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
+        return self.inner.slots(shape, world_size, rank)
+
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
+        """Return the cost of a step that keeps all layers of the bucket."""
+        return self.inner.cost(shape, world_size, rank, node)
+
+    def prepare(self, bucket: Prepared) -> None:
+        # By the parameters of the kept layers, which are others in every step.
+        bucket.work = {}
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        sampler, whole = self.sampler, Bucket(bucket.shape, g)
+        parts = whole.parts()
+        layers = {name: sampler.layer_of[name] for name in parts}
+        # The first bucket of a step runs the collective. The others reuse its result.
+        exchanged = sampler.union(bucket.exchange)
+        kept = {name: x for name, x in parts.items() if sampler.kept[layers[name]]}
+        if not sampler.shared:
+            # Before the division by p: each rank learns from its own undivided gradients.
+            sampler.record_norms(kept)
+        # 1. g_hat. With _foreach_ operations many small tensors take few kernel launches.
+        factors = [1 / float(sampler.p[layers[name]]) for name in kept]
+        if any(factor != 1 for factor in factors):
+            torch._foreach_mul_(list(kept.values()), factors)
+        if len(kept) < len(parts):
+            torch._foreach_zero_([x for name, x in parts.items() if name not in kept])
+        # 2. The mean. All ranks have the same `exchanged`, so they all call `inner` or all return.
+        sent = {name: x for name, x in parts.items() if exchanged[layers[name]]}
+        if not sent:
+            return
+        packed = whole
+        if len(sent) < len(parts):
+            packed = Bucket(bucket.shape.select(sent), torch.cat(list(sent.values())))
+        self.inner.aggregate(packed.flat, self._inner(bucket, packed.shape), key)
+        means = packed.parts()
+        if sampler.shared:
+            # Means are equal on all ranks, so the probabilities learned from them stay equal.
+            sampler.record_norms(means)
+        if packed is not whole:
+            torch._foreach_copy_(list(sent.values()), list(means.values()))
+
+    def _inner(self, bucket: Prepared, shape: BucketShape) -> Prepared:
+        """Return the bucket of the kept layers, prepared for the inner method."""
+        prepared: Prepared | None = bucket.work.get(shape)
+        if prepared is None:
+            if len(bucket.work) >= _MOST:
+                bucket.work.clear()
+            prepared = self.inner.prepared(shape, bucket.exchange, bucket.state, bucket.device)
+            bucket.work[shape] = prepared
+        return prepared
+
+
+def by_layer(groups: Iterable[Group], layer_of: Mapping[str, int]) -> tuple[Group, ...]:
+    """Split groups of parameters, so that each new group has parameters of one layer only."""
+    divided: dict[tuple[int, int], list[str]] = {}
+    for i, group in enumerate(groups):
+        for name in group:
+            divided.setdefault((i, layer_of[name]), []).append(name)
+    return tuple(map(tuple, divided.values()))

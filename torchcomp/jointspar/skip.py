@@ -1,4 +1,4 @@
-"""Skipper: leave parameters out of the backward pass under DDP, and time the backward pass.
+"""Skipper: leave parameters out of the backward pass under DDP.
 
 Changing ``requires_grad`` after DDP was built gives wrong gradients, and building DDP again costs
 more than it saves. Skipper does the following instead:
@@ -11,110 +11,21 @@ more than it saves. Skipper does the following instead:
 """
 
 import copy
-import time
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import fields, is_dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
 from torch.utils import _pytree as pytree
 
 from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
 
-Stamp = Any
-"""A point in time: seconds on the CPU, or an event that a stream of a GPU will reach."""
-
 Registration = tuple[nn.Module, str, nn.Parameter]
 """A module, the name that it registers a parameter under, and that parameter."""
-
-
-class Clock:
-    """Times backward passes and, if `detailed`, the gradient of every parameter.
-
-    On a GPU it records events in the stream of the backward pass. The host waits for them only when
-    a time is read.
-
-    Args:
-        device: device of the parameters.
-
-    Attributes:
-        detailed: whether to time every gradient.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._span: tuple[Stamp, Stamp] | None = None
-        # A parameter, and the times of the gradient before its own and of its own.
-        self._gradients: list[tuple[str, Stamp, Stamp]] = []
-        # The seconds of gradients that are no longer listed above.
-        self._seconds: dict[str, float] = defaultdict(float)
-        self.detailed = False
-
-    @property
-    def backward_ms(self) -> float:
-        """Milliseconds of the last backward pass, or 0.0 before the first."""
-        return 0.0 if self._span is None else 1000 * _seconds(*self._span)
-
-    def begin(self) -> None:
-        """Record the beginning of a backward pass."""
-        # Keep the events of one step, not of a whole warm-up. A step ends with a wait, so its
-        # events have passed. After a pass under no_sync, they can be read later.
-        if self._span is not None and _has_passed(self._span[1]):
-            self._add_up()
-        self._begin = self._last = self._now()
-
-    def arrived(self, name: str) -> None:
-        """Record that the kernels of a parameter's gradient have been launched."""
-        if self.detailed:
-            before, self._last = self._last, self._now()
-            self._gradients.append((name, before, self._last))
-
-    def end(self) -> None:
-        """Record that all kernels of the backward pass have been launched."""
-        self._span = self._begin, self._now()
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds of each parameter's gradient since the last call, 0.0 by default.
-
-        A gradient takes the time since the previous one. The times of several backward passes are
-        added up.
-        """
-        self._add_up()
-        times, self._seconds = self._seconds, defaultdict(float)
-        return times
-
-    def _add_up(self) -> None:
-        for name, before, now in self._gradients:
-            self._seconds[name] += _seconds(before, now)
-        self._gradients.clear()
-
-    def _now(self) -> Stamp:
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        # Name the device: the model can be on another one than the current device.
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-
-def _has_passed(stamp: Stamp) -> bool:
-    if isinstance(stamp, float):
-        return True
-    passed: bool = stamp.query()
-    return passed
-
-
-def _seconds(begin: Stamp, end: Stamp) -> float:
-    if not isinstance(begin, float):
-        end.synchronize()
-        return float(begin.elapsed_time(end)) / 1000
-    return float(end - begin)
 
 
 class Skipper:
@@ -125,12 +36,7 @@ class Skipper:
         parameters: its trained parameters, by name.
         on_forward: a bound method that is called before a forward pass that records a graph. It can
             raise.
-        on_backward: a bound method that is called after DDP has written the gradients. Its argument
-            is whether the backward pass reached any parameter.
-
-    Attributes:
-        clock: times the backward passes.
-        arrived: names of the parameters whose gradients the last backward pass computed.
+        on_backward: a bound method that is called after DDP has written the gradients.
     """
 
     def __init__(
@@ -138,7 +44,7 @@ class Skipper:
         module: nn.Module,
         parameters: dict[str, nn.Parameter],
         on_forward: Callable[[], None],
-        on_backward: Callable[[bool], None],
+        on_backward: Callable[[], None],
     ) -> None:
         self._parameters = parameters
         names = {id(parameter): name for name, parameter in parameters.items()}
@@ -151,27 +57,16 @@ class Skipper:
         self._module = module
         # Weak, because the owner of these methods refers to this object.
         self._on_forward, self._on_backward = _weakly(on_forward), _weakly(on_backward)
-        self.clock = Clock(next(iter(parameters.values())).device)
-        self.arrived: set[str] = set()
         self._skipped: list[str] = []
         self._replaced: list[Registration] = []
         self._outputs: set[int] = set()
         self._in_backward = False
-        self._reached = False
         self._selection = 0  # counts the calls of skip()
-        # The graph nodes that accumulate gradients, which DDP waits for. A parameter refers to its
-        # node only weakly, so they are stored here.
-        self._accumulators = [get_gradient_edge(p).node for p in parameters.values()]
-        arrived = _weakly(self._arrived)
-        self._handles: list[Any] = [
+        self._handles = [
             # First, because other forward pre-hooks can compute with parameters.
             module.register_forward_pre_hook(_weakly(self._before_forward), prepend=True),
             # Also after a forward pass that raised: the parameters must be restored.
             module.register_forward_hook(_weakly(self._after_forward), always_call=True),
-            *(
-                parameter.register_post_accumulate_grad_hook(partial(arrived, name))  # type: ignore[no-untyped-call]
-                for name, parameter in parameters.items()
-            ),
         ]
 
     def skip(self, names: Iterable[str]) -> None:
@@ -226,25 +121,17 @@ class Skipper:
         self._in_backward = True
         # Checkpointed blocks run their forward pass again now, and must skip the same parameters.
         self._replace()
-        self._reached = any(map(_is_executed, self._accumulators))
-        self.arrived.clear()
-        self.clock.begin()
         after_backward(self._computed)
-
-    def _arrived(self, name: str, parameter: Tensor) -> None:
-        self.arrived.add(name)
-        self.clock.arrived(name)
 
     def _computed(self) -> None:
         # All kernels are launched, but DDP can still be waiting for the exchange.
         self._restore()
-        self.clock.end()
         # Queued now, it runs after DDP's final callback, which writes the gradients.
         after_backward(self._written)
 
     def _written(self) -> None:
         self._in_backward = False
-        self._on_backward(self._reached)
+        self._on_backward()
 
     def _replace(self) -> None:
         for name in self._skipped:
@@ -316,16 +203,6 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
         return None if alive is None else alive(*arguments)
 
     return call
-
-
-def _is_executed(node: Any) -> bool:
-    """Return whether the current backward pass executes this node."""
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # torch.autograd.grad with respect to the parameter itself captures its gradient before this
-        # node, and this function raises for a captured input.
-        return False
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
