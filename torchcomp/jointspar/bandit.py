@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchcomp.checkpoint import count, list_of, number, record
-from torchcomp.checks import check_fraction, check_positive
+from torchcomp.checkpoint import count, list_of, number, record, require
+from torchcomp.checks import check_positive
 from torchcomp.errors import SpecError
 from torchcomp.keys import Key
 
@@ -24,7 +24,7 @@ _LEVEL_DECAY = 0.95
 """Weight of the old value in the moving average that is the baseline lam."""
 
 _LARGEST_NORM = 1e100
-"""Largest norm that is accepted: |g|^2 / p^2 of a larger one might not be finite in float64."""
+"""Larger norms count as this one: their |g|^2 / p^2 might not be finite in float64."""
 
 FORM = record(p=list_of(number), largest=number, average=number, updates=count)
 """Form of a bandit's state in a checkpoint."""
@@ -43,8 +43,7 @@ class Baseline:
     4. lam <- 0.95 lam + 0.05 (1/C) sum over the kept layers of |g_d|^2 / p_d^2
 
     The moving average lam, bias-corrected as in Adam, replaces the constant L^2 / p_min^2 of the
-    paper's rule. At the optimum |g_d|^2 / (c_d p_d^2) equals lam for all layers, which gives r a
-    mean of 0.
+    paper's rule. At the optimum |g_d|^2 / (c_d p_d^2) equals lam for all layers, so r has mean 0.
 
     Args:
         alpha: step size, above 0. Start with 0.01; values from 0.003 to 0.03 work.
@@ -67,21 +66,24 @@ class Baseline:
         return np.asarray(np.clip(self.alpha * reward / p, -1.0, 1.0))
 
 
+BASELINE = Baseline()
+"""The default rule."""
+
+
 @dataclass(frozen=True)
 class Literal:
-    """Algorithm 1 as the paper states it.
+    """Algorithm 1 as the paper states it. It counts layers: all costs are 1.
 
     1. l_d = -|g_d|^2 / p_d^2 + L^2 / p_min^2 for the layers kept, else 0
     2. w_d = p_d exp(-alpha_p l_d / p_d)
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
-    The constant L^2 / p_min^2 penalises every kept layer, so p hardly learns within thousands of
-    steps.
+    The constant L^2 / p_min^2 penalises every kept layer: p hardly learns in thousands of steps.
 
     Args:
         alpha: step size alpha_p, above 0, in units of 1 / |g|^2.
-        bound: lower limit of L, above 0 and at most 1e100, in units of |g|. L is the largest |g_d|
-            seen so far, or `bound` where that is larger. None sets no limit.
+        bound: lower limit of L, above 0, in units of |g|. L is the largest |g_d| seen so far, or
+            `bound` where that is larger. None sets no limit.
     """
 
     alpha: float
@@ -91,13 +93,11 @@ class Literal:
         check_positive("alpha", self.alpha)
         if self.bound is not None:
             check_positive("bound", self.bound)
-            if self.bound > _LARGEST_NORM:
-                raise SpecError(f"bound must be at most 1e100, not {self.bound:g}", "bound")
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """Return the change of log p, before the projection."""
         # The paper's L is a bound of all norms, which is unknown in advance.
-        p, bound = bandit.p, max(bandit.largest, self.bound or 0.0)
+        p, bound = bandit.p, max(bandit.largest, min(self.bound or 0.0, _LARGEST_NORM))
         # Lines 1 and 2. Stay in the log domain, because the exponent can be huge.
         loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
         return np.asarray(-self.alpha * loss / p)
@@ -110,28 +110,17 @@ class Bandit:
     sum c p = C, which minimises the variance sum |g_d|^2 / p_d of the estimate g_d / p_d.
 
     Args:
-        costs: the cost c of keeping each layer, shape (D,), finite and above 0.
+        costs: the cost c of keeping each layer, shape (D,), above 0.
         budget: the expected cost C of a step, from p_min sum(c) to sum(c).
         p_min: lowest probability of a layer, above 0 and at most 1.
         rule: the update rule. None means ``Baseline()``.
-
-    Raises:
-        SpecError: if an argument is out of its range, if the budget is infeasible, or if the costs
-            differ with the rule ``Literal``.
     """
 
     def __init__(
         self, costs: ArrayLike, budget: float, p_min: float, rule: Baseline | Literal | None = None
     ) -> None:
-        self.costs = _above_0(costs, "costs")
-        _check_budget(budget, p_min, self.costs)
-        self.budget, self.p_min, self.rule = budget, p_min, rule or Baseline()
-        if isinstance(self.rule, Literal) and np.ptp(self.costs):
-            raise SpecError(
-                "rule=Literal(...) counts layers, but these layers have different costs: use "
-                'rule=Baseline(), or costs="layers"',
-                "rule",
-            )
+        self.costs = np.asarray(costs, dtype=np.float64)
+        self.budget, self.p_min, self.rule = budget, p_min, rule or BASELINE
         self.p = np.full(len(self.costs), min(1.0, budget / float(self.costs.sum())))
         self.largest, self._average, self._updates = 0.0, 0.0, 0
 
@@ -147,14 +136,9 @@ class Bandit:
             kept: the layers that the step kept, shape (D,).
             norms: |g_d| of each layer before the division by p_d, shape (D,). Entries of layers
                 that were not kept are ignored.
-
-        Raises:
-            SpecError: if the norm of a kept layer is NaN, negative or above 1e100. The
-                probabilities do not change.
         """
         # Gradients of dropped layers were not computed, so their entries can be NaN.
-        norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
-        norms = check_vector(norms, "norms", len(self.p), 0.0, _LARGEST_NORM)
+        norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0).clip(max=_LARGEST_NORM)
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
         # From the p that this step was drawn with, so before p changes.
@@ -173,19 +157,26 @@ class Bandit:
         """Restore what :meth:`state_dict` returned. Nothing changes on error.
 
         Raises:
-            CheckpointError: if an entry is missing, or is not a number.
-            SpecError: if an entry is out of its range, or if the state belongs to another number of
-                layers, budget or p_min.
+            CheckpointError: if an entry is missing or out of its range, or if the state belongs to
+                another number of layers, budget or p_min.
         """
         FORM(state, "bandit")
-        p = check_vector(state["p"], "p", len(self.p), self.p_min, 1.0)
+        p = self.probabilities(state["p"], "bandit.p")
         # kl_project meets the budget to float64 rounding, so 1e-6 rejects no valid state.
-        if not math.isclose(spent := float(self.costs @ p), self.budget, rel_tol=1e-6):
-            raise SpecError(f"p has cost {spent:g} but the budget is {self.budget:g}", "p")
-        check_vector([state["largest"]], "largest", 1, 0.0, _LARGEST_NORM)
-        check_vector([state["average"]], "average", 1, 0.0)
+        fits = math.isclose(spent := float(self.costs @ p), self.budget, rel_tol=1e-6)
+        require(fits, "the cost of bandit.p", f"{self.budget:g}", spent)
+        for name in ("largest", "average"):
+            require(state[name] >= 0, f"bandit.{name}", "at least 0", state[name])
         self.p, self.largest = p, state["largest"]
         self._average, self._updates = state["average"], state["updates"]
+
+    def probabilities(self, values: list[float], where: str) -> Vector:
+        """Return the probabilities of all layers in a checkpoint. Raise CheckpointError if bad."""
+        require(len(values) == len(self.p), where, f"a list of {len(self.p)} entries", values)
+        # Computed probabilities have relative errors far below 1e-9.
+        valid = all(self.p_min * (1 - 1e-9) <= value <= 1 + 1e-9 for value in values)
+        require(valid, where, f"numbers from {self.p_min:g} to 1", values)
+        return np.array(values, dtype=np.float64)
 
 
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
@@ -206,19 +197,27 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
 
     Args:
         u: logarithms of the weights, shape (D,) with D at least 1, finite.
-        budget: the sum of c q. With costs of 1 this is the expected number of layers S.
+        budget: the sum of c q, from p_min sum(c) to sum(c). With costs of 1 this is the expected
+            number of layers S.
         p_min: lower bound of every entry, above 0 and at most 1.
-        costs: c, shape (D,), finite and above 0. The default is all ones.
+        costs: c, shape (D,), above 0. The default is all ones.
 
     Returns:
         q, float64 of shape (D,).
 
     Raises:
-        SpecError: if an argument is out of its range, or if no q has this sum.
+        SpecError: if no q has this sum, or if an argument is out of its range.
     """
-    u = check_vector(u, "u")
-    costs = np.ones(len(u)) if costs is None else _above_0(costs, "costs", len(u))
-    _check_budget(budget, p_min, costs)
+    u = np.asarray(u, dtype=np.float64)
+    costs = np.ones(len(u)) if costs is None else np.asarray(costs, dtype=np.float64)
+    most, slack = float(costs.sum()), 1 + 1e-12  # for terms summed in another order
+    feasible = 0 < p_min <= 1 and p_min * most <= budget * slack and budget <= most * slack
+    if not (feasible and np.isfinite(u).all() and (costs > 0).all()):
+        raise SpecError(
+            f"kl_project needs finite u, costs above 0, p_min in (0, 1], and a budget from p_min "
+            f"sum(costs) to sum(costs) = {most:g}, not p_min = {p_min} and budget = {budget}",
+            "budget",
+        )
     size, log_p_min = len(u), math.log(p_min)
     # 1. sum c q grows with tau, and changes its formula at 2 D break points: q_d leaves p_min at
     #    tau = log p_min - u_d and reaches 1 at tau = -u_d.
@@ -265,52 +264,3 @@ def _log(values: Vector) -> Vector:
 
 def _dot(a: Vector, b: Vector) -> float:
     return math.fsum((a * b).tolist())
-
-
-def check_vector(
-    values: ArrayLike,
-    name: str,
-    size: int | None = None,
-    least: float = -math.inf,
-    most: float = math.inf,
-) -> Vector:
-    """Return `values` as a 1-D float64 array of `size` finite entries from `least` to `most`.
-
-    Raises:
-        SpecError: naming the vector and its first bad entry.
-    """
-    try:
-        vector = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        # RuntimeError comes from tensors that require gradients.
-        raise SpecError(f"{name} must be a vector of numbers: {error}", name) from error
-    if vector.ndim != 1 or not vector.size or size not in (None, len(vector)):
-        wanted = "1 entry or more" if size is None else f"{size} entries"
-        raise SpecError(f"{name} must be 1-D with {wanted}, not of shape {vector.shape}", name)
-    # Computed probabilities have relative errors far below 1e-9.
-    close = np.isclose(vector, vector.clip(least, most), rtol=1e-9, atol=0.0)
-    if not (valid := close & np.isfinite(vector)).all():
-        i = valid.argmin()
-        wanted = f"finite and from {least:g} to {most:g}"
-        raise SpecError(f"{name}[{i}] is {vector[i]} but must be {wanted}", name)
-    return vector
-
-
-def _above_0(values: ArrayLike, name: str, size: int | None = None) -> Vector:
-    # The smallest float above 0.
-    return check_vector(values, name, size, math.ulp(0.0))
-
-
-def _check_budget(budget: float, p_min: float, costs: Vector) -> None:
-    """Require a budget that probabilities between p_min and 1 can spend exactly."""
-    check_positive("budget", budget)
-    check_fraction("p_min", p_min)
-    most = float(costs.sum())
-    # The slack admits budgets at either end whose terms were summed in another order.
-    least, slack = p_min * most, 1e-12 * most
-    if not least - slack <= budget <= most + slack:
-        raise SpecError(
-            f"budget {budget:g} is infeasible: it must be from {least:g} (all layers at p_min = "
-            f"{p_min:g}) to {most:g} (all {len(costs)} layers kept)",
-            "budget",
-        )

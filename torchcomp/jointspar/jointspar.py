@@ -18,9 +18,9 @@ from torchcomp.ddp.register import register_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.gathering import Gatherable
-from torchcomp.jointspar.bandit import Baseline, Literal, Mask
-from torchcomp.jointspar.layers import Patterns, layers_of
-from torchcomp.jointspar.sampler import BASELINE, Sampled, Sampler, SamplingOptions, by_layer
+from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal, Mask
+from torchcomp.jointspar.layers import Patterns, check_several, default_layers, layers_by_pattern
+from torchcomp.jointspar.sampler import Sampled, Sampler, SamplingOptions, by_layer
 from torchcomp.jointspar.skip import Skipper
 from torchcomp.keys import Key, check_seed
 from torchcomp.spec import parse_aggregator
@@ -38,7 +38,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class JointSparStats(Stats):
-    """A snapshot of one rank's counters after a step: those of :class:`torchcomp.Stats`, and more.
+    """The counters of :class:`torchcomp.Stats`, and the layers.
 
     Attributes:
         kept: names of the layers whose gradients this rank computed in the last step.
@@ -50,14 +50,14 @@ class JointSparStats(Stats):
     p: Mapping[str, float]
     share: float
 
-    def as_dict(self, prefix: str = "torchcomp/") -> dict[str, int | float]:
-        """Return the counters as scalars by name; see :meth:`torchcomp.Stats.as_dict`."""
-        own = (f"{prefix}kept", f"{prefix}p")
-        return {name: value for name, value in super().as_dict(prefix).items() if name not in own}
-
     def row(self) -> dict[str, Any]:
         """Return the counters as plain values, for a line of ``metrics.jsonl``."""
         return asdict(self)
+
+    def as_dict(self, prefix: str = "torchcomp/") -> dict[str, int | float]:
+        """Return the scalars by name; see :meth:`torchcomp.Stats.as_dict`."""
+        others = (f"{prefix}kept", f"{prefix}p")
+        return {name: v for name, v in super().as_dict(prefix).items() if name not in others}
 
     def __str__(self) -> str:
         return f"{super().__str__()}, {len(self.kept)} of {len(self.p)} layers in the last one"
@@ -67,25 +67,20 @@ class JointSpar(Gatherable):
     """Keep a random set of layers in every step. Other gradients are neither computed nor sent.
 
     Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch
-    optimization", ICML 2022, Algorithms 1 and 2. Every step does the following:
+    optimization", ICML 2022, Algorithms 1 and 2. The first step keeps all layers. Every later one:
 
-    1. Keep each layer d independently with probability p_d. The set S_t of kept layers can be
-       empty.
+    1. Keep each layer d independently with probability p_d. The set S_t can be empty.
     2. Compute the weight gradients of the layers in S_t, and no others.
-    3. Average g_d / p_d of these layers over the ranks. The result is an unbiased estimate of the
-       dense mean.
-    4. Learn p from the gradient norms of these layers
-       (:class:`torchcomp.jointspar.bandit.Bandit`).
+    3. Average g_d / p_d of these layers over the ranks: an unbiased estimate of the dense mean.
+    4. Learn p from the gradient norms of these layers (:class:`torchcomp.jointspar.Bandit`).
 
     The training loop works unchanged. All backward passes that ``no_sync`` accumulates use the same
     set. The gradient of a dropped layer is None, so its weights and momentum do not change.
 
-    The first step keeps all layers: DDP then orders its buckets by a complete backward pass.
-
     Args:
         model: a DDP model without another method of torchcomp.
-        budget: expected cost of a step, as a share of the cost of all layers. Above 0 and at most
-            1. Start with 0.6.
+        budget: expected cost of a step, as a share of that of all layers; above 0 and at most 1.
+            Start with 0.6.
         costs: the unit of `budget`: "layers" (as in the paper) or "bytes". Start with "bytes".
         layers: a mapping from layer names to shell-style patterns of parameter names. By default,
             each module with weights is a layer, with its bias and its norm.
@@ -93,11 +88,10 @@ class JointSpar(Gatherable):
             dropped, its residual does not change.
         p_min: lowest probability of a layer, at most `budget`. Gradients are multiplied by up to
             1 / p_min.
-        rule: how p is learned: ``Baseline()``, ``Literal(...)`` (both in
-            :mod:`torchcomp.jointspar`), or None for uniform dropping.
-        selection: "shared" draws one set for all ranks. "per-rank" draws one set for each rank, as
-            in the paper. The ranks then exchange every layer that any of them keeps, which saves
-            almost no bytes on many ranks.
+        rule: how p is learned: ``Baseline()`` or ``Literal(...)`` of :mod:`torchcomp.jointspar`, or
+            None for uniform dropping.
+        selection: "shared" draws one set for all ranks, "per-rank" one for each, as in the paper.
+            The ranks then exchange every layer that any of them keeps: on many ranks, almost all.
         seed: seed of the draws.
         scaler: the ``GradScaler`` of the training loop, if there is one. From now on it also
             accepts an optimizer whose parameters have no gradient.
@@ -131,16 +125,24 @@ class JointSpar(Gatherable):
         check_is_ddp(model)
         self._exchange = ProcessGroupExchange(model.process_group, device_of(model))
         self._parameters = dict(trained_parameters(model))
+        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
-        # `build` calls this and verifies the values across ranks. An argument that is refused on
-        # one rank only must not leave the other ranks waiting in a collective.
+        # An argument that only one rank refuses must not leave the others waiting in a collective.
         def make() -> tuple[Sampled, dict[str, Any]]:
             check_seed(seed)
             check_scaler(scaler)
-            _check_model(model)
+            check_model(model)
+            if model.static_graph:
+                raise UnsupportedModelError(
+                    "with static_graph=True, DDP silently assumes that every step keeps the layers "
+                    "of the first step: build DistributedDataParallel without it"
+                )
             options = SamplingOptions(budget, costs, p_min, rule, selection)
-            grouped = layers_of(model, layers)
-            sizes = [sum(self._parameters[n].nbytes for n in names) for names in grouped.values()]
+            trained = self._parameters
+            grouped = layers_by_pattern(layers, list(trained)) if layers is not None else None
+            grouped = grouped or default_layers(trained.items())
+            check_several(grouped)
+            sizes = [sum(trained[name].nbytes for name in names) for names in grouped.values()]
             # Costs must be above 0, also of a layer without elements.
             each = np.maximum(sizes, 1.0) if costs == "bytes" else np.ones(len(grouped))
             sampler = Sampler(options, grouped, each, Key(seed, rank=self._exchange.rank))
@@ -150,14 +152,14 @@ class JointSpar(Gatherable):
         method = self._exchange.build("torchcomp.JointSpar", {}, make)
         self._sampler = method.sampler
         self.layers = self._sampler.layers
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self._handle = register_ddp(model, method, Options(seed=seed, scaler=scaler, check="now"))
         averager = self._handle.averager
         # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))
         averager.on_finish(self._sampler.finish)
         if scaler is not None and scaler.is_enabled():
-            _allow_empty_steps(scaler)
+            # Not a closure: a scaler must stay picklable.
+            scaler._unscale_grads_ = partial(_unscaled, scaler)  # type: ignore[method-assign]
         callbacks = self._forward_begins, self._backward_done
         self._skipper = Skipper(model.module, self._parameters, *callbacks)
         self._skip()
@@ -168,8 +170,7 @@ class JointSpar(Gatherable):
         return f"<torchcomp.JointSpar {self._sampler.options}: {self.stats}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "JointSpar":
-        # Copies of the model, such as AveragedModel makes, skip no layer and need no second object.
-        return self
+        return self  # copies of the model, such as AveragedModel makes, skip no layer
 
     @property
     def p(self) -> dict[str, float]:
@@ -186,20 +187,18 @@ class JointSpar(Gatherable):
         """Counters of this rank."""
         sampler, costs = self._sampler, self._sampler.bandit.costs
         share = float(costs @ sampler.p) / float(costs.sum())
-        counters = vars(self._handle.stats)
-        return JointSparStats(**counters, kept=self._names_of(sampler.last), p=self.p, share=share)
+        last = self._names_of(sampler.last)
+        return JointSparStats(**vars(self._handle.stats), kept=last, p=self.p, share=share)
 
     def table(self) -> str:
         """Return a text table of the layers: parameters, elements, share of the cost, and p."""
         costs, unit = self._sampler.bandit.costs, self._sampler.options.costs
         width = max(len(layer) for layer in (*self.layers, "layer"))
         lines = [f"{'layer':<{width}}  tensors    elements  share of {unit}        p"]
-        for (layer, names), cost, p in zip(
-            self.layers.items(), costs, self._sampler.p, strict=True
-        ):
-            elements = sum(self._parameters[name].numel() for name in names)
-            share = f"{cost / costs.sum():>{9 + len(unit)}.4f}"
-            lines.append(f"{layer:<{width}}  {len(names):>7}  {elements:>10,}  {share}  {p:>7.4f}")
+        for (layer, p), cost in zip(self.p.items(), costs / costs.sum(), strict=True):
+            sizes = [self._parameters[name].numel() for name in self.layers[layer]]
+            numbers = f"{len(sizes):>7}  {sum(sizes):>10,}  {cost:>{9 + len(unit)}.4f}  {p:>7.4f}"
+            lines.append(f"{layer:<{width}}  {numbers}")
         return "\n".join(lines)
 
     # These two methods implement the protocol torchcomp.jointspar.Sampling, which LARS uses.
@@ -224,9 +223,7 @@ class JointSpar(Gatherable):
         return self._sampler.norm(self._names[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state. Every rank must save its own.
-
-        ``torch.load(..., weights_only=True)`` can load it.
+        """Return this rank's state; every rank saves its own. ``weights_only=True`` loads it.
 
         Raises:
             RuntimeError: in the middle of a backward pass.
@@ -244,11 +241,10 @@ class JointSpar(Gatherable):
             CheckpointError: if the state is damaged, or belongs to another model, method or rank.
             RuntimeError: in the middle of a backward pass.
         """
-        slots = state.get("slots") if isinstance(state, Mapping) else None
-        if self._sampler.shared and slots == {}:
-            # Only slots, such as residuals, would differ between ranks.
-            here = {"world_size": self._exchange.world_size, "rank": self._exchange.rank}
-            state = state if state.get("world_size") == here["world_size"] else {**state, **here}
+        ranks = {"world_size": self._exchange.world_size, "rank": self._exchange.rank}
+        # Without slots, such as residuals, a shared selection has the same state on any rank.
+        if self._sampler.shared and isinstance(state, Mapping) and state.get("slots") == {}:
+            state = {**state, **(ranks if state.get("world_size") != ranks["world_size"] else {})}
         # Check both sections before either is restored, so that an error changes nothing.
         checkpoint.check_header(state, str(self._handle.method), self._exchange, _ADVICE)
         restored = self._sampler.restored(state)
@@ -292,8 +288,7 @@ class JointSpar(Gatherable):
         # left the old gradient.
         for name in sampler.names(~sampler.union(self._exchange)):
             self._parameters[name].grad = None
-        # The scaler makes the optimizer skip a step that was rolled back. Its layers, which are
-        # still drawn, are used for the next one.
+        # The optimizer skips a step that was rolled back. The next one keeps the same layers.
         if not committed:
             sampler.reset()
             return
@@ -308,39 +303,15 @@ class JointSpar(Gatherable):
         return tuple(layer for layer, kept in zip(self.layers, mask, strict=True) if kept)
 
 
-def _check_model(model: DistributedDataParallel) -> None:
-    owner = getattr(model, OWNER, "")
-    if owner.startswith("torchcomp.LocalSGD"):
-        raise UnsupportedModelError(
-            f"{owner} is already installed on this model: its ranks average weights and never "
-            "gradients, so JointSpar could neither save bytes nor learn from gradient norms; use "
-            "one of the two"
-        )
-    check_model(model)
-    if model.static_graph:
-        raise UnsupportedModelError(
-            "with static_graph=True, DDP silently assumes that every step keeps the layers of the "
-            "first step: build DistributedDataParallel without it"
-        )
-
-
-def _allow_empty_steps(scaler: torch.amp.GradScaler) -> None:
-    """Let this scaler step optimizers none of whose parameters has a gradient.
-
-    A ``GradScaler`` raises if an optimizer has no gradient to check. With this, it treats such an
-    optimizer as one without infinities.
-    """
-    # GradScaler has no public method for this. PyTorch's own ShardedGradScaler overrides the same
-    # private one. Gradients of zero would also avoid the error. But with them, momentum and weight
-    # decay would change a dropped layer. This is a partial instead of a closure because a scaler
-    # must stay picklable.
-    scaler._unscale_grads_ = partial(_unscaled, scaler)  # type: ignore[method-assign]
-
-
 def _unscaled(
     scaler: torch.amp.GradScaler, optimizer: Any, inverse: Tensor, found: Tensor, fp16: bool
 ) -> dict[torch.device, Tensor]:
-    """Return for each device whether an infinity was found, as ``GradScaler._unscale_grads_``."""
+    """Return for each device whether an infinity was found, as ``GradScaler._unscale_grads_``.
+
+    The original returns no device for an optimizer without a gradient, and the scaler then raises.
+    Here, such an optimizer has found no infinity. Gradients of zero would also do, but with them,
+    momentum and weight decay would change dropped layers. PyTorch's own ShardedGradScaler overrides
+    the same private method.
+    """
     original = type(scaler)._unscale_grads_
-    # The original returns no device if it found no gradient. `found` is passed in as zero.
     return original(scaler, optimizer, inverse, found, fp16) or {found.device: found}

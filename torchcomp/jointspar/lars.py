@@ -12,6 +12,13 @@ from torchcomp import host
 from torchcomp.checks import check_at_least_0, check_flag, check_momentum, check_positive
 from torchcomp.errors import SpecError, UnsupportedModelError
 
+_CHECKS: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(("lr", "weight_decay"), check_at_least_0),
+    "momentum": check_momentum,
+    "trust_coefficient": check_positive,
+    "exclude_vectors": check_flag,
+}
+
 
 @runtime_checkable
 class Sampling(Protocol):
@@ -33,13 +40,10 @@ class LARS(Optimizer):
     2. v <- momentum v + lr trust (g + wd x)
     3. x <- x - v
 
-    JointSpar gives the optimizer g / p in a share p of the steps, and None in the others. Plain
-    LARS would divide by the norm of g / p and cancel the factor 1 / p. With `sampled`, LARS changes
-    two things for tensors with p < 1. The mean update on a fixed gradient then equals the dense
-    one:
-
-    - |g| is the running average of the norm before the division by p.
-    - wd is divided by p, the share of steps that have a gradient.
+    JointSpar gives the optimizer g / p in a share p of the steps, and None in the others. The norm
+    of g / p would cancel the factor 1 / p. With `sampled`, tensors with p < 1 take as |g| the
+    running average of the norm before the division by p, and wd is divided by p. The mean update on
+    a fixed gradient then equals the dense one.
 
     A tensor without a gradient keeps its x and v. Norms and directions are computed in float32, or
     in float64 where x is float64. v has the dtype of x.
@@ -93,14 +97,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Perform one optimizer step.
-
-        Args:
-            closure: recomputes the loss and the gradients, and returns the loss.
-
-        Returns:
-            What `closure` returned, or None without a closure.
-        """
+        """Perform one step, and return what `closure`, which recomputes the gradients, returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -108,10 +105,15 @@ class LARS(Optimizer):
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
         for number, group in enumerate(self.param_groups):
             for x in group["params"]:
-                if x.grad is not None:
-                    _check_dense(x.grad)
-                    excluded = group["exclude_vectors"] and x.dim() <= 1
-                    kinds[number, excluded, x.device, x.dtype, x.grad.dtype].append(x)
+                if (g := x.grad) is None:
+                    continue
+                if g.layout is not torch.strided:
+                    raise UnsupportedModelError(
+                        f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but "
+                        "weight decay and momentum are dense: build its embedding with sparse=False"
+                    )
+                excluded = group["exclude_vectors"] and x.dim() <= 1
+                kinds[number, excluded, x.device, x.dtype, g.dtype].append(x)
         # All gradients were checked before the first update, so that an error leaves x and v alone.
         for (number, excluded, *_), xs in kinds.items():
             self._update(xs, self.param_groups[number], excluded)
@@ -130,10 +132,8 @@ class LARS(Optimizer):
             alike[decay / p].append(i)
         found: dict[int, Tensor] = {}
         for alpha, some in alike.items():
-            wides = [gs[i].to(wide) for i in some]
-            found |= zip(
-                some, torch._foreach_add(wides, [xs[i] for i in some], alpha=alpha), strict=True
-            )
+            wides, weights = [gs[i].to(wide) for i in some], [xs[i] for i in some]
+            found |= zip(some, torch._foreach_add(wides, weights, alpha=alpha), strict=True)
         directions = [found[i] for i in range(len(xs))]
         # 1. The trust ratio.
         if not excluded:
@@ -162,20 +162,3 @@ class LARS(Optimizer):
         ratio = size / (norm + decay * size)
         # torch.where instead of an `if`, which would wait for a GPU.
         return torch.where((size > 0) & (norm > 0), ratio, 1.0)
-
-
-def _check_dense(g: Tensor) -> None:
-    if g.layout is not torch.strided:
-        raise UnsupportedModelError(
-            f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but weight decay "
-            "and momentum are dense: build its embedding with sparse=False"
-        )
-
-
-_CHECKS: dict[str, Callable[..., None]] = {
-    "lr": check_at_least_0,
-    "momentum": check_momentum,
-    "weight_decay": check_at_least_0,
-    "trust_coefficient": check_positive,
-    "exclude_vectors": check_flag,
-}

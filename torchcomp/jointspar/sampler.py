@@ -13,28 +13,17 @@ from torch import Tensor
 from torchcomp import checkpoint, host
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.checkpoint import count, dict_of, list_of, number, record, text
+from torchcomp.checkpoint import count, dict_of, list_of, number, record, require, text
 from torchcomp.checks import check_fraction
 from torchcomp.component import Choices, Component, check_kind
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.jointspar.bandit import (
-    FORM,
-    Bandit,
-    Baseline,
-    Literal,
-    Mask,
-    Vector,
-    check_vector,
-    sample,
-)
+from torchcomp.jointspar import bandit
+from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal, Mask, Vector
 from torchcomp.jointspar.layers import Layers
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
 from torchcomp.state import Slot
-
-BASELINE = Baseline()
-"""The default rule."""
 
 _NORM_DECAY = 0.9
 """Weight of the old value in the moving average of the norms that LARS uses."""
@@ -42,34 +31,22 @@ _NORM_DECAY = 0.9
 _VERIFY_EVERY = 100
 """Steps between two verifications of p across ranks. Ranks whose p differ would soon hang."""
 
-_FORM = record(
-    seed=count,
-    jointspar=record(
-        step=count,
-        layers=dict_of(list_of(text)),
-        bandit=FORM,
-        applied=list_of(number),
-        averages=dict_of(list_of(number, 2)),
-    ),
-)
-
 _MOST = 16
 """Sets of kept layers for which a bucket stays prepared."""
+
+_LEARNED = {"bandit": bandit.FORM, "averages": dict_of(list_of(number, 2))}
+_FORM = record(step=count, layers=dict_of(list_of(text)), applied=list_of(number), **_LEARNED)
 
 
 @dataclass(frozen=True)
 class SamplingOptions(Component):
-    """``sampling(budget=0.6)``: how JointSpar chooses layers.
-
-    :class:`torchcomp.JointSpar` documents each option. The text of all options is compared across
-    ranks and with checkpoints.
+    """``sampling(budget=0.6)``: how layers are chosen; see :class:`torchcomp.JointSpar`.
 
     Raises:
         SpecError: if an option is out of its range.
     """
 
     name: ClassVar[str] = "sampling"
-    kind: ClassVar[str] = "layer sampling"
     positional: ClassVar[int] = 0
 
     budget: float
@@ -89,14 +66,15 @@ class SamplingOptions(Component):
                 "p_min",
             )
         if not isinstance(self.rule, Baseline | Literal | None):
-            kind = type(self.rule).__name__
-            raise SpecError(
-                f"rule must be Baseline(), Literal(...) or None (uniform), not {kind}", "rule"
-            )
+            kinds = "Baseline(), Literal(...) or None (uniform)"
+            raise SpecError(f"rule must be {kinds}, not {self.rule!r}", "rule")
+        if isinstance(self.rule, Literal) and self.costs != "layers":
+            raise SpecError('Literal(...) counts layers: use Baseline(), or costs="layers"', "rule")
 
-    def bandit(self, costs: Vector) -> Bandit:
-        """Return a new bandit for layers with these costs."""
-        return Bandit(costs, float(self.budget) * float(costs.sum()), self.p_min, self.rule)
+    def new_bandit(self, costs: Vector) -> bandit.Bandit:
+        """Return a new bandit for layers with these costs, shape (D,), above 0."""
+        spent = float(self.budget) * float(costs.sum())
+        return bandit.Bandit(costs, spent, self.p_min, self.rule)
 
 
 class Sampler:
@@ -107,31 +85,27 @@ class Sampler:
     Args:
         options: how layers are chosen.
         layers: the layers of the model.
-        costs: the cost of each layer.
+        costs: the cost of each layer, shape (D,), above 0.
         key: seed and rank of the draws.
 
     Attributes:
-        kept: the layers of the next step on this rank, as a mask.
-        p: the probabilities that `kept` was drawn with.
-        last: the layers of the last committed step.
-        applied: the probabilities of the last committed step.
+        kept, p: the layers of the next step on this rank, as a mask, and the probabilities that
+            they were drawn with.
+        last, applied: the same of the last committed step.
         step: number of committed steps.
         committed: whether the step that was just exchanged was committed (True) or rolled back
             (False). None once JointSpar has handled it.
-        bandit: keeps the probabilities.
-        layer_of: the index of each parameter's layer, by name.
+        layer_of: the number of each parameter's layer, by name.
     """
 
     def __init__(self, options: SamplingOptions, layers: Layers, costs: Vector, key: Key) -> None:
-        self.options = options
-        self.layers = layers
+        self.options, self.layers = options, layers
         self.shared = options.selection == "shared"
+        self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
+        self.bandit = options.new_bandit(costs)
         self.step = 0
         self.committed: bool | None = None
-        self.last = np.zeros(len(layers), dtype=bool)
-        self.applied = np.ones(len(layers))
-        self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
-        self.bandit = options.bandit(costs)
+        self.last, self.applied = np.zeros(len(layers), dtype=bool), np.ones(len(layers))
         self._key = key
         self._averages: dict[str, list[float]] = {}
         self.draw()
@@ -142,7 +116,7 @@ class Sampler:
         # A function of seed and step, so that a resumed run draws the same layers. The name makes
         # it independent of what compressors draw in the same step.
         key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
-        self.select(sample(p, key, shared=self.shared), p)
+        self.select(bandit.sample(p, key, shared=self.shared), p)
 
     def select(self, kept: Mask, p: Vector) -> None:
         """Keep these layers in the next step, drawn with these probabilities."""
@@ -166,10 +140,7 @@ class Sampler:
         """Return the layers to exchange: those that any rank keeps. A collective."""
         # Verify before the first exchange: ranks with different sets would pair unequal messages.
         if self.shared and not self._verified:
-            values = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
-            # What later probabilities and LARS depend on.
-            values |= {"averages": sorted(self._averages.items())}
-            values |= {"bandit": self.bandit.state_dict()}
+            values = {**self.state_dict(), "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
             exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
             self._verified = True
         if self._exchanged is None:
@@ -193,11 +164,7 @@ class Sampler:
     # The following are called after the exchange.
 
     def learn(self, scale: float) -> None:
-        """Update the averages and p after a committed step.
-
-        Args:
-            scale: the loss scale, which the gradients were multiplied by.
-        """
+        """Update the averages and p after a committed step, whose loss scale was `scale`."""
         # Empty if no layer was exchanged.
         held = list(self._norms.values())
         values = torch.stack(held).tolist() if held else []
@@ -226,47 +193,37 @@ class Sampler:
         return total / weight if weight else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next draw depends on, except the seed.
-
-        All values are plain numbers, lists and strings, for ``torch.load(..., weights_only=True)``.
-        """
+        """Return all that the next draw depends on but the seed: numbers, lists and strings."""
         return {
             "step": self.step,
             "layers": {layer: list(names) for layer, names in self.layers.items()},
             "bandit": self.bandit.state_dict(),
             "applied": self.applied.tolist(),
-            "averages": {name: list(pair) for name, pair in self._averages.items()},
+            "averages": {name: list(pair) for name, pair in sorted(self._averages.items())},
         }
 
     def restored(self, state: Mapping[str, Any]) -> "Sampler":
-        """Return what this sampler becomes with the state of JointSpar. This one does not change.
+        """Return what this sampler becomes with a state of JointSpar. This one does not change.
 
         Raises:
             CheckpointError: if the state is damaged or has other layers.
         """
-        _FORM(state, "the state dict")
-        section = state["jointspar"]
-        theirs = {layer: tuple(names) for layer, names in section["layers"].items()}
-        known = {**self.layers, **theirs}
-        differing = [layer for layer in known if theirs.get(layer) != self.layers.get(layer)]
+        record(seed=count, jointspar=_FORM)(state, "the state")
+        section, found = state["jointspar"], copy.copy(self)
+        mine, theirs = self.state_dict()["layers"], section["layers"]
+        differing = [layer for layer in {**mine, **theirs} if theirs.get(layer) != mine.get(layer)]
         if differing:
             raise CheckpointError(
                 "the checkpoint and this run group parameters into different layers "
                 f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
             )
-        found = copy.copy(self)
         found.step, found.committed = section["step"], None
-        found.bandit = self.options.bandit(self.bandit.costs)
-        size, p_min = len(self.layers), self.options.p_min
-        try:
-            found.bandit.load_state_dict(section["bandit"])
-            found.applied = check_vector(section["applied"], "applied", size, p_min, 1.0)
-            found._averages = {
-                name: check_vector(pair, f"averages['{name}']", 2, 0.0).tolist()
-                for name, pair in section["averages"].items()
-            }
-        except SpecError as error:
-            raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
+        found.bandit = self.options.new_bandit(self.bandit.costs)
+        found.bandit.load_state_dict(section["bandit"])
+        found.applied = found.bandit.probabilities(section["applied"], "jointspar.applied")
+        for name, pair in section["averages"].items():
+            require(min(pair) >= 0, f"jointspar.averages['{name}']", "at least 0", pair)
+        found._averages = {name: list(pair) for name, pair in section["averages"].items()}
         # The seed is the checkpoint's, so that the run continues with the layers it would have
         # drawn. The rank is this run's, because the number of ranks can have changed.
         found._key = Key(state["seed"], rank=self._key.rank)
@@ -285,13 +242,8 @@ class Sampled(Aggregator):
        sent.
     3. Return 0 for the layers that no rank keeps. Their residuals do not change.
 
-    Some aggregators give different results if parameters are grouped differently. With these, each
-    bucket must be a layer or a part of one (see :func:`by_layer`). Otherwise the parameters that
-    are compressed together would change from step to step.
-
-    Args:
-        inner: averages the kept layers.
-        sampler: which layers are kept, and with what probabilities.
+    If `inner` depends on the grouping, each bucket must be a layer or a part of one (see
+    :func:`by_layer`): parameters that are compressed together must be the same in every step.
     """
 
     name: ClassVar[str] = "jointspar"
@@ -309,7 +261,7 @@ class Sampled(Aggregator):
             )
 
     def __str__(self) -> str:
-        # This text is compared across ranks and with checkpoints, so it lists every option.
+        # This text is compared across ranks and with checkpoints, so it has every option.
         return f"{self.name}({self.inner}, {self.sampler.options})"
 
     @property
@@ -318,8 +270,7 @@ class Sampled(Aggregator):
 
     @property
     def rehearsed(self) -> Aggregator:
-        # Which layers are kept is known only inside a step.
-        return self.inner.rehearsed
+        return self.inner.rehearsed  # which layers are kept is known only inside a step
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         return self.inner.slots(shape, world_size, rank)
@@ -329,8 +280,7 @@ class Sampled(Aggregator):
         return self.inner.cost(shape, world_size, rank, node)
 
     def prepare(self, bucket: Prepared) -> None:
-        # By the parameters of the kept layers, which are others in every step.
-        bucket.work = {}
+        bucket.work = {}  # by the parameters of the kept layers, which are others in every step
 
     def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         sampler, whole = self.sampler, Bucket(bucket.shape, g)
@@ -365,12 +315,12 @@ class Sampled(Aggregator):
 
     def _inner(self, bucket: Prepared, shape: BucketShape) -> Prepared:
         """Return the bucket of the kept layers, prepared for the inner method."""
-        prepared: Prepared | None = bucket.work.get(shape)
-        if prepared is None:
+        if shape not in bucket.work:
             if len(bucket.work) >= _MOST:
                 bucket.work.clear()
-            prepared = self.inner.prepared(shape, bucket.exchange, bucket.state, bucket.device)
-            bucket.work[shape] = prepared
+            context = bucket.exchange, bucket.state, bucket.device
+            bucket.work[shape] = self.inner.prepared(shape, *context)
+        prepared: Prepared = bucket.work[shape]
         return prepared
 
 

@@ -1,11 +1,10 @@
 """Skipper: leave parameters out of the backward pass under DDP.
 
 Changing ``requires_grad`` after DDP was built gives wrong gradients, and building DDP again costs
-more than it saves. Skipper does the following instead:
+more than it saves. Instead:
 
 1. While the module runs, constants on the same memory replace the dropped parameters. No kernel
-   then computes their gradients. If all layers at the front of the network are dropped, no kernel
-   computes the gradients of their activations either.
+   then computes their gradients, or those of activations below the first kept layer.
 2. DDP still waits for the gradients of the real parameters. One autograd function ties these
    parameters to the output. Its backward pass returns None for them, which DDP takes for zeros.
 """
@@ -34,9 +33,8 @@ class Skipper:
     Args:
         module: the module inside DDP.
         parameters: its trained parameters, by name.
-        on_forward: a bound method that is called before a forward pass that records a graph. It can
-            raise.
-        on_backward: a bound method that is called after DDP has written the gradients.
+        on_forward: a bound method, called before a forward pass that records a graph. It can raise.
+        on_backward: a bound method, called after DDP has written the gradients.
     """
 
     def __init__(
@@ -46,18 +44,15 @@ class Skipper:
         on_forward: Callable[[], None],
         on_backward: Callable[[], None],
     ) -> None:
-        self._parameters = parameters
-        names = {id(parameter): name for name, parameter in parameters.items()}
-        # A shared parameter is registered in several modules.
-        self._registrations: dict[str, list[Registration]] = defaultdict(list)
+        self._module, self._parameters = module, parameters
+        # By the parameter's id. A shared parameter is registered in several modules.
+        self._registrations: dict[int, list[Registration]] = defaultdict(list)
         for child in module.modules():
             for key, held in child.named_parameters(recurse=False, remove_duplicate=False):
-                if id(held) in names:
-                    self._registrations[names[id(held)]].append((child, key, held))
-        self._module = module
+                self._registrations[id(held)].append((child, key, held))
         # Weak, because the owner of these methods refers to this object.
         self._on_forward, self._on_backward = _weakly(on_forward), _weakly(on_backward)
-        self._skipped: list[str] = []
+        self._skipped: list[nn.Parameter] = []
         self._replaced: list[Registration] = []
         self._outputs: set[int] = set()
         self._in_backward = False
@@ -71,7 +66,7 @@ class Skipper:
 
     def skip(self, names: Iterable[str]) -> None:
         """Leave these parameters out of the backward passes of all later forward passes."""
-        self._skipped = list(names)
+        self._skipped = [self._parameters[name] for name in names]
         self._selection += 1
 
     def close(self) -> None:
@@ -102,13 +97,9 @@ class Skipper:
         return self._tied(output, replaced)
 
     def begin_backward(self, selection: int) -> None:
-        """Begin a backward pass. :class:`_Tie` calls this before any other node runs.
+        """Begin a backward pass; :class:`_Tie` calls this before any other node runs.
 
-        Args:
-            selection: the value of ``_selection`` during the forward pass.
-
-        Raises:
-            UnsupportedModelError: if :meth:`skip` was called since the forward pass.
+        `selection` is the value of ``_selection`` during the forward pass.
         """
         if selection != self._selection:
             raise UnsupportedModelError(
@@ -134,9 +125,9 @@ class Skipper:
         self._on_backward()
 
     def _replace(self) -> None:
-        for name in self._skipped:
-            constant = nn.Parameter(self._parameters[name].detach(), requires_grad=False)
-            for module, key, parameter in self._registrations[name]:
+        for skipped in self._skipped:
+            constant = nn.Parameter(skipped.detach(), requires_grad=False)
+            for module, key, parameter in self._registrations[id(skipped)]:
                 # torch.func.functional_call registers the caller's weights, which must stay.
                 if getattr(module, key) is parameter:
                     setattr(module, key, constant)
@@ -150,11 +141,8 @@ class Skipper:
         """Return a copy of `output` whose backward pass also reaches the replaced parameters."""
         leaves: list[Any] = []
         _map_leaves(leaves.append, output)
-        floating = [
-            i
-            for i, leaf in enumerate(leaves)
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-        ]
+        found = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
+        floating = [i for i, x in found.items() if x.is_floating_point() or x.is_complex()]
         if not floating:
             raise UnsupportedModelError(
                 "JointSpar found no floating-point tensor in the output of the forward pass, of "
@@ -168,9 +156,8 @@ class Skipper:
         # One function for all of them: its backward pass runs, whichever outputs the loss uses.
         tensors = (*(leaves[i] for i in chosen), *replaced)
         tied = _Tie.apply(self, self._selection, len(chosen), *tensors)  # type: ignore[no-untyped-call]
-        for i, tensor in zip(chosen, tied, strict=True):
-            leaves[i] = tensor
-        remaining = iter(leaves)
+        changed = dict(enumerate(leaves)) | dict(zip(chosen, tied, strict=True))
+        remaining = iter(changed.values())
         return _map_leaves(lambda _: next(remaining), output)
 
 
