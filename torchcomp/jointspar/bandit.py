@@ -1,7 +1,7 @@
-"""The bandit of JointSpar: learn how often to keep each layer from the gradient norms of kept ones.
+"""The bandit of JointSpar: learn from the gradient norms of kept layers how often to keep them.
 
-Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch optimization",
-ICML 2022, Algorithms 1 and 2. The costs and the rule `Baseline` are ours, not the paper's.
+Source: Liu, Mozafari, ICML 2022, Algorithms 1 and 2; see :class:`torchcomp.JointSpar`. The costs
+and the rule `Baseline` are ours, not the paper's.
 """
 
 import math
@@ -25,6 +25,15 @@ _LEVEL_DECAY = 0.95
 
 _LARGEST_NORM = 1e100
 """Larger norms count as this one: their |g|^2 / p^2 might not be finite in float64."""
+
+# Ranks on different processors must compute equal probabilities. The last digit of NumPy's exp, log
+# and @ depends on the processor's vector instructions, that of these three does not.
+_exp, _log = (np.vectorize(function, otypes=[np.float64]) for function in (math.exp, math.log))
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return math.fsum((a * b).tolist())
+
 
 FORM = record(p=list_of(number), largest=number, average=number, updates=count)
 """Form of a bandit's state in a checkpoint."""
@@ -57,17 +66,15 @@ class Baseline:
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """Return the change of log p, before the projection."""
         p, level = bandit.p, bandit.level
-        # No step has had a norm above 0 yet, so there is no baseline.
         if level == 0:
-            return np.zeros(len(p))
+            return np.zeros(len(p))  # no step has had a norm above 0 yet
         # Line 1.
         reward = np.where(kept, norms**2 / (bandit.costs * p**2 * level) - 1, 0.0)
         # Line 2. The clip limits what one large norm at a small p can do to a factor of e.
         return np.asarray(np.clip(self.alpha * reward / p, -1.0, 1.0))
 
 
-BASELINE = Baseline()
-"""The default rule."""
+BASELINE = Baseline()  # the default rule
 
 
 @dataclass(frozen=True)
@@ -130,14 +137,8 @@ class Bandit:
         return self._average / (1 - _LEVEL_DECAY**self._updates) if self._updates else 0.0
 
     def update(self, kept: Mask, norms: ArrayLike) -> None:
-        """Update p from one step.
-
-        Args:
-            kept: the layers that the step kept, shape (D,).
-            norms: |g_d| of each layer before the division by p_d, shape (D,). Entries of layers
-                that were not kept are ignored.
-        """
-        # Gradients of dropped layers were not computed, so their entries can be NaN.
+        """Update p from the layers that a step kept, (D,), and their |g_d| before 1 / p, (D,)."""
+        # Gradients of dropped layers were not computed: their entries are ignored, and can be NaN.
         norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0).clip(max=_LARGEST_NORM)
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
@@ -154,19 +155,14 @@ class Bandit:
         return {"p": self.p.tolist(), **seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Nothing changes on error.
-
-        Raises:
-            CheckpointError: if an entry is missing or out of its range, or if the state belongs to
-                another number of layers, budget or p_min.
-        """
+        """Restore what :meth:`state_dict` returned, or raise CheckpointError and change nothing."""
         FORM(state, "bandit")
         p = self.probabilities(state["p"], "bandit.p")
         # kl_project meets the budget to float64 rounding, so 1e-6 rejects no valid state.
         fits = math.isclose(spent := float(self.costs @ p), self.budget, rel_tol=1e-6)
         require(fits, "the cost of bandit.p", f"{self.budget:g}", spent)
-        for name in ("largest", "average"):
-            require(state[name] >= 0, f"bandit.{name}", "at least 0", state[name])
+        for name, most in (("largest", _LARGEST_NORM), ("average", math.inf)):
+            require(0 <= state[name] <= most, f"bandit.{name}", f"from 0 to {most:g}", state[name])
         self.p, self.largest = p, state["largest"]
         self._average, self._updates = state["average"], state["updates"]
 
@@ -180,10 +176,7 @@ class Bandit:
 
 
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
-    """Draw the set S_t of Algorithm 2: each layer independently with its probability.
-
-    It depends on the seed and step of `key`, and with ``shared=False`` also on its rank.
-    """
+    """Draw the set S_t of Algorithm 2. It depends on the rank of `key` unless it is shared."""
     generator = key.shared() if shared else key.private()
     return np.asarray(generator.random(len(p)) < p)
 
@@ -192,18 +185,14 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
     """Project the weights exp(u) onto the set {sum c q = budget, p_min <= q <= 1}.
 
     It minimises the sum of c_d KL(q_d || exp(u_d)): with equal costs c, the divergence of
-    JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1), with one tau for all
-    entries. It is exact, also at abs(u) = 1e5, and the same on all processors.
+    JointSpar's Algorithm 1. The minimiser q = clip(exp(u + tau), p_min, 1), float64 (D,), with one
+    tau for all entries, is exact, also at abs(u) = 1e5, and the same on all processors.
 
     Args:
-        u: logarithms of the weights, shape (D,) with D at least 1, finite.
-        budget: the sum of c q, from p_min sum(c) to sum(c). With costs of 1 this is the expected
-            number of layers S.
+        u: logarithms of the weights, shape (D,), finite.
+        budget: from p_min sum(c) to sum(c). With costs of 1, the expected number of layers S.
         p_min: lower bound of every entry, above 0 and at most 1.
         costs: c, shape (D,), above 0. The default is all ones.
-
-    Returns:
-        q, float64 of shape (D,).
 
     Raises:
         SpecError: if no q has this sum, or if an argument is out of its range.
@@ -219,14 +208,14 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
             "budget",
         )
     size, log_p_min = len(u), math.log(p_min)
-    # 1. sum c q grows with tau, and changes its formula at 2 D break points: q_d leaves p_min at
+    # 1. sum c q grows with tau. At 2 D break points it changes its formula: q_d leaves p_min at
     #    tau = log p_min - u_d and reaches 1 at tau = -u_d.
     order = np.argsort(np.concatenate([log_p_min - u, -u]), kind="stable")
 
     def log_q(position: int) -> Vector:
         reached, d = divmod(order[position], size)
         bound = 0.0 if reached else log_p_min
-        # The difference first: u can be 1e5, and adding a bound to it would round that away.
+        # The difference first: added to a u of 1e5, the bound would be rounded away.
         return np.asarray(np.clip((u - u[d]) + bound, log_p_min, 0.0))
 
     # 2. Bisection finds the two neighbouring break points around tau. At the first one all entries
@@ -243,24 +232,6 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
     q, free = _exp(log_q(low)), log_q(low) < log_q(high)
     if free.any():
         remaining = budget - _dot(costs[~free], q[~free])
-        # exp(u) itself would overflow at u = 1e5.
-        weights = _exp(u[free] - u[free].max())
+        weights = _exp(u[free] - u[free].max())  # exp(u) itself would overflow at u = 1e5
         q[free] = remaining * weights / _dot(costs[free], weights)
-    # Rounding can put an entry just beyond its bound.
-    return np.clip(q, p_min, 1.0)
-
-
-# Ranks on different processors must compute equal probabilities. The last digit of NumPy's exp, log
-# and @ depends on the processor's vector instructions, that of these three does not.
-
-
-def _exp(values: Vector) -> Vector:
-    return np.array([math.exp(value) for value in values.tolist()])
-
-
-def _log(values: Vector) -> Vector:
-    return np.array([math.log(value) for value in values.tolist()])
-
-
-def _dot(a: Vector, b: Vector) -> float:
-    return math.fsum((a * b).tolist())
+    return np.asarray(np.clip(q, p_min, 1.0))  # rounding can put an entry just beyond its bound

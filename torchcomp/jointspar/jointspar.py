@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import compress as selected
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from torchcomp.ddp.register import register_ddp
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.gathering import Gatherable
-from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal, Mask
+from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal
 from torchcomp.jointspar.layers import Patterns, check_several, default_layers, layers_by_pattern
 from torchcomp.jointspar.sampler import Sampled, Sampler, SamplingOptions, by_layer
 from torchcomp.jointspar.skip import Skipper
@@ -54,11 +55,6 @@ class JointSparStats(Stats):
         """Return the counters as plain values, for a line of ``metrics.jsonl``."""
         return asdict(self)
 
-    def as_dict(self, prefix: str = "torchcomp/") -> dict[str, int | float]:
-        """Return the scalars by name; see :meth:`torchcomp.Stats.as_dict`."""
-        others = (f"{prefix}kept", f"{prefix}p")
-        return {name: v for name, v in super().as_dict(prefix).items() if name not in others}
-
     def __str__(self) -> str:
         return f"{super().__str__()}, {len(self.kept)} of {len(self.p)} layers in the last one"
 
@@ -88,13 +84,11 @@ class JointSpar(Gatherable):
             dropped, its residual does not change.
         p_min: lowest probability of a layer, at most `budget`. Gradients are multiplied by up to
             1 / p_min.
-        rule: how p is learned: ``Baseline()`` or ``Literal(...)`` of :mod:`torchcomp.jointspar`, or
-            None for uniform dropping.
+        rule: how p is learned: ``Baseline()``, ``Literal(...)``, or None for uniform dropping.
         selection: "shared" draws one set for all ranks, "per-rank" one for each, as in the paper.
             The ranks then exchange every layer that any of them keeps: on many ranks, almost all.
         seed: seed of the draws.
-        scaler: the ``GradScaler`` of the training loop, if there is one. From now on it also
-            accepts an optimizer whose parameters have no gradient.
+        scaler: the ``GradScaler`` of the loop. It then accepts an optimizer without gradients.
 
     Attributes:
         layers: maps the name of each layer to the names of its parameters.
@@ -102,8 +96,7 @@ class JointSpar(Gatherable):
     Raises:
         SpecError: if an option is out of its range, or if a parameter is not in exactly one layer.
         UnsupportedModelError: as for :func:`torchcomp.register`, and for ``static_graph``. From a
-            forward pass: if the loss of the step before was not computed from what the model
-            returned.
+            forward pass: if the last loss was not computed from what the model returned.
         RankMismatchError: if arguments or models differ across ranks.
         NonFiniteError: from ``backward``, without a scaler, if a gradient is not finite.
     """
@@ -124,10 +117,10 @@ class JointSpar(Gatherable):
     ) -> None:
         check_is_ddp(model)
         self._exchange = ProcessGroupExchange(model.process_group, device_of(model))
-        self._parameters = dict(trained_parameters(model))
+        self._parameters = trained = dict(trained_parameters(model))
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
-        # An argument that only one rank refuses must not leave the others waiting in a collective.
+        # `build` also raises on the ranks that would accept the arguments.
         def make() -> tuple[Sampled, dict[str, Any]]:
             check_seed(seed)
             check_scaler(scaler)
@@ -138,9 +131,9 @@ class JointSpar(Gatherable):
                     "of the first step: build DistributedDataParallel without it"
                 )
             options = SamplingOptions(budget, costs, p_min, rule, selection)
-            trained = self._parameters
-            grouped = layers_by_pattern(layers, list(trained)) if layers is not None else None
-            grouped = grouped or default_layers(trained.items())
+            grouped = default_layers(trained.items())
+            if layers is not None:
+                grouped = layers_by_pattern(layers, list(trained))
             check_several(grouped)
             sizes = [sum(trained[name].nbytes for name in names) for names in grouped.values()]
             # Costs must be above 0, also of a layer without elements.
@@ -156,7 +149,7 @@ class JointSpar(Gatherable):
         averager = self._handle.averager
         # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))
-        averager.on_finish(self._sampler.finish)
+        averager.on_finish(partial(setattr, self._sampler, "committed"))
         if scaler is not None and scaler.is_enabled():
             # Not a closure: a scaler must stay picklable.
             scaler._unscale_grads_ = partial(_unscaled, scaler)  # type: ignore[method-assign]
@@ -180,46 +173,32 @@ class JointSpar(Gatherable):
     @property
     def kept(self) -> tuple[str, ...]:
         """Names of the layers that the next step keeps on this rank."""
-        return self._names_of(self._sampler.kept)
+        return tuple(selected(self.layers, self._sampler.kept))
 
     @property
     def stats(self) -> JointSparStats:
         """Counters of this rank."""
-        sampler, costs = self._sampler, self._sampler.bandit.costs
-        share = float(costs @ sampler.p) / float(costs.sum())
-        last = self._names_of(sampler.last)
+        costs, last = self._sampler.bandit.costs, tuple(selected(self.layers, self._sampler.last))
+        share = float(costs @ self._sampler.p) / float(costs.sum())
         return JointSparStats(**vars(self._handle.stats), kept=last, p=self.p, share=share)
 
-    def table(self) -> str:
-        """Return a text table of the layers: parameters, elements, share of the cost, and p."""
-        costs, unit = self._sampler.bandit.costs, self._sampler.options.costs
-        width = max(len(layer) for layer in (*self.layers, "layer"))
-        lines = [f"{'layer':<{width}}  tensors    elements  share of {unit}        p"]
-        for (layer, p), cost in zip(self.p.items(), costs / costs.sum(), strict=True):
-            sizes = [self._parameters[name].numel() for name in self.layers[layer]]
-            numbers = f"{len(sizes):>7}  {sum(sizes):>10,}  {cost:>{9 + len(unit)}.4f}  {p:>7.4f}"
-            lines.append(f"{layer:<{width}}  {numbers}")
-        return "\n".join(lines)
-
-    # These two methods implement the protocol torchcomp.jointspar.Sampling, which LARS uses.
-
     def probability(self, parameter: Tensor) -> float:
-        """Return the p that divided this parameter's gradient in the last step.
+        """Return the p that divided this parameter's gradient in the last step, for LARS.
 
         Raises:
             SpecError: with ``selection="per-rank"``, where each rank divides by another p.
         """
         if not self._sampler.shared:
             raise SpecError(
-                'LARS needs selection="shared": with selection="per-rank", how often a mean has a '
-                "gradient depends on the probabilities of all ranks, and each rank has only its own"
+                'LARS needs selection="shared": with "per-rank", how often a mean has a gradient '
+                "depends on the probabilities of all ranks, and each rank has only its own"
             )
         name = self._names.get(id(parameter))
         # LARS can also train parameters that are in no layer. These are not sampled.
         return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer_of[name]])
 
     def norm(self, parameter: Tensor) -> float:
-        """Return the running average of this parameter's gradient norm, before division by p."""
+        """Return the running average of this gradient's norm before division by p, for LARS."""
         return self._sampler.norm(self._names[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
@@ -233,18 +212,17 @@ class JointSpar(Gatherable):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned. Nothing changes on error.
 
-        With ``selection="shared"``, a run with another number of ranks can load the state and
-        continue with the same p. If `compress` keeps a residual, first convert the states of all
-        ranks with ``torchcomp.redistribute``.
+        With ``selection="shared"``, another number of ranks can continue with the same p. If
+        `compress` keeps a residual, first call ``torchcomp.redistribute`` on the states of all.
 
         Raises:
             CheckpointError: if the state is damaged, or belongs to another model, method or rank.
             RuntimeError: in the middle of a backward pass.
         """
-        ranks = {"world_size": self._exchange.world_size, "rank": self._exchange.rank}
         # Without slots, such as residuals, a shared selection has the same state on any rank.
         if self._sampler.shared and isinstance(state, Mapping) and state.get("slots") == {}:
-            state = {**state, **(ranks if state.get("world_size") != ranks["world_size"] else {})}
+            ranks = {"world_size": self._exchange.world_size, "rank": self._exchange.rank}
+            state = {**state, **ranks}
         # Check both sections before either is restored, so that an error changes nothing.
         checkpoint.check_header(state, str(self._handle.method), self._exchange, _ADVICE)
         restored = self._sampler.restored(state)
@@ -272,9 +250,9 @@ class JointSpar(Gatherable):
         # Gradients were exchanged, but _backward_done was not called. Every rank finds the same.
         if self._sampler.committed is not None:
             raise UnsupportedModelError(
-                "the last backward pass did not go through the output of the forward pass, so "
-                "JointSpar can neither count steps nor drop layers: return the loss, or what it is "
-                "computed from, as a tensor or in tuples, lists, dicts or dataclasses"
+                "the last loss was not computed from the output of the forward pass, so JointSpar "
+                "can drop no layer: return the loss, or what it is computed from, as a tensor or "
+                "in tuples, lists, dicts or dataclasses"
             )
 
     def _backward_done(self) -> None:
@@ -284,8 +262,7 @@ class JointSpar(Gatherable):
         # Nothing was exchanged: a pass under no_sync, for gradients of inputs, or incomplete.
         if committed is None:
             return
-        # No rank kept these layers. DDP has written zeros there, or with find_unused_parameters has
-        # left the old gradient.
+        # DDP has written zeros, or with find_unused_parameters has left the old gradient.
         for name in sampler.names(~sampler.union(self._exchange)):
             self._parameters[name].grad = None
         # The optimizer skips a step that was rolled back. The next one keeps the same layers.
@@ -299,9 +276,6 @@ class JointSpar(Gatherable):
     def _skip(self) -> None:
         self._skipper.skip(self._sampler.names(~self._sampler.kept))
 
-    def _names_of(self, mask: Mask) -> tuple[str, ...]:
-        return tuple(layer for layer, kept in zip(self.layers, mask, strict=True) if kept)
-
 
 def _unscaled(
     scaler: torch.amp.GradScaler, optimizer: Any, inverse: Tensor, found: Tensor, fp16: bool
@@ -309,9 +283,8 @@ def _unscaled(
     """Return for each device whether an infinity was found, as ``GradScaler._unscale_grads_``.
 
     The original returns no device for an optimizer without a gradient, and the scaler then raises.
-    Here, such an optimizer has found no infinity. Gradients of zero would also do, but with them,
-    momentum and weight decay would change dropped layers. PyTorch's own ShardedGradScaler overrides
-    the same private method.
+    With gradients of zero instead, momentum and weight decay would change dropped layers.
     """
+    # PyTorch's own ShardedGradScaler overrides the same private method.
     original = type(scaler)._unscale_grads_
     return original(scaler, optimizer, inverse, found, fp16) or {found.device: found}

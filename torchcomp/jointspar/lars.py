@@ -43,28 +43,24 @@ class LARS(Optimizer):
     JointSpar gives the optimizer g / p in a share p of the steps, and None in the others. The norm
     of g / p would cancel the factor 1 / p. With `sampled`, tensors with p < 1 take as |g| the
     running average of the norm before the division by p, and wd is divided by p. The mean update on
-    a fixed gradient then equals the dense one.
+    a fixed gradient then equals the dense one. A tensor without a gradient keeps its x and v.
 
-    A tensor without a gradient keeps its x and v. Norms and directions are computed in float32, or
-    in float64 where x is float64. v has the dtype of x.
+    Norms and directions are computed in float32, or in float64 where x is float64. v has x's dtype.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017
-    (arXiv 1708.03888), Algorithm 1. The learning-rate schedule is left to the user.
+    (arXiv 1708.03888), Algorithm 1, without its learning-rate schedule.
 
     Args:
         params: tensors or parameter groups.
-        lr: learning rate, at least 0.
+        lr, weight_decay: learning rate and wd, at least 0.
         momentum: momentum factor, at least 0 and below 1.
-        weight_decay: weight decay wd, at least 0.
         trust_coefficient: eta, above 0.
-        exclude_vectors: whether tensors of at most one dimension (biases, norms) get trust 1 and no
-            weight decay.
+        exclude_vectors: whether biases and norms (at most one dimension) have trust 1 and wd 0.
         sampled: the :class:`torchcomp.JointSpar` that samples the gradients, if there is one.
 
     Raises:
         SpecError: if an option is out of its range, here or in a group that is added later.
-        UnsupportedModelError: from :meth:`step`, if a gradient is sparse. No parameter has changed
-            then.
+        UnsupportedModelError: from :meth:`step`, if a gradient is sparse; nothing has changed then.
     """
 
     def __init__(
@@ -78,12 +74,12 @@ class LARS(Optimizer):
         exclude_vectors: bool = False,
         sampled: Sampling | None = None,
     ) -> None:
-        defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
-        defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
         if not isinstance(sampled, Sampling | None):
             raise SpecError(
                 f"LARS: sampled must be a torchcomp.JointSpar or None, not {sampled!r}", "sampled"
             )
+        defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
         super().__init__(params, defaults)
         self._sampled = sampled
 
@@ -135,30 +131,23 @@ class LARS(Optimizer):
             wides, weights = [gs[i].to(wide) for i in some], [xs[i] for i in some]
             found |= zip(some, torch._foreach_add(wides, weights, alpha=alpha), strict=True)
         directions = [found[i] for i in range(len(xs))]
-        # 1. The trust ratio.
+        # 1. The trust ratio |x| / (|g| + wd |x|), or 1 where a norm is 0. wd is not divided here:
+        # the ratio is that of the dense update.
         if not excluded:
-            trust = group["trust_coefficient"] * self._trust(xs, gs, ps, decay, wide)
+            size, norm = (torch.stack(torch._foreach_norm(ts, 2, dtype=wide)) for ts in (xs, gs))
+            if sampled is not None:
+                known = [sampled.norm(x) if p < 1 else 0.0 for x, p in zip(xs, ps, strict=True)]
+                averages = host.copy_to(torch.tensor(known, dtype=wide), norm.device)
+                divided = host.copy_to(torch.tensor([p < 1 for p in ps]), norm.device)
+                norm = averages.where(divided, norm)
+            # torch.where instead of an `if`, which would wait for a GPU.
+            ratio = torch.where((size > 0) & (norm > 0), size / (norm + decay * size), 1.0)
+            trust = group["trust_coefficient"] * ratio
             torch._foreach_mul_(directions, list(trust.unbind()))
         # 2. and 3. v contains lr, as in the paper. torch.optim.SGD multiplies by lr afterwards.
-        for x in xs:
-            if "momentum" not in self.state[x]:
-                self.state[x]["momentum"] = torch.zeros_like(x)
+        for x in (x for x in xs if "momentum" not in self.state[x]):
+            self.state[x]["momentum"] = torch.zeros_like(x)
         vs = [self.state[x]["momentum"] for x in xs]
         torch._foreach_mul_(vs, group["momentum"])
         torch._foreach_add_(vs, directions, alpha=group["lr"])
         torch._foreach_sub_(xs, vs)
-
-    def _trust(
-        self, xs: list[Tensor], gs: list[Tensor], ps: list[float], decay: float, wide: torch.dtype
-    ) -> Tensor:
-        """Return |x| / (|g| + wd |x|) of each tensor, 1-D, or 1 where a norm is 0."""
-        size, norm = (torch.stack(torch._foreach_norm(ts, 2, dtype=wide)) for ts in (xs, gs))
-        if (sampled := self._sampled) is not None:
-            divided = [p < 1 for p in ps]
-            known = [sampled.norm(x) if each else 0.0 for x, each in zip(xs, divided, strict=True)]
-            averages = host.copy_to(torch.tensor(known, dtype=wide), norm.device)
-            norm = averages.where(host.copy_to(torch.tensor(divided), norm.device), norm)
-        # wd is not divided here: the ratio is that of the dense update.
-        ratio = size / (norm + decay * size)
-        # torch.where instead of an `if`, which would wait for a GPU.
-        return torch.where((size > 0) & (norm > 0), ratio, 1.0)

@@ -19,9 +19,9 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     """Group parameters into one layer for each module with weights, with its bias and its norm.
 
     A module has weights if one of its own parameters has two dimensions or more. Any other module,
-    such as a norm, joins the module with weights just before or just after it. Of the two it joins
-    the one that shares more of its path, and the one before if both share as much. For example,
-    ``bn1`` joins ``conv1``, and a transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
+    such as a norm, joins the one with weights just before or just after it: the one that shares
+    more of its path, or else the one before. For example, ``bn1`` joins ``conv1``, and a
+    transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
     """
     # named_parameters() lists a shared parameter once, so it belongs to its first module's layer.
     modules: dict[str, list[str]] = {}

@@ -31,8 +31,7 @@ _NORM_DECAY = 0.9
 _VERIFY_EVERY = 100
 """Steps between two verifications of p across ranks. Ranks whose p differ would soon hang."""
 
-_MOST = 16
-"""Sets of kept layers for which a bucket stays prepared."""
+_MOST = 16  # sets of kept layers for which a bucket stays prepared
 
 _LEARNED = {"bandit": bandit.FORM, "averages": dict_of(list_of(number, 2))}
 _FORM = record(step=count, layers=dict_of(list_of(text)), applied=list_of(number), **_LEARNED)
@@ -40,11 +39,7 @@ _FORM = record(step=count, layers=dict_of(list_of(text)), applied=list_of(number
 
 @dataclass(frozen=True)
 class SamplingOptions(Component):
-    """``sampling(budget=0.6)``: how layers are chosen; see :class:`torchcomp.JointSpar`.
-
-    Raises:
-        SpecError: if an option is out of its range.
-    """
+    """``sampling(budget=0.6)``: how layers are chosen; see :class:`torchcomp.JointSpar`."""
 
     name: ClassVar[str] = "sampling"
     positional: ClassVar[int] = 0
@@ -61,32 +56,23 @@ class SamplingOptions(Component):
         check_fraction("p_min", self.p_min)
         if self.p_min > self.budget:
             raise SpecError(
-                f"p_min = {self.p_min:g} is infeasible with budget = {self.budget:g}: keeping "
-                "every layer with probability p_min already exceeds the budget; lower p_min",
+                f"p_min = {self.p_min:g} must be at most budget = {self.budget:g}: keeping every "
+                "layer with probability p_min would exceed the budget",
                 "p_min",
             )
         if not isinstance(self.rule, Baseline | Literal | None):
-            kinds = "Baseline(), Literal(...) or None (uniform)"
-            raise SpecError(f"rule must be {kinds}, not {self.rule!r}", "rule")
+            raise SpecError(
+                f"rule must be Baseline(), Literal(...) or None, not {self.rule!r}", "rule"
+            )
         if isinstance(self.rule, Literal) and self.costs != "layers":
             raise SpecError('Literal(...) counts layers: use Baseline(), or costs="layers"', "rule")
 
-    def new_bandit(self, costs: Vector) -> bandit.Bandit:
-        """Return a new bandit for layers with these costs, shape (D,), above 0."""
-        spent = float(self.budget) * float(costs.sum())
-        return bandit.Bandit(costs, spent, self.p_min, self.rule)
-
 
 class Sampler:
-    """Algorithms 1 and 2 of JointSpar on the layers of one model.
+    """Algorithms 1 and 2 of JointSpar on layers with these costs, shape (D,), above 0.
 
-    The first step keeps all layers, so that DDP orders its buckets by a complete backward pass.
-
-    Args:
-        options: how layers are chosen.
-        layers: the layers of the model.
-        costs: the cost of each layer, shape (D,), above 0.
-        key: seed and rank of the draws.
+    `key` has the seed and the rank of the draws. The first step keeps all layers: DDP then orders
+    its buckets by a complete backward pass.
 
     Attributes:
         kept, p: the layers of the next step on this rank, as a mask, and the probabilities that
@@ -102,7 +88,8 @@ class Sampler:
         self.options, self.layers = options, layers
         self.shared = options.selection == "shared"
         self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
-        self.bandit = options.new_bandit(costs)
+        budget = float(options.budget) * float(costs.sum())
+        self.bandit = bandit.Bandit(costs, budget, options.p_min, options.rule)
         self.step = 0
         self.committed: bool | None = None
         self.last, self.applied = np.zeros(len(layers), dtype=bool), np.ones(len(layers))
@@ -116,11 +103,7 @@ class Sampler:
         # A function of seed and step, so that a resumed run draws the same layers. The name makes
         # it independent of what compressors draw in the same step.
         key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
-        self.select(bandit.sample(p, key, shared=self.shared), p)
-
-    def select(self, kept: Mask, p: Vector) -> None:
-        """Keep these layers in the next step, drawn with these probabilities."""
-        self.kept, self.p = kept, p
+        self.kept, self.p = bandit.sample(p, key, shared=self.shared), p
         self._verified = self.step % _VERIFY_EVERY != 0
         self.reset()
 
@@ -134,10 +117,8 @@ class Sampler:
         """Return the parameters of the layers in `mask`, in the order of the layers."""
         return [name for name, d in self.layer_of.items() if mask[d]]
 
-    # The following three are called during the exchange, in its thread or on its stream.
-
     def union(self, exchange: Exchange) -> Mask:
-        """Return the layers to exchange: those that any rank keeps. A collective."""
+        """Return the layers to exchange: those that any rank keeps. A collective, in a step."""
         # Verify before the first exchange: ranks with different sets would pair unequal messages.
         if self.shared and not self._verified:
             values = {**self.state_dict(), "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
@@ -150,25 +131,18 @@ class Sampler:
         return self._exchanged
 
     def record_norms(self, parts: Mapping[str, Tensor]) -> None:
-        """Record the norms that p is learned from, of the means or of this rank's gradients."""
+        """Record norms to learn p from, of the means or of this rank's gradients, in a step."""
         if parts:
-            # In float64 a finite float32 gradient has a finite norm. The norms stay on the device:
-            # learn() fetches all of them together, and waits for the GPU only once.
+            # In float64 a finite float32 gradient has a finite norm. learn() fetches all norms
+            # together, and waits for the GPU only once.
             norms = torch._foreach_norm(list(parts.values()), 2, dtype=torch.float64)
             self._norms |= zip(parts, norms, strict=True)
 
-    def finish(self, committed: bool) -> None:
-        """End an exchange, which all ranks committed or all ranks rolled back."""
-        self.committed = committed
-
-    # The following are called after the exchange.
-
     def learn(self, scale: float) -> None:
         """Update the averages and p after a committed step, whose loss scale was `scale`."""
-        # Empty if no layer was exchanged.
         held = list(self._norms.values())
         values = torch.stack(held).tolist() if held else []
-        # Parameters of layers that were not exchanged have norm 0. The bandit ignores them.
+        # The bandit ignores the layers that were not exchanged.
         norms = dict.fromkeys(self.layer_of, 0.0)
         keep, take = _NORM_DECAY, 1 - _NORM_DECAY
         for name, value in zip(self._norms, values, strict=True):
@@ -181,8 +155,7 @@ class Sampler:
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
         # The first step teaches p nothing: it keeps every layer with probability 1.
         if self.step and self.options.rule is not None:
-            members = self.layers.values()
-            by_layer = [math.hypot(*(norms[name] for name in names)) for names in members]
+            by_layer = [math.hypot(*(norms[n] for n in names)) for names in self.layers.values()]
             self.bandit.update(self.kept, by_layer)
         self.last, self.applied = self.kept, self.p
         self.step += 1
@@ -203,33 +176,26 @@ class Sampler:
         }
 
     def restored(self, state: Mapping[str, Any]) -> "Sampler":
-        """Return what this sampler becomes with a state of JointSpar. This one does not change.
-
-        Raises:
-            CheckpointError: if the state is damaged or has other layers.
-        """
+        """Return what this sampler becomes with a state of JointSpar, or raise CheckpointError."""
         record(seed=count, jointspar=_FORM)(state, "the state")
         section, found = state["jointspar"], copy.copy(self)
-        mine, theirs = self.state_dict()["layers"], section["layers"]
-        differing = [layer for layer in {**mine, **theirs} if theirs.get(layer) != mine.get(layer)]
-        if differing:
+        # Also in another order, p would belong to other layers.
+        if list(section["layers"].items()) != list(self.state_dict()["layers"].items()):
             raise CheckpointError(
-                "the checkpoint and this run group parameters into different layers "
-                f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
+                "the checkpoint groups parameters into other layers than this run: build JointSpar "
+                "with the same layers={...}"
             )
         found.step, found.committed = section["step"], None
-        found.bandit = self.options.new_bandit(self.bandit.costs)
+        found.bandit = copy.copy(self.bandit)
         found.bandit.load_state_dict(section["bandit"])
         found.applied = found.bandit.probabilities(section["applied"], "jointspar.applied")
         for name, pair in section["averages"].items():
             require(min(pair) >= 0, f"jointspar.averages['{name}']", "at least 0", pair)
         found._averages = {name: list(pair) for name, pair in section["averages"].items()}
-        # The seed is the checkpoint's, so that the run continues with the layers it would have
-        # drawn. The rank is this run's, because the number of ranks can have changed.
+        # With the checkpoint's seed, the run continues with the layers it would have drawn.
         found._key = Key(state["seed"], rank=self._key.rank)
         found.draw()
-        # It is possible that only some ranks have loaded a checkpoint.
-        found._verified = False
+        found._verified = False  # it is possible that only some ranks have loaded a checkpoint
         return found
 
 
@@ -239,11 +205,9 @@ class Sampled(Aggregator):
 
     1. Set g_hat_d = g_d / p_d for the layers that this rank keeps, and 0 for the others.
     2. Average g_hat by `inner`, as one vector of the layers that any rank keeps. Nothing else is
-       sent.
-    3. Return 0 for the layers that no rank keeps. Their residuals do not change.
+       sent, and the residuals of other layers do not change.
 
-    If `inner` depends on the grouping, each bucket must be a layer or a part of one (see
-    :func:`by_layer`): parameters that are compressed together must be the same in every step.
+    If `inner` depends on the grouping, each bucket must be a layer or a part of one (`by_layer`).
     """
 
     name: ClassVar[str] = "jointspar"
@@ -255,13 +219,13 @@ class Sampled(Aggregator):
         check_kind(self, "inner", Aggregator)
         if self.inner.whole_model:
             raise SpecError(
-                f"jointspar: {self.inner} selects from the gradients of the whole model, but "
-                'dropped layers have none: use scope="bucket" (here: one layer) or scope="tensor"',
+                f"{self.inner} selects from the gradients of the whole model, but dropped layers "
+                'have none: use scope="bucket" (here: one layer) or scope="tensor"',
                 "inner",
             )
 
     def __str__(self) -> str:
-        # This text is compared across ranks and with checkpoints, so it has every option.
+        # Compared across ranks and with checkpoints, so with every option.
         return f"{self.name}({self.inner}, {self.sampler.options})"
 
     @property

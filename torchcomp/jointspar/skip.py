@@ -1,12 +1,10 @@
 """Skipper: leave parameters out of the backward pass under DDP.
 
 Changing ``requires_grad`` after DDP was built gives wrong gradients, and building DDP again costs
-more than it saves. Instead:
-
-1. While the module runs, constants on the same memory replace the dropped parameters. No kernel
-   then computes their gradients, or those of activations below the first kept layer.
-2. DDP still waits for the gradients of the real parameters. One autograd function ties these
-   parameters to the output. Its backward pass returns None for them, which DDP takes for zeros.
+more than it saves. Instead, constants on the same memory replace the dropped parameters while the
+module runs. No kernel then computes their gradients, or those of activations below the first kept
+layer. DDP still waits for the real parameters: one autograd function ties them to the output. Its
+backward pass returns None for them, which DDP takes for zeros.
 """
 
 import copy
@@ -23,18 +21,15 @@ from torch.utils import _pytree as pytree
 from torchcomp.ddp.executors import after_backward
 from torchcomp.errors import UnsupportedModelError
 
-Registration = tuple[nn.Module, str, nn.Parameter]
-"""A module, the name that it registers a parameter under, and that parameter."""
+Registration = tuple[nn.Module, str, nn.Parameter]  # a module, a name in it, and its parameter
 
 
 class Skipper:
     """Skips parameters of the module inside DDP, by hooks that :meth:`close` removes.
 
-    Args:
-        module: the module inside DDP.
-        parameters: its trained parameters, by name.
-        on_forward: a bound method, called before a forward pass that records a graph. It can raise.
-        on_backward: a bound method, called after DDP has written the gradients.
+    `parameters` are the trained ones, by name. `on_forward`, which can raise, is called before a
+    forward pass that records a graph, and `on_backward` after DDP has written the gradients. Both
+    are bound methods.
     """
 
     def __init__(
@@ -60,7 +55,7 @@ class Skipper:
         self._handles = [
             # First, because other forward pre-hooks can compute with parameters.
             module.register_forward_pre_hook(_weakly(self._before_forward), prepend=True),
-            # Also after a forward pass that raised: the parameters must be restored.
+            # Also after a forward pass that raised.
             module.register_forward_hook(_weakly(self._after_forward), always_call=True),
         ]
 
@@ -76,9 +71,8 @@ class Skipper:
             handle.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
-        # deepcopy copies the hooks of a module along with it. Copies skip nothing.
         if module is not self._module:
-            return
+            return  # deepcopy copies the hooks of a module along with it: copies skip nothing
         # A backward pass that raised can leave the flag set and parameters replaced.
         self._in_backward = False
         self._restore()
@@ -97,18 +91,14 @@ class Skipper:
         return self._tied(output, replaced)
 
     def begin_backward(self, selection: int) -> None:
-        """Begin a backward pass; :class:`_Tie` calls this before any other node runs.
-
-        `selection` is the value of ``_selection`` during the forward pass.
-        """
+        """Begin the backward pass of a forward pass that had this ``_selection``."""
         if selection != self._selection:
             raise UnsupportedModelError(
                 "this backward pass belongs to a forward pass of an earlier step, which kept other "
                 "layers: run backward before the next step, as DDP requires"
             )
-        # Several forward passes before one backward pass have a _Tie each.
         if self._in_backward:
-            return
+            return  # several forward passes before one backward pass have a _Tie each
         self._in_backward = True
         # Checkpointed blocks run their forward pass again now, and must skip the same parameters.
         self._replace()
@@ -145,9 +135,8 @@ class Skipper:
         floating = [i for i, x in found.items() if x.is_floating_point() or x.is_complex()]
         if not floating:
             raise UnsupportedModelError(
-                "JointSpar found no floating-point tensor in the output of the forward pass, of "
-                f"type {type(output).__name__}: return a tensor, or tuples, lists, dicts and "
-                "dataclasses of tensors"
+                f"the output of the forward pass, of type {type(output).__name__}, has no floating-"
+                "point tensor: return one, also in tuples, lists, dicts and dataclasses"
             )
         # Constants in the output must not require gradients. But with all layers dropped no output
         # requires any, so the ones that ever did are tied.
@@ -179,10 +168,7 @@ class _Tie(torch.autograd.Function):
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method as long as its object is alive, and then does nothing.
-
-    Hooks with a strong reference would keep the object alive, also in copies of the model.
-    """
+    """Return a function that calls a method, but does not keep its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:
@@ -193,20 +179,15 @@ def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of nested containers with `function` applied to everything else in them.
-
-    The containers are those that DDP supports in outputs: pytrees and dataclasses.
-    """
+    """Return a copy of pytrees and dataclasses with `function` applied to everything in them."""
 
     def apply(leaf: Any) -> Any:
         if not is_dataclass(leaf) or isinstance(leaf, type):
             return function(leaf)
         changed = copy.copy(leaf)
-        for field in fields(leaf):
+        for name in (field.name for field in fields(leaf)):
             # A frozen dataclass refuses plain assignment.
-            object.__setattr__(
-                changed, field.name, _map_leaves(function, getattr(leaf, field.name))
-            )
+            object.__setattr__(changed, name, _map_leaves(function, getattr(leaf, name)))
         return changed
 
     return pytree.tree_map(apply, value)
