@@ -30,7 +30,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 # From the bottom up. A module (or sub-package) imports from lower layers or from its own layer.
 LAYERS = [
-    {"compat", "torchvision_compat", "errors", "host", "profiling", "_version"},
+    {"compat", "torchvision_compat", "errors", "host", "profiling", "reference", "_version"},
     {"checks"},
     {"learning_rates"},
     {"component", "draws", "keys", "wire", "other_names"},
