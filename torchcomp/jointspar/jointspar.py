@@ -39,7 +39,7 @@ _ADVICE = {
 
 @dataclass(frozen=True)
 class JointSparStats(Stats):
-    """The counters of :class:`torchcomp.Stats`, and the layers.
+    """The counters of :class:`torchcomp.Stats`, with committed steps only, and the layers.
 
     Attributes:
         kept: names of the layers whose gradients this rank computed in the last step.
@@ -180,7 +180,8 @@ class JointSpar(Gatherable):
         """Counters of this rank."""
         costs, last = self._sampler.bandit.costs, tuple(selected(self.layers, self._sampler.last))
         share = float(costs @ self._sampler.p) / float(costs.sum())
-        return JointSparStats(**vars(self._handle.stats), kept=last, p=self.p, share=share)
+        counters = {**vars(self._handle.stats), "steps": self._sampler.step}
+        return JointSparStats(**counters, kept=last, p=self.p, share=share)
 
     def probability(self, parameter: Tensor) -> float:
         """Return the p that divided this parameter's gradient in the last step, for LARS.
