@@ -14,7 +14,7 @@ from torch import nn
 import torchcomp
 from tests.jointspar.script import backward, keep, seen
 from tests.support.cases import thorough
-from tests.support.models import Branches, Checkpointed, loss_of, mlp, rows, seeded, weights, wrap
+from tests.support.models import Branches, loss_of, mlp, rows, seeded, weights, wrap
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
 from torchcomp.errors import NonFiniteError, RankMismatchError, SpecError, UnsupportedModelError
@@ -97,6 +97,11 @@ MODELS = {
         "torchcomp.JointSpar(budget=0.25)",
     ),
     "LocalSGD": (lambda: after_another(local_steps), UnsupportedModelError, "torchcomp.LocalSGD"),
+    "and others after it": (
+        lambda: local_steps(after_another(lambda model: JointSpar(model, budget=0.25))),
+        UnsupportedModelError,
+        "torchcomp.JointSpar(budget=0.25)",
+    ),
     "a backward pass": (
         lambda: after_another(lambda model: backward(model, (rows(0),))),
         UnsupportedModelError,
@@ -108,14 +113,6 @@ MODELS = {
 @pytest.mark.parametrize(("build", "error", "word"), MODELS.values(), ids=MODELS)
 def test_models(build, error, word):
     assert_refused(2, lambda: JointSpar(build(), budget=0.5), error, word)
-
-
-@pytest.mark.parametrize("method", [lambda model: torchcomp.register(model, "mean"), local_steps])
-def test_no_other_method_after_jointspar(method):
-    def body():
-        method(after_another(lambda model: JointSpar(model, budget=0.5)))
-
-    assert_refused(2, body, UnsupportedModelError, "torchcomp.JointSpar(budget=0.5)")
 
 
 class Silent(nn.Module):
@@ -191,18 +188,6 @@ def test_a_dropped_layer_need_not_be_used():
             assert used == ["left.weight", "left.bias"]
 
     on_threads(2, body)
-
-
-@pytest.mark.filterwarnings("ignore")  # torch warns of inputs that require no gradient
-def test_reentrant_checkpointing_behind_a_dropped_prefix_is_not_silent():
-    def body():
-        model = wrap(seeded(Checkpointed(use_reentrant=True).double()))
-        with JointSpar(model, budget=0.5) as jointspar:
-            keep(jointspar, "blocks.1.0")
-            for step in range(2):
-                loss_of(model(rows(step))).backward()
-
-    assert_refused(1, body, RuntimeError)
 
 
 # --- NaN and infinities ---------------------------------------------------------------------------

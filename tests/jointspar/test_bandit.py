@@ -96,14 +96,6 @@ def test_equals_the_reference(rule, update, costs, budget):
     assert bandit.largest > 12
 
 
-def test_literal_form_is_correct_at_huge_exponents():
-    bandit = Bandit(np.ones(6), 2.0, 0.0125, Literal(1.0, 100.0))
-    for step in range(20):
-        bandit.update(sample(bandit.p, Key(0, step)), np.full(6, 50.0))
-        assert bandit.p.sum() == pytest.approx(2.0, rel=1e-12)
-        assert ((bandit.p >= 0.0125) & (bandit.p <= 1)).all()
-
-
 def excess(bandit, norms):
     """Return by what share sum |g|^2 / p exceeds its minimum."""
     return (norms**2 / bandit.p).sum() / (norms**2 / best(norms, bandit)).sum() - 1
@@ -126,20 +118,14 @@ def test_reaches_two_per_cent_of_the_optimum_and_follows_a_change_of_norms(alpha
     assert excess(run(bandit, later, 4000, start=5000), later) < 0.03
 
 
-def test_does_not_depend_on_the_unit_of_the_norms_or_the_costs():
-    norms, costs = layer_norms(), layer_costs()
-    one = run(Bandit(costs, 0.4 * costs.sum(), P_MIN), norms, 200)
-    other = run(Bandit(1e6 * costs, 0.4e6 * costs.sum(), P_MIN), 1e-8 * norms, 200)
-    np.testing.assert_allclose(one.p, other.p, rtol=1e-6)
-
-
 def test_edges():
     assert (run(Bandit(np.ones(D), float(D), P_MIN), layer_norms(), 50).p == 1).all()
     silent = run(Bandit(np.ones(4), 2.0, 0.1), np.zeros(4), 10)
     np.testing.assert_allclose(silent.p, 0.5)
     assert run(silent, np.array([1.0, 0.0, 0.0, 0.0]), 3000, start=10).p[0] > 0.9
-    huge = run(Bandit(np.ones(4), 2.0, 0.1), np.array([1e160, 1.0, 1.0, 1.0]), 20)
-    assert huge.p.sum() == pytest.approx(2.0)
+    for rule in (Baseline(), Literal(1.0, 100.0)):  # huge norms and huge exponents
+        huge = run(Bandit(np.ones(4), 2.0, 0.1, rule), np.array([1e160, 50.0, 1.0, 1.0]), 20)
+        assert huge.p.sum() == pytest.approx(2.0, rel=1e-12)
     empty = run(Bandit(np.ones(D), 20.0, P_MIN), layer_norms(), 100)
     before, level = empty.p, empty.level
     empty.update(np.zeros(D, dtype=bool), np.full(D, np.nan))
