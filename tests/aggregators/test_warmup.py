@@ -29,7 +29,7 @@ from torchcomp import NonFiniteError, SpecError, explain
 from torchcomp.aggregators import EF, Aggregator
 from torchcomp.bucket import BucketShape
 from torchcomp.compressors import Identity, TopK, Warmup
-from torchcomp.jointspar.sampled import Sampled
+from torchcomp.jointspar.sampler import Sampled
 from torchcomp.two_direction.checks import require
 
 TOP = "topk(0.05)"

@@ -29,7 +29,14 @@ OUTSIDE = (
         "integrations/",
     ),
     # Checkpoints and simulations.
-    *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "two_direction/", "reference.py"),
+    *(
+        "checkpoint.py",
+        "redistribution.py",
+        "per_rank.py",
+        "gathering.py",
+        "two_direction/",
+        "reference.py",
+    ),
     # Measure and predict, before training.
     *("step_model/", "doctor/", "flags.py"),
     # NumPy.

@@ -176,20 +176,6 @@ def test_a_kept_layer_that_the_forward_pass_does_not_use_is_ddps_own_error():
     assert_refused(2, body, RuntimeError, "find_unused_parameters=True")
 
 
-def test_a_dropped_layer_need_not_be_used():
-    def body():
-        model = wrap(seeded(Branches().double()))
-        jointspar = JointSpar(model, budget=0.5)
-        for step in range(3):
-            keep(jointspar, "left")
-            model.zero_grad()
-            loss_of(model(rows(step), ("left",))).backward()
-            used = [name for name, g in seen(model).items() if g is not None]
-            assert used == ["left.weight", "left.bias"]
-
-    on_threads(2, body)
-
-
 # --- NaN and infinities ---------------------------------------------------------------------------
 
 
@@ -277,8 +263,7 @@ def test_the_scale_does_not_reach_the_probabilities():
         model = wrap(mlp())
         scaler = torch.amp.GradScaler("cpu", init_scale=scale)
         jointspar = JointSpar(model, budget=0.5, scaler=scaler, rule=Literal(1e-6))
-        for step in range(5):
-            model.zero_grad()
+        for step in range(3):
             scaler.scale(loss_of(model(rows(step)))).backward()
         return jointspar.p
 

@@ -172,16 +172,17 @@ def test_a_damaged_state_is_refused_and_changes_nothing(damage):
 
 
 @pytest.mark.parametrize(
-    ("build", "field"),
+    ("rule", "options", "field"),
     [
-        (lambda: Baseline(0.0), "alpha"),
-        (lambda: Literal(math.inf), "alpha"),
-        *((lambda bound=bound: Literal(1.0, bound), "bound") for bound in (math.nan, -3.0, "big")),
+        (Baseline, {"alpha": 0.0}, "alpha"),
+        (Literal, {"alpha": math.inf}, "alpha"),
+        (Literal, {"alpha": 1.0, "bound": -3.0}, "bound"),
+        (Literal, {"alpha": 1.0, "bound": "big"}, "bound"),
     ],
 )
-def test_bad_rules_are_refused(build, field):
+def test_bad_rules_are_refused(rule, options, field):
     with pytest.raises(SpecError) as caught:
-        build()
+        rule(**options)
     assert caught.value.field == field
 
 

@@ -130,18 +130,6 @@ def test_with_its_own_norm_the_mean_update_would_be_p_times_the_dense_one():
         torch.testing.assert_close(a, full, rtol=1e-12, atol=1e-15)
 
 
-def test_with_momentum_the_long_run_is_the_dense_one():
-    p, steps, momentum, start = 0.5, 10_000, 0.8, 1e9
-    x = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
-    sampled = Coin(p, {x: start})
-    optimizer = LARS([x], 1.0, momentum=momentum, trust_coefficient=1.0, sampled=sampled)
-    for keep in torch.rand(steps, generator=torch.Generator().manual_seed(0)) < p:
-        x.grad = torch.full_like(x, 1 / p) if keep else None
-        optimizer.step()
-    dense = steps / (1 - momentum)
-    assert abs(start - x.item() - dense) < 4 * dense * math.sqrt((1 / p - 1) / steps)
-
-
 @pytest.mark.parametrize(
     ("size", "value", "gradient", "running", "expected"),
     [

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.jointspar.script import backward, estimates, layer_of, seen
-from tests.support.cases import some, thorough
+from tests.support.cases import some
 from tests.support.models import (
     Account,
     assert_conserved,
@@ -99,26 +99,6 @@ def test_per_rank_probabilities_are_learned_from_each_ranks_own_norms():
 
     first, second = on_threads(2, body)
     assert first != second
-
-
-@pytest.mark.parametrize("costs", ["layers", *thorough(["bytes"])])
-def test_on_a_fixed_batch_it_finds_the_best_probabilities(costs):
-    def body():
-        model = wrap(mlp(width=8))
-        jointspar = JointSpar(model, budget=0.4, costs=costs, p_min=0.02, rule=Baseline(0.03))
-        for step in range(600):
-            model.zero_grad()
-            loss_of(model(rows(0, width=8))).backward()
-            if step == 0:
-                norms = np.array([float(g.norm()) for g in by_layer(jointspar, seen(model))])
-        sizes = [float(sum(p.nbytes for p in layer.parameters())) for layer in model.module[::2]]
-        prices = [1.0] * 4 if costs == "layers" else sizes
-        best = reference.best_probabilities(norms, 0.4 * sum(prices), 0.02, prices)
-        p = np.array(list(jointspar.p.values()))
-        assert (norms**2 / p).sum() < 1.02 * (norms**2 / np.array(best)).sum()
-        assert jointspar.stats.share == pytest.approx(0.4)
-
-    on_threads(2, body)
 
 
 def test_lars_uses_the_running_norms():
