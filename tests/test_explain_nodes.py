@@ -294,7 +294,7 @@ def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
     plan = explain("bidirectional(topk(0.01), topk(0.01))", numel=RESNET50, world_size=8, nodes=4)
     nodes = plan.nodes
     assert nodes is not None
-    assert nodes.two_levels_are_better
+    assert nodes.card_bytes < nodes.flat_card_bytes
     assert nodes.dense_card_bytes == plan.dense_bytes_sent == 2 * 7 * 4 * RESNET50 // 8
     # One message of the whole model up and down, of which the other node owns a half.
     assert nodes.card_bytes == pytest.approx(plan.message_bytes, rel=0.001)
@@ -323,7 +323,6 @@ def test_flat_is_better_where_pieces_are_padded() -> None:
     model = nn.Linear(1000, 1, bias=False)
     plan = explain("mean", model=model, world_size=8, nodes=4)
     assert plan.nodes is not None
-    assert not plan.nodes.two_levels_are_better
     assert (plan.nodes.flat_card_bytes, plan.nodes.card_bytes) == (7_000, 16_000)
     assert re.match(r"the flat method .*\b2.29x less\b.*nodes=4", table(plan)["better"])
 
@@ -332,7 +331,6 @@ def test_flat_is_better_where_pieces_are_padded() -> None:
 def test_one_rank_a_node_and_one_node(nodes: int) -> None:
     plan = explain("ef(topk(0.01))", numel=RESNET50, world_size=8, nodes=nodes)
     assert plan.nodes is not None
-    assert not plan.nodes.two_levels_are_better
     sent = plan.bytes_sent if nodes == 1 else 0
     assert plan.nodes.flat_card_bytes == plan.nodes.card_bytes == sent
     assert not numbers(table(plan)["better"]) - {str(nodes)}
@@ -342,7 +340,7 @@ def test_a_million_ranks_are_planned_at_once() -> None:
     spec = "bidirectional(topk(0.01, scope=tensor), topk(0.01), selection=exact)"
     plan = explain(spec, numel=RESNET50, world_size=10**6, nodes=10**5)
     assert plan.nodes is not None
-    assert plan.nodes.two_levels_are_better
+    assert plan.nodes.card_bytes < plan.nodes.flat_card_bytes
 
 
 # --- Bad input ------------------------------------------------------------------------------------

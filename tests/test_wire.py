@@ -314,9 +314,17 @@ def words_of(frame):
     return [int.from_bytes(bytes(word), "little") for word in frame.view(-1, 8).tolist()]
 
 
+def test_a_signature_of_counts_is_in_the_header():
+    signed = wire.counted_signature(1000, [3, 0, 2])
+    assert signed == 1000 + 3 + 5 * 2
+    assert wire.counted_signature(1000, [0, 3, 2]) != signed
+    frames = Frames([VALUES, VALUES], CPU, counts=[1, 1], signatures=[signed, 2**62])
+    assert words_of(frames.outgoing())[1::4] == [signed, 2**62]
+
+
 def test_version():
     # A new version is a new format, which docs/wire.md must describe.
-    assert wire.VERSION == 5
+    assert wire.VERSION == 6
 
 
 def test_frame_is_version_magic_and_length_then_the_layout_then_the_message_up_to_8_bytes():
@@ -324,7 +332,7 @@ def test_frame_is_version_magic_and_length_then_the_layout_then_the_message_up_t
     digest = hashlib.sha256(b"values float32 1\nindex uint8 5\n").digest()
     layout = int.from_bytes(digest[:8], "little") % 2**63
     payload = [int.from_bytes(bytes(BYTES[:8]), "little"), BYTES[8]]
-    assert words_of(frame) == [5 + 256 * wire.MAGIC + 65536 * 9, layout, *payload]
+    assert words_of(frame) == [6 + 256 * wire.MAGIC + 65536 * 9, layout, *payload]
     assert inspected(frame, frames) == wire.INTACT
     frames, frame = frame_of(checksum=True)
     total = layout + 1 * payload[0] + 3 * payload[1]

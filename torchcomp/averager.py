@@ -114,9 +114,6 @@ class Averager(Steps):
         self._averaged = 0  # buckets of the step in flight, for the labels of a trace
         self._callbacks: list[Callable[[bool], None]] = []
         self._watch, self._combined = FiniteWatch(exchange), False
-        # The ranks are compared in the first `begin`, not here: loading a checkpoint is a local
-        # call, so only the next collective can show that one rank loaded it and another did not.
-        self._verified = False
         self._flushing = False  # whether FLUSH is active instead of the method of the user
         self.use(aggregator)
 
@@ -361,23 +358,26 @@ class Averager(Steps):
             self._record(self.exchange, dense_bytes)
 
     def settle(self) -> None:
-        """Undo the last step if it does not count, and raise what is wrong with it.
+        """Decide whether the last step counts, and end what it leaves open.
 
-        If it counts, and it was the last one of a flush, the method that the user chose runs from
-        here on.
+        An observer tells what it has found, and may change the method with :meth:`use`. If the last
+        step was the last one of a flush, the method that the user chose runs from here on.
+
+        Raises:
+            Exception: what is wrong with the last step, which is then undone.
         """
-        self._decide()
+        self.decide()
+        if self.observer is not None:
+            self.observer.settle()  # without the lock, which never waits for other ranks
         # A step that was kept can still be taken back with those that follow it.
         if self._flushed and not self.steps_kept:
             with self._lock:
                 self._end_flush()
 
-    def _decide(self) -> None:
-        super()._decide()
+    def decide(self) -> None:
+        super().decide()
         if self._settlement.status is Status.TAKEN_BACK:
             self._tell_changed()  # what was seen of this step says nothing
-        elif self.observer is not None:
-            self.observer.settle()  # without the lock, which never waits for other ranks
 
     def _tell_changed(self) -> None:
         """Tell what watches that the next step does not continue the last one."""

@@ -31,6 +31,7 @@ class Codec:
         dtype: dtype of the values on the wire.
         counts: number of vectors in each frame. By default, one frame has all of them.
         checksum: whether frames have a checksum of their payload.
+        signatures: of each frame, if they are not those of the layouts.
 
     Attributes:
         vectors: the vectors, prepared for the device.
@@ -44,10 +45,11 @@ class Codec:
         dtype: torch.dtype,
         counts: Sequence[int] | None = None,
         checksum: bool = False,
+        signatures: Sequence[int] | None = None,
     ) -> None:
         self.vectors = Vectors(vectors, device, dtype)
         counts = [len(vectors)] if counts is None else counts
-        self.frames = Frames([v.layout for v in vectors], device, checksum, counts)
+        self.frames = Frames([v.layout for v in vectors], device, checksum, counts, signatures)
         self.vectors.frames = self.frames
         self._placed = False
 

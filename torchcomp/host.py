@@ -4,7 +4,7 @@ A wait in the middle of a step costs the overlap with the backward pass: the thr
 an accelerator is the one that must launch the backward pass.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -44,6 +44,12 @@ def copy_from(values: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return wait
+
+
+def wait_for_all_streams(tensors: Iterable[Tensor]) -> None:
+    """Wait until the devices of the tensors have done all that they were given, on any stream."""
+    for device in {each.device for each in tensors if each.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def keep_for_this_stream(values: Tensor) -> None:

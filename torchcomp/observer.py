@@ -42,4 +42,7 @@ class Observer(Protocol):
         """The next step does not continue the last one: the state or the ranks have changed."""
 
     def settle(self) -> None:
-        """Wait for what is on its way, and judge it. Not called inside a step."""
+        """Wait for what is on its way, and judge it. Not called inside a step.
+
+        Here, and only here, the user may be told, within :meth:`~torchcomp.settlement.Steps.tell`.
+        """

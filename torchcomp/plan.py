@@ -35,11 +35,6 @@ class NodePlan:
     inside_bytes_sent: int
     memory_bytes: int
 
-    @property
-    def two_levels_are_better(self) -> bool:
-        """Whether two levels send less through the card than the flat method."""
-        return self.card_bytes < self.flat_card_bytes
-
     def rows(self, nodes: int) -> list[tuple[str, str]]:
         """Return the rows of the table, for this number of nodes."""
         sent = {"the flat method": self.flat_card_bytes, f"nodes={self.ranks}": self.card_bytes}

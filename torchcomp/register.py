@@ -50,11 +50,12 @@ def register(
             the loss scale, and does not change in steps that the scaler skips. Without a scaler, a
             NaN or infinity in a gradient raises an error.
         check: when a step with a NaN, an infinity or a damaged message raises. "now": at the end
-            of its backward pass, and nothing has changed. "late": in the next backward pass, swap
-            or ``state_dict()``, so that the host does not wait for the device at the end of a step.
+            of its backward pass, and nothing has changed. "late": in the next backward pass, swap,
+            ``state_dict()`` or ``close()``, so that the host does not wait for the device at the
+            end of a step.
             The device then replaces the gradients of such a step: by zeros, or with a scaler by
-            infinity, so that the scaler skips it. "auto": "late" for DDP on an accelerator, and
-            otherwise "now". A step with ``find_unused_parameters=True`` is always checked at its
+            infinity, so that the scaler skips it. "auto": "late" on an accelerator, and "now" on
+            the CPU. A step with ``find_unused_parameters=True`` is always checked at its
             end, and so is one with a manager: "late" is refused there.
         lr_inside: the optimizer of the training loop, or a list of all that train the model. The
             residual is then in the unit of the update, the learning rate times the gradient: what

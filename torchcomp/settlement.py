@@ -2,13 +2,15 @@
 
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from torchcomp import host
 from torchcomp.exchange import Exchange
 from torchcomp.nonfinite import FiniteWatch
 from torchcomp.state import State
@@ -107,7 +109,7 @@ class Steps:
     """A sequence of steps, each of which counts or not, and the state after the last one.
 
     A step that has ended can still be undone, for three reasons: a check or a vote decides later
-    that it does not count (:meth:`settle`), no optimizer has used its gradients
+    that it does not count (:meth:`decide`), no optimizer has used its gradients
     (:meth:`take_back`), or its backward pass raised (:meth:`abandon`).
 
     Attributes:
@@ -138,6 +140,10 @@ class Steps:
         self._flushed = False
         # Whether the last step keeps its number if it turns out not to count: a scaler skips it.
         self._keeps_number = False
+        # The ranks are compared when a step begins, not where they can start to differ: loading a
+        # checkpoint is a local call, so only the next collective shows that another rank did not.
+        self._verified = False
+        self._settling: int | None = None  # the thread that tells what it has settled
 
     @property
     def scale(self) -> float:
@@ -170,8 +176,26 @@ class Steps:
         """Whether the last step counts."""
         return self._settlement.status is Status.COUNTED
 
-    def settle(self) -> None:
-        """Undo the last step if it does not count, and raise what is wrong with it.
+    @property
+    def settling(self) -> bool:
+        """Whether this thread is in :meth:`tell`, where the method may change."""
+        return self._settling == threading.get_ident()
+
+    @contextmanager
+    def tell(self) -> Iterator[None]:
+        """Tell the user what an observer has found, while the last step is settled.
+
+        All ranks enter this alike. What they are told can make them change the method, although
+        the next backward pass runs already. So they are compared when its step begins.
+        """
+        before, self._settling = self._settling, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._settling, self._verified = before, False
+
+    def decide(self) -> None:
+        """Decide whether the last step counts: undo it if not, and raise what is wrong with it.
 
         The step counter and the state then are those before the step.
         """
@@ -187,7 +211,7 @@ class Steps:
         Steps before it that :meth:`keep_before` has joined to it are undone as well. All ranks must
         make the same call; if they do not, the end of the next step raises on all of them.
         """
-        self._decide()
+        self.decide()
         with self._lock:
             self._taken_back = True
             if self._settlement.status is Status.COUNTED:
@@ -200,7 +224,7 @@ class Steps:
 
         For gradients that no optimizer has used, and that the next step adds to.
         """
-        self._decide()
+        self.decide()
         with self._lock:
             if self._settlement.status is Status.COUNTED:
                 self.state.keep_before()
@@ -236,8 +260,8 @@ class Steps:
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
         """Return the Euclidean norm of this rank's residual by parameter name.
 
-        The host waits for the device once. Any thread can call this at any time: the residual is
-        that after the last step that has finished.
+        The host waits for all that the device was given. Any thread can call this at any time: the
+        residual is that after the last step that has finished.
 
         Args:
             slot: "error" for the residual of this rank's gradients, or "server_error" for the
@@ -248,6 +272,8 @@ class Steps:
             parts = dict(self.state.items(slot))
             if not parts:
                 return {}
+            # The stream of the exchange can still be writing them, and this thread has another one.
+            host.wait_for_all_streams(parts.values())
             norms = torch._foreach_norm(list(parts.values()))
             # Parameters can be on several devices. The copies to the first do not wait.
             gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
@@ -260,11 +286,7 @@ class Steps:
         self._flushed = self._taken_back = False
         self.meter.load_state_dict(traffic, step)
 
-    # For the step that runs. The lock is held, except in the first two.
-
-    def _decide(self) -> None:
-        """Decide whether the last step counts, and no more."""
-        Steps.settle(self)
+    # For the step that runs. The lock is held, except in the first one.
 
     def _require_wanted(self) -> None:
         if self.abandoned:

@@ -74,8 +74,6 @@ class _Flat:
         self.before = torch.zeros(slot.numel, dtype=slot.dtype, device=device)
         # Not initialised: an aggregator writes all of it, or the step raises and is rolled back.
         self.after = torch.empty_like(self.before)
-        # The values before several steps that count or not together; see `State.restore_before`.
-        self.kept: Tensor | None = None
 
     def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         return zip(self.slot.names, torch.split(flat, list(self.slot.sizes)), strict=True)
@@ -92,22 +90,20 @@ class _Store:
     sharded: bool
     flats: dict[Names, _Flat] = field(default_factory=dict)
     loose: dict[str, Tensor] = field(default_factory=dict)
+    # The values before several steps that count or not together; see `State.restore_before`. By
+    # parameter, because such steps can have different buckets.
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         for flat in self.flats.values():
             yield from flat.parts(flat.before)
         yield from self.loose.items()
 
-    def kept(self) -> Iterator[tuple[str, Tensor]]:
-        for flat in self.flats.values():
-            if flat.kept is not None:
-                yield from flat.parts(flat.kept)
-
     def tensors(self) -> Iterator[Tensor]:
-        """Iterate over the same values, as few tensors as possible."""
+        """Iterate over the same values and those that are kept, as few tensors as possible."""
         yield from (flat.before for flat in self.flats.values())
-        yield from (flat.kept for flat in self.flats.values() if flat.kept is not None)
         yield from self.loose.values()
+        yield from self.kept.values()
 
 
 class State:
@@ -122,7 +118,6 @@ class State:
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
         self._committed: set[_Flat] = set()  # by the last commit
-        self._kept: set[_Flat] = set()
 
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the values of a slot before this step, and a tensor for those after it.
@@ -178,24 +173,26 @@ class State:
 
     def keep_before(self) -> None:
         """Keep the values from before the last commit, for :meth:`restore_before`."""
-        for flat in self._committed:
-            if flat.kept is None:
-                # The next step writes where these values are.
-                flat.kept = flat.after.clone()
-        self._kept |= self._committed
+        for store in self._stores.values():
+            for flat in self._committed.intersection(store.flats.values()):
+                if not store.kept.keys() >= set(flat.slot.names):
+                    # The next step writes where these values are.
+                    store.kept = dict(flat.parts(flat.after.clone())) | store.kept
 
     def restore_before(self) -> None:
         """Go back to the values of the first :meth:`keep_before` since they were forgotten."""
-        for flat in self._kept:
-            if flat.kept is not None:
-                flat.before.copy_(flat.kept)
+        for store in self._stores.values():
+            for name, values in store.items():
+                kept = store.kept.get(name)
+                # As in `open`, a parameter whose size has changed does not get its old values.
+                if kept is not None and kept.numel() == values.numel():
+                    values.copy_(kept)
         self.forget_before()
 
     def forget_before(self) -> None:
         """Free the values that :meth:`keep_before` has kept."""
-        for flat in self._kept:
-            flat.kept = None
-        self._kept.clear()
+        for store in self._stores.values():
+            store.kept.clear()
 
     def rollback(self) -> None:
         """Discard the values that the step wrote."""
@@ -254,7 +251,6 @@ class State:
             if store is not None:
                 self._in_flight.difference_update(store.flats.values())
                 self._committed.difference_update(store.flats.values())
-                self._kept.difference_update(store.flats.values())
 
     def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
         """Add this rank's server residual to its own residual, and remove the server residual.
@@ -266,6 +262,7 @@ class State:
         sharded = self._sharded_debts()
         for debt in sharded:
             _add_shards(dict(self.items("error")), dict(self.items(debt)), owned, world_size)
+            _add_shards(self._kept("error"), self._kept(debt), owned, world_size)
         self.drop(sharded)
 
     def unshard_pending(self, owned: Iterable[Shard], world_size: int) -> None:
@@ -275,6 +272,9 @@ class State:
             _add_shards(dict(self.pending("error")), server, owned, world_size)
             for part in server.values():
                 part.zero_()
+
+    def _kept(self, name: str) -> dict[str, Tensor]:
+        return self._stores[name].kept if name in self._stores else {}
 
     def _sharded_debts(self) -> list[str]:
         return [name for name in self.debts() if self._stores[name].sharded]
@@ -291,7 +291,7 @@ class State:
             factors: by parameter name. The debts of other parameters do not change.
         """
         stores = [store for store in self._stores.values() if store.kind is Kind.DEBT]
-        parts = (part for store in stores for part in (*store.items(), *store.kept()))
+        parts = (part for store in stores for part in (*store.items(), *store.kept.items()))
         _multiply((part, factors[name]) for name, part in parts if name in factors)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
@@ -302,7 +302,6 @@ class State:
             old = store.flats.pop(names)
             self._in_flight.discard(old)
             self._committed.discard(old)
-            self._kept.discard(old)
             store.loose.update(old.parts(old.before))
         flat = store.flats[slot.names] = _Flat(slot, device)
         for name, view in flat.parts(flat.before):

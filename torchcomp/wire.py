@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchcomp import host
 
-VERSION = 5
+VERSION = 6
 """Version of the wire format. It changes whenever the bytes of any message change.
 
 The ranks compare it when a model is registered.
@@ -91,6 +91,16 @@ def signature(layout: Layout) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") & (2**63 - 1)
 
 
+def counted_signature(base: int, counts: Iterable[int]) -> int:
+    """Return the signature of a message whose number of entries varies, in 63 bits.
+
+    Args:
+        base: half the signature of the message with one entry of each vector.
+        counts: number of entries of each vector.
+    """
+    return base + sum([(2 * i + 1) * count for i, count in enumerate(counts)])
+
+
 def checksum(words: Tensor) -> Tensor:
     """Return the sum of (2 i + 1) w[i] modulo 2^64 over the last dimension of `words` (int64).
 
@@ -111,6 +121,7 @@ class Frames:
         device: device of the frames.
         checksum: whether frames contain the checksum of their message.
         counts: number of vectors in each message. By default, each vector has its own.
+        signatures: of each message, if they are not those of the layouts.
 
     Attributes:
         lengths: size of each message in bytes.
@@ -125,6 +136,7 @@ class Frames:
         device: torch.device,
         checksum: bool = False,
         counts: Sequence[int] | None = None,
+        signatures: Sequence[int] | None = None,
     ) -> None:
         self.layouts, self.device, self.checksum = tuple(layouts), device, checksum
         self.on_host = host.can_read(torch.empty(0, device=device))
@@ -152,9 +164,10 @@ class Frames:
             for begin, size in zip(begins, self.sizes, strict=False)
             if size
         ]
+        signatures = [signature(m) for m in messages] if signatures is None else signatures
         headers = [
-            (VERSION | MAGIC << 8 | nbytes(message) << 16, signature(message))
-            for message in messages
+            (VERSION | MAGIC << 8 | nbytes(message) << 16, signed)
+            for message, signed in zip(messages, signatures, strict=True)
             if nbytes(message)
         ]
         self._headers = torch.tensor(headers, dtype=torch.int64).view(-1, 2)

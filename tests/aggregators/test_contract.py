@@ -161,11 +161,6 @@ def test_buckets_can_change_in_every_step(spec: str) -> None:
             assert_near(actual, expected, 1e-12)
 
 
-def test_only_powersgd_does_not_depend_on_the_buckets() -> None:
-    independent = {spec for spec in METHODS if not torchcomp.parse(spec).depends_on_grouping}
-    assert independent == {POWERSGD}
-
-
 @pytest.mark.parametrize("spec", METHODS)
 def test_replicas_get_the_same_bits(spec: str) -> None:
     outcomes = on_ranks(4, lambda exchange: steps(averager(spec, exchange, SEVERAL), range(10)))

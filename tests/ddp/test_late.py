@@ -1,5 +1,6 @@
 """register(..., check="late"): a step is checked when the next one begins."""
 
+import os
 from collections.abc import Callable
 from functools import partial
 from threading import Event, Timer
@@ -14,7 +15,7 @@ import torchcomp
 from tests.support.models import gradients, kept, loss_of, mlp, rows, wrap
 from tests.support.outcomes import assert_refused, raised_by, same
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import NonFiniteError, RankMismatchError, SpecError
+from torchcomp import Guard, NonFiniteError, RankFailureError, RankMismatchError, SpecError
 
 TOPK = "ef(topk(0.1))"
 
@@ -171,3 +172,51 @@ def interrupted_while_the_ranks_look_for_the_nan() -> tuple[int, int]:
 
 def test_a_pass_that_was_interrupted_before_the_last_step_was_decided() -> None:
     assert on_processes(2, interrupted_while_the_ranks_look_for_the_nan) == [(3, 100)] * 2
+
+
+def closes(options: dict[str, Any]) -> Any:
+    model = wrap(mlp())
+    handle = torchcomp.register(model, TOPK, check="late", **options)
+    for step in range(2):
+        loss_of(model(rows(step))).backward()
+    before = kept(handle.state_dict())
+    spoil = model.module[0].weight.register_hook(lambda g: g / dist.get_rank())
+    loss_of(model(rows(2))).backward()
+    spoil.remove()
+    error = raised_by(handle.close)
+    assert same(kept(handle.state_dict()), before)
+    handle.close()
+    return type(error), "'0.weight'" in str(error), handle.closed, handle.state_dict()["step"]
+
+
+@pytest.mark.parametrize("options", [{}, {"nodes": 2}, {"guard": Guard(every=3)}], ids=str)
+def test_close_raises_what_the_last_step_had_and_the_state_is_that_before_it(
+    options: dict[str, Any],
+) -> None:
+    assert on_processes(4, closes, options) == [(NonFiniteError, True, True, 2)] * 4
+
+
+def test_close_after_a_step_that_counts_raises_nothing() -> None:
+    def body() -> Any:
+        model = wrap(mlp())
+        with torchcomp.register(model, TOPK, check="late") as handle:
+            loss_of(model(rows(0))).backward()
+            assert handle.averager.undecided
+        return handle.averager.undecided, handle.state_dict()["step"]
+
+    assert on_threads(2, body) == [(False, 1)] * 2
+
+
+def closes_alone() -> Any:
+    """Rank 1 ends after a step in which rank 0 had a NaN. Its name must be agreed on."""
+    model = wrap(mlp())
+    handle = torchcomp.register(model, TOPK, check="late")
+    (loss_of(model(rows(0))) * (dist.get_rank() or float("nan"))).backward()
+    if dist.get_rank() == 1:
+        os._exit(1)
+    return type(raised_by(handle.close)), handle.closed
+
+
+def test_close_ends_although_another_rank_has_failed() -> None:
+    closed, _ = on_processes(2, closes_alone, catch=True)
+    assert closed == (RankFailureError, True)

@@ -71,14 +71,15 @@ EXCEPTIONS = {
     "auto/pace.py Pace.changed": "numbers of the host",
     # The one wait of a step.
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
+    "host.py wait_for_all_streams": "the caller asks for norms",
     "host.py copy_from": "starts a copy to pinned memory",
     "host.py copy_from.wait": "the caller asks for numbers",
-    # The counts and thresholds of exact selections: three in a bucket.
-    "routes/sharded.py ShardedRoute._exchange_counts": "the lengths of messages",
+    # The lengths of the messages of exact selections: one in a bucket, or two.
+    "routes/exact.py Messages.begin": "the counts of entries",
     "routes/threshold.py find_largest": "histograms, and the last candidates",
     "routes/threshold.py _Search.narrow": "histograms, on the CPU",
     "routes/threshold.py _Search.select": "candidates, on the CPU",
-    "routes/sharded.py ShardedRoute._search": "thresholds, on the CPU",
+    "routes/threshold.py HostSearch.__call__": "thresholds, on the CPU",
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from tests.support.outcomes import reloaded
 from tests.support.ranks import with_fake_ranks
 from tests.support.streams import Simulator, simulated
 from torchcomp.ddp.executors import Executor, Job, StreamExecutor
+from torchcomp.exchange.process_group import ProcessGroupExchange
 
 TOPK = "ef(topk(0.1))"
 OVERLAP = {"overlap": True}
@@ -58,8 +60,18 @@ class Run:
 def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor, ranks: int = 2) -> list[str]:
     """Run `body` as one of some ranks, and return what the checker found."""
 
+    all_reduce = ProcessGroupExchange._all_reduce
+
+    def echoed(self: ProcessGroupExchange, values: Tensor, *operation: Any) -> None:
+        all_reduce(self, values, *operation)  # of a fake group: it changes nothing
+        if not operation:
+            values.mul_(self.world_size)
+
     def watched() -> Simulator:
-        with simulated(executor) as simulator:
+        with (
+            simulated(executor) as simulator,
+            mock.patch.object(ProcessGroupExchange, "_all_reduce", echoed),
+        ):
             body()
         return simulator
 
@@ -198,6 +210,25 @@ def test_accumulation() -> None:
                 run.backward(2 * step)
             run.backward(2 * step + 1)
             run.optimizer.step()
+
+    assert not faults_of(body)
+
+
+@pytest.mark.parametrize("spec", [TOPK, "bidirectional(topk(0.1), topk(0.1))"])
+def test_norms_that_another_thread_reads_during_a_backward_pass(spec: str) -> None:
+    """It has another stream, and DDP has not waited for the side stream yet."""
+
+    def body() -> None:
+        run, other = Run(spec, check="late"), torch.cuda.Stream()
+        norms: list[dict[str, float]] = []
+
+        def read(counts: bool) -> None:
+            with torch.cuda.stream(other):
+                norms.append(run.handle.residual_norms())
+
+        run.handle.averager.on_finish(read)
+        run.train(0, 1, 2)
+        assert all(map(any, map(dict.values, norms)))
 
     assert not faults_of(body)
 

@@ -112,6 +112,44 @@ def test_a_damaged_frame_is_raised_late():
         assert unchanged
 
 
+OTHER_GROUPS = (("gain", "conv"), ("bias", "empty", "matrix"))
+
+
+def rebuilt(averager):
+    """Buckets that come in another form, as when DDP rebuilds its own."""
+    averager.running.buckets = OTHER_GROUPS
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(
+    ("method", "change"),
+    [
+        ('ef(cast("fp16"))', rebuilt),
+        ("ef(topk(0.3))", lambda averager: averager.regroup(OTHER_GROUPS)),
+        ("ef(topk(0.3))", lambda averager: averager.use("mean")),
+        # Here, the server residual of the old buckets is added to the residual.
+        ("bidirectional(topk(0.3), topk(0.3))", lambda averager: averager.regroup(OTHER_GROUPS)),
+    ],
+)
+def test_several_steps_are_taken_back_although_their_buckets_differ(method, change, late):
+    def body(exchange, takes_steps):
+        averager = small.averager(exchange, method, late=late, takes_back=True)
+        small.train(averager, 0, 2)
+        if takes_steps:
+            small.train(averager, 2, 3)
+            averager.keep_before()
+        change(averager)
+        if takes_steps:
+            small.train(averager, 3, 4)
+            averager.keep_before()
+            small.train(averager, 4, 5)
+            averager.take_back()
+        return averager.step, small.residual(averager)
+
+    taken_back, never_taken = (small.on_ranks(2, lambda e, t=t: body(e, t)) for t in (True, False))
+    assert same(taken_back, never_taken)
+
+
 def test_a_loaded_checkpoint_ends_what_is_undecided():
     def body(exchange):
         averager = small.averager(exchange, "ef(topk(0.3))", late=True)

@@ -299,6 +299,30 @@ def test_values_from_before_several_commits_come_back(state):
     assert held(state) == COMMITTED
 
 
+@pytest.mark.parametrize("kept_again", [False, True])
+def test_values_come_back_into_other_buckets(state, kept_again):
+    commit(state, 1.0)
+    state.keep_before()
+    for value in (5.0, 6.0)[: 1 + kept_again]:
+        write(state, ("c", "b"), value)  # as DDP, when it rebuilds its buckets
+        write(state, ("a",), value)
+        state.commit()
+        if kept_again:
+            state.keep_before()
+    state.revert()
+    state.restore_before()
+    assert held(state) == COMMITTED
+
+
+def test_a_parameter_whose_size_has_changed_stays_as_it_is(state):
+    commit(state, 1.0)
+    state.keep_before()
+    larger = Slot("error", Kind.DEBT, ("c",), (2,), torch.float32)
+    state.open(larger, CPU)
+    state.restore_before()
+    assert held(state) == COMMITTED | {"c": [0.0] * 2}
+
+
 def test_forgotten_values_do_not_come_back(state):
     commit(state, 1.0)
     state.keep_before()

@@ -73,7 +73,8 @@ def test_norms_are_read_together():
         count.reset()
         assert run.averager.residual_norms() == norms
         assert len(norms) == 5
-        assert count.waits == 1, count
+        # For all streams, because any thread can call this, and for all norms.
+        assert count.waits == 2, count
 
 
 def test_the_end_of_a_flush_is_read_once_for_all_parameters():

@@ -3,6 +3,7 @@
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ from tests.support.outcomes import (
 )
 from tests.support.ranks import on_processes
 from torchcomp import SpecError
+from torchcomp.ddp.arguments import Options
 
 pytestmark = NEEDS_HOOK
 
@@ -335,6 +337,34 @@ def test_a_nan_raises_on_all_ranks_and_names_the_replica(check: str) -> None:
         assert "rank 1" not in message
         assert unchanged
     assert_replicas_equal([weight for *_, weight in found])
+
+
+def poisoned_at_the_end() -> tuple[str, bool, bool]:
+    run = Run((2, 2), TOPK, options={"check": "late"})
+    run.step(0)
+    before = run.handle.state_dict()
+    loss_of(run.model(rows(1) * (float("nan") if dist.get_rank() == 3 else 1.0))).backward()
+    error = raised_by(run.handle.close)
+    after = run.handle.state_dict()
+    return type(error).__name__, run.handle.closed, same(before["slots"], after["slots"])
+
+
+def test_close_raises_the_nan_of_the_last_step() -> None:
+    for name, closed, unchanged in on_processes(4, poisoned_at_the_end):
+        assert (name, closed, unchanged) == ("NonFiniteError", True, True)
+
+
+def auto(late: bool) -> list[bool]:
+    with mock.patch.object(Options, "late", return_value=late) as asked:
+        run = Run((2, 1), TOPK)
+    run.backward(0)
+    (device,) = asked.call_args.args
+    return [device.type == "cpu", run.handle.averager.undecided]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_step_is_late_where_one_of_ddp_would_be(late: bool) -> None:
+    assert on_processes(2, auto, late) == [[True, late]] * 2
 
 
 def resumed(spec: str) -> tuple[Tensor, Tensor, bool]:

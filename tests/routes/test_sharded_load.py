@@ -13,8 +13,8 @@ from torchcomp import wire
 from torchcomp.bucket import BucketShape
 from torchcomp.codec import nbytes_of
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
-from torchcomp.routes.sharded import direction
 from torchcomp.routes.sharded_load import sharded_load
+from torchcomp.routes.shards import direction
 from torchcomp.routes.threshold import search_load
 from torchcomp.traffic import Load
 

@@ -26,7 +26,7 @@ BUDGETS = {
     'ef(topk({ratio}, values="int8"), exchange="allgather")': Budget(0, 1, 94, 1),
     'ef(topk({ratio}), exchange="sharded")': Budget(1, 1, 88, 2),
     'bidirectional(topk({ratio}), topk({ratio}), selection="shard")': Budget(0, 1, 134, 1),
-    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(3, 1, 193, 1),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(2, 1, 254, 1),
     "ef(randk({ratio}))": Budget(0, 1, 17, 0),
     'ef(cast("bf16"))': Budget(0, 1, 14, 0),
     'quantize("int8")': Budget(0, 1, 34, 1),
@@ -39,10 +39,11 @@ BUDGETS = {
 
 
 class Weight(NamedTuple):
-    """What one bucket may cost with Triton's kernels, among 8 and 64 ranks, without a wait."""
+    """What one bucket may cost with Triton's kernels, among 8 and 64 ranks."""
 
     launches: int
     calls: int  # of torchcomp's functions, within `Averager.average`
+    waits: int = 0  # of the host
 
 
 WEIGHTS = {
@@ -55,5 +56,7 @@ WEIGHTS = {
     'bidirectional(quantize("int8"), quantize("int8"))': Weight(24, 220),
     'bidirectional(quantize("int4"), quantize("int4"))': Weight(24, 220),
     "powersgd(rank=1)": Weight(20, 120),
+    'ef(topk(0.01), exchange="sharded")': Weight(40, 120, 1),
+    'bidirectional(topk(0.01), topk(0.01), selection="exact")': Weight(60, 220, 2),
 }
 """By method."""

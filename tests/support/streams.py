@@ -139,15 +139,19 @@ class Simulator(TorchDispatchMode):
         self.host: Clock = {}
         self.device = torch.device("cpu")
         self.main = self.current = Stream(self, "main", self.device)
-        self._streams = 1
+        self._streams = [self.main]
         self._freed: list[Memory] = []
         self._returned: list[tuple[Any, Tensor]] = []
         self.faults: list[str] = []
         self.operations: dict[Stream, int] = {}
 
     def new_stream(self, *_: Any, **__: Any) -> Stream:
-        self._streams += 1
-        return Stream(self, f"stream {self._streams}", self.device)
+        self._streams.append(Stream(self, f"stream {len(self._streams) + 1}", self.device))
+        return self._streams[-1]
+
+    def synchronize(self, *_: Any) -> None:
+        for stream in self._streams:
+            stream.synchronize()
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -344,6 +348,7 @@ def simulated(executor: MakeExecutor = StreamExecutor) -> Iterator[Simulator]:
         (torch.cuda, "Stream", simulator.new_stream),
         (torch.cuda, "Event", lambda **_: Event(simulator)),
         (torch.cuda, "stream", simulator.on),
+        (torch.cuda, "synchronize", simulator.synchronize),
         (torch.cuda, "current_stream", lambda *_: simulator.current),
         (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
         (Future, "__init__", partialmethod(_init, simulator)),

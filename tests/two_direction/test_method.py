@@ -39,7 +39,7 @@ def run(method, iterations):
 
 @pytest.mark.parametrize("iterations", [50, *thorough([200, 500])])
 def test_it_is_as_fast_as_its_theory(iterations):
-    both = vars(theory.probabilities(OMEGA))
+    both = {"p": 1 / (OMEGA + 1), "tau": 1 / (OMEGA + 1)}
     # The bound of the proof's potential. It is true even with a constant of 1 instead of 660508.
     sizes = {"n": F.n, "alpha": ALPHA, "omega": OMEGA, "constant": 1.0}
     lbar = theory.lbar(F.smoothness, F.lmax, **sizes, **both)
@@ -161,7 +161,6 @@ def test_finish_iteration_changes_only_when_a_message_is_sent_and_runs_repeat():
 
 
 def test_probabilities():
-    assert vars(theory.probabilities(9.0)) == {"p": 0.1, "tau": 0.1}
     # mu_r = 0.5 * 650 / 65 = 5 < omega + 1, so p = 1 / (omega + 1).
     even = theory.priced_probabilities(9.0, d=650, k_up=65, k_down=65, r=0.5)
     assert (even.p, even.tau) == pytest.approx((0.1, 0.1 ** (1 / 3) / 10 ** (2 / 3)))
@@ -228,7 +227,7 @@ CALLS = [
         (lambda g=g: TwoDirectionMethod(g, F.x0, Simulated(4), UP, DOWN, lbar=4.0, mu=0.0), None)
         for g in (lambda x: None, lambda x: x, lambda x: F.a[:, 0].float())
     ),
-    *((lambda omega=omega: theory.probabilities(omega), "omega") for omega in (-1.0, math.nan)),
+    (lambda: theory.priced_probabilities(-1.0, d=65, k_up=1, k_down=1, r=0.5), "omega"),
     (lambda: theory.priced_probabilities(9.0, d=6.5, k_up=1, k_down=1, r=0.5), "d"),
     (lambda: theory.priced_probabilities(9.0, d=65, k_up=6, k_down=6, r=1.1), "r"),
     (lambda: theory.priced_probabilities(9.0, d=65, k_up=6, k_down=0, r=0.5), "k_down"),

@@ -20,8 +20,8 @@ from torchcomp.errors import SpecError
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
 from torchcomp.routes import ShardedRoute
-from torchcomp.routes.sharded import Direction, direction
 from torchcomp.routes.sharded_load import sharded_load
+from torchcomp.routes.shards import Direction, direction
 from torchcomp.state import Kind, Slot
 
 

@@ -16,8 +16,8 @@ from torchcomp.compressors.base import Vector
 from torchcomp.errors import SpecError
 from torchcomp.prepared import Prepared
 from torchcomp.routes import AllGatherRoute, AllReduceRoute, ShardedRoute
-from torchcomp.routes.sharded import Direction, direction
 from torchcomp.routes.sharded_load import sharded_load
+from torchcomp.routes.shards import Direction, direction
 from torchcomp.traffic import Load, gathered
 
 COLLECTIVES = Choices(("auto", "allreduce", "allgather", "sharded"))

@@ -63,9 +63,9 @@ class PowerSGD(Residual):
         check_positive("min_ratio", self.min_ratio, owner=self.name)
 
     @property
-    def depends_on_grouping(self) -> bool:
-        # Each matrix is approximated separately, whichever bucket it is in.
-        return False
+    def per_tensor(self) -> bool:
+        # Only the last digits of a product depend on the bucket: on where it puts a matrix.
+        return True
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         return _plan(self, shape)[:2]

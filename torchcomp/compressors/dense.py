@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from torchcomp.compressors.base import Compressor, Messages, Vectors
@@ -30,8 +31,10 @@ class Dense(Compressor):
         if len(messages) != 1 or divisor != 1:
             super().mean(messages, out, vectors, key, divisor)
             return
-        for segment, (values,) in zip(vectors.segments, messages[0], strict=True):
-            own = part(out, segment)
-            # After an in-place all-reduce of a bucket, the message already is `out`.
-            if own.data_ptr() != values.data_ptr():
-                own.copy_(values)
+        values = [own for (own,) in messages[0]]
+        targets = [out]
+        if len(values) > 1 or values[0].numel() != out.numel():
+            targets = [out[start : start + n] for start, n, _ in vectors.segments]
+        # After an in-place all-reduce of a bucket, the message already is `out`.
+        if any(a.data_ptr() != b.data_ptr() for a, b in zip(targets, values, strict=True)):
+            torch._foreach_copy_(targets, values)

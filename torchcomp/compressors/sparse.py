@@ -5,8 +5,9 @@ from abc import abstractmethod
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from torchcomp.checks import check_count, is_whole, shown
@@ -99,6 +100,13 @@ class Selector(Sparsifier):
 
         The values are rounded to ``vectors.dtype`` first.
         """
+
+    def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
+        """Return a module for messages whose number of entries only the device knows, if any.
+
+        Also return the format of the values.
+        """
+        return None, None
 
     def exactly(self, count: int) -> "Selector":
         """Return the same compressor with ``k=count``, at least 1."""

@@ -1,7 +1,7 @@
 """TopK: keep the k entries of largest magnitude."""
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torchcomp.component import Choices
 from torchcomp.compressors.base import Encoded, Messages, Vectors
 from torchcomp.compressors.sparse import Selector
 from torchcomp.errors import SpecError
-from torchcomp.kernels import elias_fano, quantize
+from torchcomp.kernels import backend, elias_fano, quantize
 from torchcomp.kernels.sparse import Sparse, kernels_for
 from torchcomp.keys import Key
 from torchcomp.wire import Field, Layout
@@ -83,6 +83,12 @@ class TopK(Selector):
         self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, divisor: int
     ) -> None:
         vectors.kernels.mean(messages, out, divisor)
+
+    def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
+        # The number of random draws would have to be known.
+        random = self.rounding == "stochastic"
+        form = backend.device_form("counted", torch.empty(0, device=device))
+        return None if random else form, self.values
 
     def alpha(self, numel: int) -> float:
         if not numel:  # nothing is lost of an empty vector

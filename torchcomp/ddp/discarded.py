@@ -121,7 +121,7 @@ class Discarded:
             return
         if averager.undecided:
             try:
-                averager.settle()
+                averager.decide()
             except Exception:
                 # The steps before it still count or not with the gradients that are there.
                 self._last = averager.step, averager.changes

@@ -100,7 +100,9 @@ class Handle(OfOneProcess, Gatherable):
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps. Call this on all ranks with the same spec.
 
-        After this, ``"auto"`` no longer chooses.
+        The callback of a guard may call it as well: the step that begins next has the new method.
+        If only some ranks do, that step raises RankMismatchError on all of them. After a swap,
+        ``"auto"`` no longer chooses.
 
         Args:
             spec: the new method.
@@ -118,13 +120,20 @@ class Handle(OfOneProcess, Gatherable):
             self._require_idle("swap")
             self._require_open("swap")
             self._take_back_discarded()
-            aggregator = parse_aggregator(spec)
-            self._check_method(aggregator)
-            rehearse_all(aggregator, self.averager.parameters.values())
+            aggregator = self._parse(spec)
             return aggregator, {"spec": aggregator}
 
-        aggregator = self._buckets.everyone.build("handle.swap", {"spec": spec}, make)
-        return self._buckets.use(aggregator)
+        if self.averager.settling:
+            # No collective over the user's group, where others can be running: the step compares.
+            return self._buckets.use(self._parse(spec))
+        return self._buckets.use(self._buckets.everyone.build("handle.swap", {"spec": spec}, make))
+
+    def _parse(self, spec: str | Component) -> Aggregator:
+        """Return a method that can average the gradients of this model."""
+        aggregator = parse_aggregator(spec)
+        self._check_method(aggregator)
+        rehearse_all(aggregator, self.averager.parameters.values())
+        return aggregator
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors, numbers and strings, keyed by parameter name.
@@ -198,17 +207,26 @@ class Handle(OfOneProcess, Gatherable):
     def close(self) -> None:
         """End the exchange, its threads and its connections. The model cannot train afterwards.
 
-        After a backward pass that raised, connections remain until the handle is deleted.
-        DDP and FSDP2 keep the hook.
+        Call this on all ranks. The last step is settled first, with the last comparison of a guard.
+        After a backward pass that raised, neither is, and connections remain until the handle is
+        deleted. DDP and FSDP2 keep the hook.
+
+        Raises:
+            NonFiniteError, WireError, RankMismatchError: those of the last step, if they are raised
+                late. The handle is closed all the same.
         """
-        self._closed = True
-        if self._finalizer.detach() is not None:
-            # After a backward pass that raised, another rank may never join what this one has sent.
-            raised = self._running or self.averager.abandoned
-            try:
-                if not raised and not self.averager.undecided:
-                    self.averager.settle()  # judges the guard's last comparison
-            finally:
+        if self._closed:
+            return
+        # After a backward pass that raised, another rank may never join what this one has sent.
+        raised = self._running or self.averager.abandoned
+        # A manager may not have voted yet. `state_dict` asks it.
+        awaits_vote = self.averager.undecided and not self._buckets.gathers
+        try:
+            if not raised and not awaits_vote:
+                self.averager.settle()
+        finally:
+            self._closed = True
+            if self._finalizer.detach() is not None:
                 self._buckets.close(AT_EXIT_SECONDS if raised else None)
 
     def __enter__(self) -> "Handle":

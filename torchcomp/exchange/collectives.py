@@ -19,18 +19,7 @@ from torchcomp.traffic import Load, Traffic, sum_bytes
 
 
 class Collectives(ABC):
-    """Collectives among `world_size` ranks. All ranks make the same calls in the same order.
-
-    Args:
-        rank: rank of this process among them.
-        world_size: number of ranks.
-        device: device of small control messages ("cuda" for NCCL).
-        global_ranks: the name of each rank in error messages, which is its rank in the whole job.
-            By default, ranks are numbered from 0.
-
-    Attributes:
-        members: the ranks in the job that each rank stands for: itself, or all ranks of its node.
-    """
+    """The collectives of an :class:`~torchcomp.Exchange`, which describes the arguments."""
 
     _averages: tuple[torch.dtype, ...] = ()
     """Dtypes of which the backend's own mean has the bits of plain DDP."""

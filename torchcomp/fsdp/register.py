@@ -60,8 +60,7 @@ def register_fsdp(
         groups,
         seed=options.seed,
         merged=False,
-        # By default, the step is decided at its end: FSDP2 itself waits for the device.
-        late=options.check == "late",
+        late=options.late(replicas.device),
         checksum=options.checksum,
         takes_back=True,
     )

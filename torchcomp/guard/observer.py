@@ -3,8 +3,8 @@
 1. `before` and `after` a bucket, and in `finishing`: measure. An error then fails the step on all
    ranks, because the concluding message follows.
 2. `finished`: send the sums of a comparison. The message travels until the next step begins.
-3. `settle`: receive and judge them.
-4. `begin`, after the step of a comparison: compare the replicas.
+3. `begin`, after the step of a comparison: compare the replicas.
+4. `settle`: receive and judge the sums, and tell what is wrong with them or with the replicas.
 """
 
 import logging
@@ -53,8 +53,9 @@ class Guard:
     Attributes:
         every: number of steps from one comparison to the next.
         age: number of steps after which a value that waits in the residual counts as old.
-        callback: called on every rank with each new :class:`Alarm`. By default, rank 0 logs it as a
-            warning.
+        callback: called on every rank with each new :class:`Alarm`, between two steps. It may call
+            ``handle.swap(spec)``, on all ranks alike: the step that begins next has the new method.
+            By default, rank 0 logs the alarm as a warning.
     """
 
     every: int = 50
@@ -114,6 +115,9 @@ class GuardObserver:
         self._rows: list[tuple[BucketWatch, Tensor, Tensor, Tensor]] = []
         self._numbers: list[Tensor] = []
         self._sent: _Sent | None = None
+        # What the last comparison of each kind has found.
+        self._found: Sequence[Alarm] = ()
+        self._diverged: Sequence[Alarm] = ()
         method = averager.aggregator.at(0)  # all stages have the same slots
         for shape in map(averager.shape_of, averager.buckets):
             if shape.numel:
@@ -123,20 +127,17 @@ class GuardObserver:
         self._ratios, self._rows, self._numbers = ratios, [], []
         if self._exchange is not self._averager.exchange:
             self.changed()
+            # A rank that joins knows of no alarm, and all ranks tell the same ones.
             self._exchange = self._averager.exchange
+            self.alarms = self._found = self._diverged = ()
         self._step = self._averager.step + 1
         if self._averager.step % self._guard.every == 0 and self._replicas is not None:
-            self._find_diverged_replicas(self._replicas)
+            differing = self._replicas.differing(self._exchange)
+            self._diverged = [replica_alarm(self._averager.step, differing)] if differing else ()
         number, left = divmod(self._step, self._guard.every)
         self._number = None if left else number
         if self._number is not None:
             self._width = self._affordable_width()
-
-    def _find_diverged_replicas(self, replicas: Replicas) -> None:
-        """Find out which parameters of the replicas differ, if any do. All ranks call this."""
-        differing = replicas.differing(self._exchange)
-        found = [replica_alarm(self._averager.step, differing)] if differing else []
-        self._publish([alarm for alarm in self.alarms if alarm.kind != "replicas"] + found)
 
     def _affordable_width(self) -> int:
         """Return the largest width of the sketches that fits into their share of the bytes."""
@@ -197,9 +198,18 @@ class GuardObserver:
         self._watches, self._sent = {}, None  # another thread can read the old ones
 
     def settle(self) -> None:
-        sent = self._sent
-        if sent is None:
+        if self._sent is not None:
+            self._receive(self._sent)
+        known, self.alarms = self.alarms, (*self._found, *self._diverged)
+        new = [alarm for alarm in self.alarms if not any(map(alarm.is_part_of, known))]
+        if not new:
             return
+        with self._averager.tell(), ExitStack() as all_of_them:  # also after one that raises
+            for alarm in reversed(new):
+                all_of_them.callback(self._report, alarm)
+
+    def _receive(self, sent: _Sent) -> None:
+        """Wait for the sums of a comparison, and judge them."""
         step, wait, watches, numels = sent
         try:
             received = wait()
@@ -228,16 +238,7 @@ class GuardObserver:
             self._guard.age,
             [law for watch in watches for law in watch.laws],
         )
-        replicas = [alarm for alarm in self.alarms if alarm.kind == "replicas"]
-        self._publish(alarms(self.report, self._exchange.members) + replicas)
-
-    def _publish(self, found: Sequence[Alarm]) -> None:
-        """Report those that say more than the alarms of the last comparison."""
-        known, self.alarms = self.alarms, tuple(found)
-        new = [alarm for alarm in found if not any(map(alarm.is_part_of, known))]
-        with ExitStack() as all_of_them:  # also after one that raises
-            for alarm in reversed(new):
-                all_of_them.callback(self._report, alarm)
+        self._found = alarms(self.report, self._exchange.members)
 
     def _report(self, alarm: Alarm) -> None:
         if self._guard.callback is not None:

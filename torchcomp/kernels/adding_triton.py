@@ -1,6 +1,6 @@
 """Kernels that add the values of sparse messages to a vector. :mod:`.sparse_triton` launches them.
 
-What they share with other kernels in `work` is in :mod:`.decoding_triton`.
+What they share with other kernels is in :mod:`.decoding_triton`.
 """
 
 import triton.language as tl
@@ -14,12 +14,13 @@ from torchcomp.kernels.table_triton import (
     START,
     TILE_PROGRAM,
     VALUES,
+    WIDTH,
     K,
     N,
     column,
     segment_of,
 )
-from torchcomp.kernels.triton_jit import INFINITY, clamped, kernel, magnitude, number, rounded
+from torchcomp.kernels.triton_jit import kernel, number, rounded
 
 
 @kernel("rows")
@@ -48,13 +49,13 @@ def subtract(
     tl.store(at, less(old, value, weight, x.dtype.element_ty), mask=inside)
 
 
-@kernel("entries", "messages")
+@kernel("entries", "messages", "step")
 def find(
     index: tl.tensor,
     entries: tl.tensor,
     messages: tl.tensor,
-    first: tl.tensor,
-    k: tl.tensor,
+    row: tl.tensor,
+    step: tl.tensor,
     target: tl.tensor,
     out: tl.tensor,
     LANES: tl.constexpr,
@@ -65,18 +66,19 @@ def find(
         index: the indices, (messages, entries).
         entries: number of entries of each message.
         messages: number of messages.
-        first: number of the segment's first entry.
-        k: number of its entries.
+        row: that of the segment in the first message.
+        step: number of rows from one message to the next.
         target: an index.
         out: has room for a number for each message.
         LANES: at least `messages`.
     """
     lane = tl.arange(0, LANES)
     live = lane < messages
-    lists = index + lane.to(tl.int64) * entries
-    below = tl.zeros((LANES,), tl.int32) + first
+    lists, own = index + lane.to(tl.int64) * entries, row + lane * (step * WIDTH)
+    below = tl.load(own + FIRST, mask=live, other=0).to(tl.int32)
+    k = tl.load(own + K, mask=live, other=0).to(tl.int32)
     above = below + k
-    left = k
+    left = tl.max(k, 0)
     while left > 0:
         middle = (below + above) // 2
         open_ = live & (below < above)
@@ -87,24 +89,26 @@ def find(
     tl.store(out + lane, below, mask=live)
 
 
-@kernel("rows", "entries", "programs", "messages", "stride")
+@kernel()
+def fields_at(row: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return where both fields of a segment's values begin, and the number of its first entry."""
+    return tl.load(row + VALUES), tl.load(row + CODES), column(row, FIRST)
+
+
+@kernel("rows", "entries", "messages", "stride", "step")
 def add_up(
     received: tl.tensor,
     work: tl.tensor,
+    index: tl.tensor,
     out: tl.tensor,
-    residual: tl.tensor,
-    sums: tl.tensor,
-    finite: tl.tensor,
-    factor: tl.tensor,
+    divisor: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
     entries: tl.tensor,
-    programs: tl.tensor,
     messages: tl.tensor,
     stride: tl.tensor,
-    MEAN: tl.constexpr,
-    WIDE: tl.constexpr,
-    FINITE: tl.constexpr,
+    step: tl.tensor,
+    COUNTED: tl.constexpr,
     VALUE: tl.constexpr,
     LEVELS: tl.constexpr,
     ALIGNED: tl.constexpr,
@@ -114,25 +118,21 @@ def add_up(
     CHUNK: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """Add the messages in a tile, in order.
+    """Write the mean of the messages in a tile. They are added in order.
 
     Args:
         received: the messages.
-        work: see above.
-        out: the vector. It is `sums` rounded to its dtype.
-        residual: if WIDE, the error of this rounding is added to it.
-        sums: the vector in which messages are added. Values and products are rounded to its dtype.
-        finite: becomes NaN if an element of a mean is not finite, if FINITE.
-        factor: divisor of the sum if MEAN, otherwise factor on the values.
+        work: see :mod:`.decoding_triton`.
+        index: likewise.
+        out: the vector. Values and sums are rounded to its dtype.
+        divisor: of the sum.
         table: the segments, which cover the vector.
-        rows: number of segments.
+        rows: number of segments of each message.
         entries: number of entries of each message.
-        programs: number of programs of `decode` for each message.
         messages: number of messages.
         stride: bytes from one message to the next.
-        MEAN: whether `sums` is set to zero first, and divided at the end.
-        WIDE: whether `sums` is another tensor than `out`.
-        FINITE: whether to tell if the mean is finite.
+        step: number of rows from one message to the next, if COUNTED.
+        COUNTED: whether each message has its own segments.
         VALUE: dtype of the values of the messages, if LEVELS is 0.
         LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
         ALIGNED: whether fields begin at multiples of the size of their numbers.
@@ -148,23 +148,22 @@ def add_up(
     begin = start_of + (program - column(row, TILE_PROGRAM)) * TILE
     end = tl.minimum(begin + TILE, start_of + n)
     many = messages.to(tl.int64)
-    flag = work + many * entries + many * programs
-    damaged = tl.load(flag) > 0
-    if MEAN:
-        write_all(sums, begin, end, False, PART)
+    damaged = tl.load(work) > 0
+    for part in range(begin, end, PART):
+        at = part + tl.arange(0, PART)
+        tl.store(out + at, tl.zeros((PART,), out.dtype.element_ty), mask=at < end)
 
-    first, k = column(row, FIRST), column(row, K)
-    ranges = flag + 1 + 2 * many * program
-    find(work, entries, messages, first, k, begin, ranges, LANES)
-    find(work, entries, messages, first, k, end, ranges + many, LANES)
+    ranges = work + 1 + 2 * many * program
+    find(index, entries, messages, row, step, begin, ranges, LANES)
+    find(index, entries, messages, row, step, end, ranges + many, LANES)
     # Other threads of this program read what this one has written, here and below.
     tl.debug_barrier()
 
-    number_one, number_two = tl.load(row + VALUES), tl.load(row + CODES)
+    number_one, number_two, first = fields_at(row)
     count = tl.where(damaged, 0, messages)
     # The entries of the next message are loaded while those of the last one are added.
     start, stop = tl.load(ranges), tl.load(ranges + many)
-    raw, index = received, work
+    raw = received
     i = start + tl.arange(0, CHUNK)
     place = tl.load(index + i, mask=i < stop, other=0)
     value = values_of(
@@ -173,117 +172,58 @@ def add_up(
     for message in range(0, count):
         last_start, last_stop, last_place, last_value = start, stop, place, value
         last_raw, last_index = raw, index
+        last_one, last_two, last_first = number_one, number_two, first
         more = message + 1 < messages
         start = tl.load(ranges + message + 1, mask=more, other=0)
         stop = tl.load(ranges + many + message + 1, mask=more, other=0)
         raw, index = raw + stride, index + entries
+        if COUNTED:
+            row += tl.where(more, step * WIDTH, 0)
+            number_one, number_two, first = fields_at(row)
         i = start + tl.arange(0, CHUNK)
         place = tl.load(index + i, mask=i < stop, other=0)
         value = values_of(
             raw + number_one, raw + number_two, i - first, i < stop, LEVELS, VALUE, ALIGNED
         )
         last_i = last_start + tl.arange(0, CHUNK)
-        add(sums, last_place, last_value, factor, last_i < last_stop, MEAN)
+        add(out, last_place, last_value, last_i < last_stop)
         # A tile seldom has more than CHUNK entries of a message.
         for rest in range(last_start + CHUNK, last_stop, CHUNK):
             other = rest + tl.arange(0, CHUNK)
             inside = other < last_stop
             target = tl.load(last_index + other, mask=inside, other=0)
             added = values_of(
-                last_raw + number_one, last_raw + number_two, other - first, inside,
+                last_raw + last_one, last_raw + last_two, other - last_first, inside,
                 LEVELS, VALUE, ALIGNED,
             )  # fmt: skip
-            add(sums, target, added, factor, inside, MEAN)
+            add(out, target, added, inside)
         tl.debug_barrier()
-    if MEAN:
-        finish(out, residual, sums, finite, factor, begin, end, damaged, WIDE, FINITE, PART)
-    elif damaged:
-        # All of it: each rank looks at a part for a NaN.
-        write_all(out, begin, end, True, PART)
+    divide(out, begin, end, divisor, damaged, PART)
 
 
 @kernel()
-def write_all(
-    x: tl.tensor, begin: tl.tensor, end: tl.tensor, NAN: tl.constexpr, PART: tl.constexpr
-) -> None:
-    """Write zeros, or NaN if NAN, from `begin` to before `end`."""
-    for part in range(begin, end, PART):
-        at = part + tl.arange(0, PART)
-        values = tl.full((PART,), float("nan") if NAN else 0.0, x.dtype.element_ty)
-        tl.store(x + at, values, mask=at < end)
-
-
-@kernel()
-def add(
-    sums: tl.tensor,
-    place: tl.tensor,
-    value: tl.tensor,
-    weight: tl.tensor,
-    mask: tl.tensor,
-    MEAN: tl.constexpr,
-) -> None:
-    """Add values of a message, rounded to the dtype of `sums`; times `weight` if not MEAN."""
-    dtype: tl.constexpr = sums.dtype.element_ty
-    value = number(rounded(value, dtype))
-    if not MEAN:
-        value = number(rounded(value * weight, dtype))
-    total = number(tl.load(sums + place, mask=mask, other=0.0)) + value
-    tl.store(sums + place, rounded(total, dtype), mask=mask)
-
-
-@kernel()
-def finish(
+def divide(
     out: tl.tensor,
-    residual: tl.tensor,
-    sums: tl.tensor,
-    finite: tl.tensor,
-    divisor: tl.tensor,
     begin: tl.tensor,
     end: tl.tensor,
+    divisor: tl.tensor,
     damaged: tl.tensor,
-    WIDE: tl.constexpr,
-    FINITE: tl.constexpr,
     PART: tl.constexpr,
 ) -> None:
-    """Divide a tile of sums. Round it to the dtype of `out` if WIDE, and keep the error."""
-    largest = tl.zeros((PART,), tl.int32)
+    """Divide a tile of sums. If a code is damaged, write NaN."""
     for part in range(begin, end, PART):
         at = part + tl.arange(0, PART)
-        inside = at < end
-        total = number(tl.load(sums + at, mask=inside, other=0.0))
+        total = number(tl.load(out + at, mask=at < end, other=0.0))
         mean = tl.div_rn(total, tl.zeros_like(total) + divisor)
+        # All of it: each rank looks at a part for a NaN.
         mean = tl.where(damaged, float("nan"), mean)
-        store_mean(out, residual, at, mean, inside, sums.dtype.element_ty, WIDE)
-        largest = tl.maximum(largest, tl.where(inside, magnitude(mean), 0))
-    if FINITE:
-        tell(finite, largest)
+        tl.store(out + at, rounded(mean, out.dtype.element_ty), mask=at < end)
 
 
 @kernel()
-def tell(finite: tl.tensor, largest: tl.tensor) -> None:
-    """Make `finite` NaN if one of several magnitudes is that of an infinity or NaN."""
-    if tl.max(largest, 0) >= INFINITY:
-        tl.store(finite, float("nan"))
-
-
-@kernel()
-def store_mean(
-    out: tl.tensor,
-    residual: tl.tensor,
-    at: tl.tensor,
-    mean: tl.tensor,
-    mask: tl.tensor,
-    dtype: tl.constexpr,
-    WIDE: tl.constexpr,
-) -> None:
-    """Store float32 means, rounded to `dtype`; if WIDE, as `write_mean` of the residual does."""
-    mean = rounded(mean, dtype)
-    if WIDE:
-        to: tl.constexpr = out.dtype.element_ty
-        mean = number(mean)
-        small = rounded(clamped(mean, dtype, to), to)
-        tl.store(out + at, small, mask=mask)
-        error = number(tl.load(residual + at, mask=mask, other=0.0)) + (mean - number(small))
-        tl.store(residual + at, rounded(error, residual.dtype.element_ty), mask=mask)
-    else:
-        tl.store(out + at, mean, mask=mask)
+def add(out: tl.tensor, place: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
+    """Add values of a message, rounded to the dtype of `out`."""
+    dtype: tl.constexpr = out.dtype.element_ty
+    value = number(rounded(value, dtype))
+    total = number(tl.load(out + place, mask=mask, other=0.0)) + value
+    tl.store(out + place, rounded(total, dtype), mask=mask)

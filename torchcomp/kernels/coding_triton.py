@@ -67,21 +67,46 @@ def clear(
         tl.store(frame + begin + at, tl.zeros((CHUNK,), tl.uint8), mask=at < size)
 
 
-@kernel("rows")
+@kernel("rows", "frames")
 def code(
     frame: tl.tensor,
     index: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
+    headers: tl.tensor,
+    frames: tl.tensor,
     BLOCK: tl.constexpr,
+    FRAMES: tl.constexpr,
 ) -> None:
-    """Set the bits of indices in the index codes, whose bytes are zero."""
+    """Set the bits of indices in the index codes, whose bytes are zero.
+
+    Also write the headers of the frames, if FRAMES, which is at least `frames`. `headers` has for
+    each frame where it begins, or -1 if it is empty, and two words.
+    """
+    if FRAMES > 0:  # noqa: SIM102, as the compiler decides it
+        if tl.program_id(0) == 0:
+            begin, first, second = header(headers, frames, FRAMES)
+            words = frame.to(tl.pointer_type(tl.int64)) + (begin >> 3)
+            tl.store(words, first, mask=begin >= 0)
+            tl.store(words + 1, second, mask=begin >= 0)
     row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
     own, k = tl.program_id(0) - column(row, FILL_PROGRAM), column(row, K)
     i = own * BLOCK + tl.arange(0, BLOCK)
     inside = (i < k) & (column(row, CODED) > 0)
     local = tl.load(index + column(row, FIRST) + i, mask=inside, other=0).to(tl.int32)
     set_bits(row, frame, i, tl.maximum(local - column(row, START), 0), inside)
+
+
+@kernel()
+def header(
+    headers: tl.tensor, frames: tl.tensor, FRAMES: tl.constexpr
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return for each frame where it begins, and the two words of its header."""
+    i = tl.arange(0, FRAMES)
+    begin = tl.load(headers + 3 * i, mask=i < frames, other=-1)
+    first = tl.load(headers + 3 * i + 1, mask=i < frames, other=0)
+    second = tl.load(headers + 3 * i + 2, mask=i < frames, other=0)
+    return begin, first, second
 
 
 @kernel("rows", "largest_scale")

@@ -12,12 +12,14 @@ All messages have the same segments at the same places of their rows. A step ove
    messages. The tile stays in the cache until all messages are added. A mean also zeroes and
    divides it there.
 
-`work` is one tensor of int32, for what the kernels pass on:
+The kernels pass on the indices, (messages, entries), and in `work`, also int32:
 
-- the indices, (messages, entries);
-- the number of set bits, (messages, blocks);
 - 1 if a code is damaged, otherwise 0;
+- the number of set bits, (messages, blocks); and after they were used,
 - each message's first and last entry of each tile, (tiles, 2, messages).
+
+If only the device knows how many entries messages have, each message has segments of its own in one
+table. `decode` sees them as one message.
 
 Bytes moved per element of the vector, for a mean of W messages with 1 % of the entries: 4 to write
 the mean, and per message 0.03 of values, codes and indices that are written and read: 14 for 64.
@@ -25,6 +27,7 @@ the mean, and per message 0.03 of values, codes and indices that are written and
 
 import triton.language as tl
 
+from torchcomp.kernels.coding_triton import header
 from torchcomp.kernels.table_triton import (
     BIT_PROGRAM,
     BIT_PROGRAMS,
@@ -52,67 +55,60 @@ def bits_in(byte: tl.tensor) -> tl.tensor:
     return (byte + (byte >> 4)) & 15
 
 
-@kernel("words")
+@kernel()
 def check_headers(
     raw: tl.tensor,
     differences: tl.tensor,
-    message: tl.tensor,
     headers: tl.tensor,
-    words: tl.tensor,
-    HEADERS: tl.constexpr,
+    frames: tl.tensor,
+    FRAMES: tl.constexpr,
 ) -> None:
-    """Write in which bits the headers of a message differ from what they should be.
+    """Write in which bits the headers of frames differ from what they should be.
 
     Args:
-        raw: the message, which begins at a multiple of 4 bytes.
-        differences: words of 32 bits, (messages, words).
-        message: its number.
-        headers: for each word its byte in the message, and then for each word its value; int64.
-        words: number of words.
-        HEADERS: at least `words`.
+        raw: the frames, which begin at multiples of 8 bytes.
+        differences: int64, (frames, 2).
+        headers: as for :func:`.coding_triton.code`.
+        frames: number of frames.
+        FRAMES: at least `frames`.
     """
-    i = tl.arange(0, HEADERS)
-    inside = i < words
-    at = tl.load(headers + i, mask=inside, other=0) >> 2
-    wanted = tl.load(headers + words + i, mask=inside, other=0).to(tl.int32)
-    found = tl.load(raw.to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
-    out = differences.to(tl.pointer_type(tl.int32)) + message * words + i
-    tl.store(out, found ^ wanted, mask=inside)
+    i = tl.arange(0, FRAMES)
+    begin, first, second = header(headers, frames, FRAMES)
+    words = raw.to(tl.pointer_type(tl.int64)) + (begin >> 3)
+    first ^= tl.load(words, mask=begin >= 0, other=0)
+    second ^= tl.load(words + 1, mask=begin >= 0, other=0)
+    tl.store(differences + 2 * i, tl.where(begin >= 0, first, 0), mask=i < frames)
+    tl.store(differences + 2 * i + 1, tl.where(begin >= 0, second, 0), mask=i < frames)
 
 
-@kernel("rows", "entries", "programs", "messages", "stride", "words")
+@kernel("rows", "stride", "frames")
 def count_bits(
     received: tl.tensor,
     work: tl.tensor,
     differences: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
-    entries: tl.tensor,
-    programs: tl.tensor,
-    messages: tl.tensor,
     stride: tl.tensor,
     headers: tl.tensor,
-    words: tl.tensor,
+    frames: tl.tensor,
     BYTES: tl.constexpr,
-    HEADERS: tl.constexpr,
+    FRAMES: tl.constexpr,
 ) -> None:
     """Count the set bits of a block of BYTES bytes of a message's high part.
 
-    Also check the message's headers, if HEADERS.
+    Also check the headers of all frames, if FRAMES.
     """
     block, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    counts = work + messages.to(tl.int64) * entries
+    counts = work + 1 + message * tl.num_programs(0)
     if (block == 0) & (message == 0):
-        tl.store(counts + messages.to(tl.int64) * programs, 0)
-    if HEADERS > 0:  # noqa: SIM102, as the compiler decides it
-        if block == 0:
-            raw = received + message * stride
-            check_headers(raw, differences, message, headers, words, HEADERS)
+        tl.store(work, 0)
+        if FRAMES > 0:
+            check_headers(received, differences, headers, frames, FRAMES)
     row = segment_of(block, table, rows, BIT_PROGRAM)
     begin, size = tl.load(row + HIGH), (tl.load(row + END) - tl.load(row + HIGH)).to(tl.int32)
     at = (block - column(row, BIT_PROGRAM)) * BYTES + tl.arange(0, BYTES)
     byte = tl.load(received + message * stride + begin + at, mask=at < size, other=0)
-    tl.store(counts + message * programs + block, tl.sum(bits_in(byte.to(tl.int32)), 0))
+    tl.store(counts + block, tl.sum(bits_in(byte.to(tl.int32)), 0))
 
 
 @kernel()
@@ -236,15 +232,14 @@ def finish_indices(
     return tl.sum(wrong, 0)
 
 
-@kernel("rows", "entries", "programs", "messages", "stride")
+@kernel("rows", "entries", "stride")
 def decode(
     received: tl.tensor,
     work: tl.tensor,
+    index: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
     entries: tl.tensor,
-    programs: tl.tensor,
-    messages: tl.tensor,
     stride: tl.tensor,
     BYTES: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -258,7 +253,7 @@ def decode(
         column(row, N),
         column(row, K),
     )
-    index = work + message * entries + column(row, FIRST)
+    index += message * entries + column(row, FIRST)
     if column(row, CODED) == 0:  # all are sent, or none
         stop = tl.minimum(block * (8 * BYTES) + 8 * BYTES, k)
         for first in range(block * (8 * BYTES), stop, CHUNK):
@@ -268,8 +263,7 @@ def decode(
         raw, low = received + message * stride, column(row, LOW_BITS)
         code, high_part = tl.load(row + CODE), tl.load(row + HIGH)
         size = (tl.load(row + END) - high_part).to(tl.int32)
-        all_counts = work + messages.to(tl.int64) * entries
-        counts = all_counts + message * programs + column(row, BIT_PROGRAM)
+        counts = work + 1 + message * tl.num_programs(0) + column(row, BIT_PROGRAM)
         base, end = place_bits(raw + high_part, size, counts, block, index, k, BYTES, CHUNK)
         bad = finish_indices(raw, code, high_part, low, base, end, index, start, n, k, CHUNK)
         if block == column(row, BIT_PROGRAMS) - 1:
@@ -281,4 +275,4 @@ def decode(
                 i = first + tl.arange(0, CHUNK)
                 tl.store(index + i, start + i, mask=i < k)
         if bad > 0:
-            tl.store(all_counts + messages.to(tl.int64) * programs, 1)
+            tl.store(work, 1)

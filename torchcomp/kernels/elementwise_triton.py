@@ -7,7 +7,6 @@ message: 13 for int8 and 14 for bf16. A mean reads all messages and writes 4.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
 from math import gcd
 from typing import Any
 
@@ -16,17 +15,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.adding_triton import store_mean, tell
-from torchcomp.kernels.decoding_triton import check_headers
-from torchcomp.kernels.fields_triton import TYPES, Format, Headers, aligned, values_of, written
+from torchcomp.kernels.fields_triton import TYPES, Format, aligned, values_of, written
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.table_triton import row_of
+from torchcomp.kernels.table_triton import offsets_of, row_of
 from torchcomp.kernels.triton_jit import (
     clamped,
     kernel,
-    magnitude,
     narrowed,
     number,
     rounded,
@@ -59,8 +55,6 @@ class ElementwiseTriton:
         device: device of the vector.
         offsets: for each segment, the byte of a message at which its fields begin. By default they
             follow each other from 0 on.
-        headers: words of 64 bits of the frames of a received message: for each its byte in the
-            message, a multiple of 4, and its value. A mean can check them.
     """
 
     def __init__(
@@ -70,11 +64,9 @@ class ElementwiseTriton:
         dtype: torch.dtype,
         device: torch.device,
         offsets: Sequence[int] | None = None,
-        headers: Sequence[tuple[int, int]] = (),
     ) -> None:
         self._format = Format(fmt, dtype)
-        if offsets is None:
-            offsets = [0, *accumulate(self._format.nbytes(n) for _, n, _ in segments)][:-1]
+        offsets = offsets_of(segments, self._format) if offsets is None else offsets
         rows, program = [], 0
         for (start, n, _), offset in zip(segments, offsets, strict=True):
             if n:
@@ -86,7 +78,6 @@ class ElementwiseTriton:
         self._step = gcd(16, *(number for row in rows for number in row[1:]))
         # A copy that the host waits for: no other stream can read it too early.
         self._table, self._rows = torch.tensor(rows, dtype=torch.int64).to(device), len(rows)
-        self._headers = Headers(headers, device)
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def encode_sum(
@@ -119,71 +110,35 @@ class ElementwiseTriton:
         if self._programs:
             launch(g, e, x, frame, g if noise is None else noise)
 
-    def accumulate(self, messages: Tensor, out: Tensor, weight: float = 1.0) -> None:
-        """Add `weight` times each message to `out`, in order.
+    def subtract(self, frame: Tensor, x: Tensor, weight: float = 1.0) -> None:
+        """Subtract `weight` times a message from `x`."""
+        self._add_up(frame[None], x, -weight, False)
+
+    def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`.
 
         Args:
             messages: a row of uint8 for each message. Rows are contiguous.
-            out: 1-D, contiguous, of one of DTYPES. Every sum is rounded to its dtype.
-            weight: factor on the values.
-        """
-        self._add_up(messages, out, out, weight, False, False, None, None)
-
-    def subtract(self, frame: Tensor, x: Tensor, weight: float = 1.0) -> None:
-        """Subtract `weight` times a message from `x`."""
-        self._add_up(frame[None], x, x, -weight, False, False, None, None)
-
-    def mean(
-        self,
-        messages: Tensor,
-        out: Tensor,
-        divisor: float,
-        residual: Tensor | None = None,
-        finite: Tensor | None = None,
-        differences: Tensor | None = None,
-    ) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`.
-
-        The arguments are those of :meth:`accumulate`. The values that `out` had do not matter.
-
-        Args:
-            messages: the messages.
-            out: receives the mean.
+            out: 1-D, contiguous, of one of DTYPES. Receives the mean. Every sum is rounded to its
+                dtype.
             divisor: usually the number of messages.
-            residual: 1-D, contiguous, of one of DTYPES. If the dtype that holds values of both is
-                wider than that of `out`, the mean is computed in it, and the error of rounding it
-                is added to `residual`.
-            finite: scalar float32 that becomes NaN if an element of the mean is not finite.
-            differences: int64, (messages, headers); receives the bits in which each word of the
-                headers is another one than expected.
         """
-        wide = residual is not None and _wider(out, residual)
-        error = out if residual is None else residual
-        self._add_up(messages, out, error, divisor, True, wide, finite, differences)
+        self._add_up(messages, out, divisor, True)
 
-    def _add_up(
-        self, messages: Tensor, out: Tensor, residual: Tensor, factor: float, mean: bool,
-        wide: bool, finite: Tensor | None, differences: Tensor | None,
-    ) -> None:  # fmt: skip
+    def _add_up(self, messages: Tensor, out: Tensor, factor: float, mean: bool) -> None:
         count = messages.shape[0]
         stride = messages.stride(0) if count > 1 else 0
         if (messages.data_ptr() | stride) & 3:
             messages = aligned(messages)
             stride = messages.stride(0)
-        headers, checked = self._headers, differences is not None and self._headers.words > 0
-        kind = "add", count, stride, mean, wide, finite is not None, checked
+        kind = "add", count, stride, mean
         launch = self._launches.get(kind)
         if launch is None:
             launch = self._prepared(
-                kind, _add_up, count, stride, headers.table, headers.words, MEAN=mean, WIDE=wide,
-                STEP=gcd(self._step, stride), FINITE=kind[5],
-                HEADERS=headers.lanes if checked else 0,
-            )  # fmt: skip
+                kind, _add_up, count, stride, MEAN=mean, STEP=gcd(self._step, stride)
+            )
         if self._programs:
-            launch(
-                messages, out, residual, out if finite is None else finite,
-                differences if checked else out, float(factor),
-            )  # fmt: skip
+            launch(messages, out, float(factor))
 
     def _prepared(
         self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any
@@ -239,34 +194,18 @@ class CastSum:
         if g.numel():
             launch(g, e, rest, message)
 
-    def decode(
-        self,
-        message: Tensor,
-        out: Tensor,
-        residual: Tensor | None = None,
-        finite: Tensor | None = None,
-    ) -> None:
-        """Write the sum of the messages to `out`; see :meth:`ElementwiseTriton.mean`."""
-        wide = residual is not None and _wider(out, residual)
-        kind = "decode", out.numel(), wide, out.dtype, finite is not None
+    def decode(self, message: Tensor, out: Tensor) -> None:
+        """Write the sum of the messages to `out`, 1-D, contiguous, of one of DTYPES."""
+        kind = "decode", out.numel()
         launch = self._launches.get(kind)
         if launch is None:
-            held = torch.promote_types(out.dtype, residual.dtype) if wide else out.dtype  # type: ignore[union-attr]
-            launch = self._launches[kind] = Launch(
-                _decode_cast, self._grid(out.numel()), out.numel(),
-                DTYPE=TYPES[held], WIDE=wide, FINITE=kind[4], BLOCK=_BLOCK,
-            )  # fmt: skip
+            grid = self._grid(out.numel())
+            launch = self._launches[kind] = Launch(_decode_cast, grid, out.numel(), BLOCK=_BLOCK)
         if out.numel():
-            error = out if residual is None else residual
-            launch(message, out, error, out if finite is None else finite)
+            launch(message, out)
 
     def _grid(self, numel: int) -> tuple[int, ...]:
         return (max(triton.cdiv(numel, _BLOCK), 1),)
-
-
-def _wider(out: Tensor, residual: Tensor) -> bool:
-    """Whether values of both need a wider dtype than that of `out`."""
-    return torch.promote_types(out.dtype, residual.dtype) != out.dtype
 
 
 def _limit(source: torch.dtype, dtype: torch.dtype, share: float) -> float:
@@ -333,40 +272,24 @@ def _less(x: tl.tensor, value: tl.tensor, dtype: tl.constexpr, LEVELS: tl.conste
     return rounded(x - value, dtype)
 
 
-@kernel("rows", "count", "stride", "words")
+@kernel("rows", "count", "stride")
 def _add_up(
     messages: tl.tensor,
     out: tl.tensor,
-    residual: tl.tensor,
-    finite: tl.tensor,
-    differences: tl.tensor,
     factor: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
     count: tl.tensor,
     stride: tl.tensor,
-    headers: tl.tensor,
-    words: tl.tensor,
     VALUE: tl.constexpr,
     LEVELS: tl.constexpr,
     ALIGNED: tl.constexpr,
     ROWS: tl.constexpr,
     MEAN: tl.constexpr,
-    WIDE: tl.constexpr,
     STEP: tl.constexpr,
-    FINITE: tl.constexpr,
-    HEADERS: tl.constexpr,
 ) -> None:
     """Add the messages in order. `factor` is a divisor if MEAN, otherwise a factor on values."""
-    if HEADERS > 0:  # noqa: SIM102, as the compiler decides it
-        if tl.program_id(0) == 0:
-            own = messages
-            for message in range(0, count):
-                check_headers(own, differences, message, headers, words, HEADERS)
-                own += stride
-    to: tl.constexpr = out.dtype.element_ty
-    # No dtype of a residual holds more than float32.
-    dtype: tl.constexpr = tl.float32 if WIDE else to
+    dtype: tl.constexpr = out.dtype.element_ty
     row = row_of(tl.program_id(0), table, rows, 5)
     start = tl.multiple_of(tl.load(row + 1).to(tl.int32), STEP)
     k = tl.multiple_of(tl.load(row + 2).to(tl.int32), STEP)
@@ -388,11 +311,7 @@ def _add_up(
         raw += step
     if MEAN:
         total = tl.div_rn(total, tl.zeros_like(total) + factor)
-        store_mean(out, residual, at, total, inside, dtype, WIDE)
-        if FINITE:
-            tell(finite, tl.where(inside, magnitude(total), 0))
-    else:
-        tl.store(out + at, rounded(total, to), mask=inside)
+    tl.store(out + at, rounded(total, dtype), mask=inside)
 
 
 @kernel()
@@ -428,21 +347,8 @@ def _cast_sum(
 
 
 @kernel()
-def _decode_cast(
-    message: tl.tensor,
-    out: tl.tensor,
-    residual: tl.tensor,
-    finite: tl.tensor,
-    n: tl.tensor,
-    DTYPE: tl.constexpr,
-    WIDE: tl.constexpr,
-    FINITE: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Convert the sum of the messages to DTYPE, and store it as a mean."""
+def _decode_cast(message: tl.tensor, out: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
+    """Convert the sum of the messages to the dtype of `out`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < n
-    value = number(tl.load(message + at, mask=inside, other=0.0))
-    store_mean(out, residual, at, value, inside, DTYPE, WIDE)
-    if FINITE:
-        tell(finite, tl.where(inside, magnitude(value), 0))
+    value = number(tl.load(message + at, mask=at < n, other=0.0))
+    tl.store(out + at, rounded(value, out.dtype.element_ty), mask=at < n)

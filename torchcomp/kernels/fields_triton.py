@@ -3,14 +3,10 @@
 The formats are those of :mod:`.quantize`. Fields can begin at any byte of a frame.
 """
 
-from collections.abc import Sequence
-
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.kernels.quantize import CASTS, LEVELS, layout
 from torchcomp.kernels.triton_jit import INFINITY, kernel, narrowed, number
 
@@ -48,34 +44,6 @@ def aligned(messages: Tensor) -> Tensor:
     rows = messages.new_empty(count, -(-length // 4) * 4)
     rows[:, :length].copy_(messages)
     return rows
-
-
-class Headers:
-    """The words of the frames' headers in a message, which a mean can check.
-
-    Args:
-        words: for each word of 64 bits its byte in a message, a multiple of 4, and its value.
-        device: device of the messages.
-        wait: whether the host waits for the copy to the device.
-    """
-
-    def __init__(
-        self, words: Sequence[tuple[int, int]], device: torch.device, wait: bool = True
-    ) -> None:
-        halves = [
-            (at + 4 * half, value >> (32 * half) & 0xFFFFFFFF)
-            for at, value in words
-            for half in (0, 1)
-        ]
-        table = torch.tensor([*zip(*halves, strict=True)] or [[0]], dtype=torch.int64)
-        self.table = table.to(device) if wait else host.copy_to(table, device)
-        self.words = len(halves)
-
-    @property
-    def lanes(self) -> int:
-        """Number of lanes of a kernel for all halves of words."""
-        power: int = triton.next_power_of_2(max(self.words, 2))
-        return power
 
 
 @kernel()

@@ -5,7 +5,9 @@ are decoded where they arrived. Vectors in a dtype that Triton's kernels do not 
 float64, run in plain torch.
 """
 
+from abc import abstractmethod
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -14,25 +16,77 @@ from torchcomp.kernels.elementwise_triton import ElementwiseTriton
 from torchcomp.kernels.quantizer import Quantizer
 from torchcomp.kernels.sparse import Sparse
 from torchcomp.kernels.sparse_triton import SparseTriton
-from torchcomp.kernels.vectors import Prepared
-from torchcomp.wire import Parts
+from torchcomp.kernels.vectors import Kernels, Prepared
+from torchcomp.wire import Frames, Parts
 
 
-class SparseFrames(Sparse):
-    """The kernels of sparse messages; see :class:`.sparse.Sparse`."""
+class _InFrames(Kernels):
+    """Kernels that read frames where they arrived."""
 
     reads_frames = True
-    _made: SparseTriton | None = None
+    form: Any
+    """The module with Triton's kernels."""
+    _made: Any = None
+
+    def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
+        """Write the sum of received messages, in order, divided by `divisor`, to `out`.
+
+        Args:
+            received: (count, nbytes) uint8, the frames of each message.
+            out: 1-D.
+            divisor: at least 1.
+        """
+        kernels = self._for(out)
+        if kernels is None:
+            self.accumulate(self._frames.unpack(received), out.zero_())
+            out.div_(divisor)
+        else:
+            kernels.mean(received, out, divisor)
+
+    @property
+    def _frames(self) -> Frames:
+        if self.vectors.frames is None:
+            raise ValueError("vectors without frames: decode messages of their codec instead")
+        return self.vectors.frames
+
+    def _for(self, *tensors: Tensor) -> Any:
+        """Return Triton's kernels, or None if they do not support these tensors."""
+        form, vectors, numel = self.form, self.vectors, tensors[0].numel()
+        for x in tensors:
+            if x.dtype not in form.DTYPES or not x.is_contiguous():
+                return None
+        if numel >= form.LIMIT or vectors.dtype not in form.DTYPES:
+            return None
+        if self._made is None:
+            offsets = None if vectors.frames is None else vectors.frames.offsets
+            self._made = self._make(numel, vectors.dtype, vectors.device, offsets)
+        return self._made
+
+    @abstractmethod
+    def _make(self, numel: int, *place: Any) -> Any:
+        """Prepare Triton's kernels for a dtype, a device and the places of fields in frames."""
+
+
+class SparseFrames(_InFrames, Sparse):
+    """The kernels of sparse messages; see :class:`.sparse.Sparse`."""
+
+    form = sparse_triton
+
+    def _make(self, numel: int, *place: Any) -> SparseTriton:
+        return SparseTriton(self.segments, numel, self.fmt, *place)
 
     def select(self, x: Tensor) -> Tensor:
         kernels = self._for(x)
-        return super().select(x) if kernels is None else kernels.select(x.detach())
+        if kernels is None:
+            return super().select(x)
+        return kernels.select(x.detach())  # type: ignore[no-any-return]
 
     def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
         kernels = self._for(g, e, out)
         if kernels is None:
             return super().add_and_select(g, e, out)
-        return kernels.add_and_select(g.detach(), e.detach(), out.detach())
+        found: Tensor = kernels.add_and_select(g.detach(), e.detach(), out.detach())
+        return found
 
     def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         frames, kernels = self.vectors.frames, self._for(x)
@@ -61,47 +115,14 @@ class SparseFrames(Sparse):
         else:
             kernels.subtract(frames.outgoing(), index, x, weight)
 
-    def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
-        """Write the sum of received messages, in order, divided by `divisor`, to `out`.
 
-        Args:
-            received: (count, nbytes) uint8, the frames of each message.
-            out: 1-D.
-            divisor: at least 1.
-        """
-        frames, kernels = self.vectors.frames, self._for(out)
-        if kernels is not None:
-            kernels.mean(received, out, divisor)
-        elif frames is not None:
-            self.mean(frames.unpack(received), out, divisor)
+class QuantizedFrames(_InFrames, Quantizer):
+    """The kernels of quantized messages; see :class:`.quantizer.Quantizer`."""
 
-    def _for(self, *tensors: Tensor) -> SparseTriton | None:
-        """Return Triton's kernels, or None if they do not support these tensors."""
-        numel = tensors[0].numel()
-        for x in tensors:
-            if x.dtype not in sparse_triton.DTYPES or not x.is_contiguous():
-                return None
-        if numel >= sparse_triton.LIMIT or self.vectors.dtype not in sparse_triton.DTYPES:
-            return None
-        if self._made is None:
-            frames = self.vectors.frames
-            self._made = SparseTriton(
-                self.segments,
-                numel,
-                self.fmt,
-                self.vectors.dtype,
-                self.vectors.device,
-                None if frames is None else frames.offsets,
-                wait=False,
-            )
-        return self._made
+    form = elementwise_triton
 
-
-class QuantizedFrames(Quantizer):
-    """The kernels of quantized messages; see :class:`.quantize.Quantizer`."""
-
-    reads_frames = True
-    _made: ElementwiseTriton | None = None
+    def _make(self, numel: int, *place: Any) -> ElementwiseTriton:
+        return ElementwiseTriton(self.vectors.segments, self.fmt, *place)
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
@@ -127,34 +148,6 @@ class QuantizedFrames(Quantizer):
             super().subtract(frames.unpack(frames.outgoing())[0], x, weight)
         else:
             kernels.subtract(frames.outgoing(), x, weight)
-
-    def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
-        """Write the mean of received messages to `out`; see :meth:`SparseFrames.mean_of`."""
-        frames, kernels = self.vectors.frames, self._for(out)
-        if kernels is not None:
-            kernels.mean(received, out, divisor)
-        elif frames is not None:
-            self.accumulate(frames.unpack(received), out.zero_())
-            out.div_(divisor)
-
-    def _for(self, *tensors: Tensor) -> ElementwiseTriton | None:
-        """Return Triton's kernels, or None if they do not support these tensors."""
-        for x in tensors:
-            if x.dtype not in elementwise_triton.DTYPES or not x.is_contiguous():
-                return None
-        supported = self.vectors.dtype in elementwise_triton.DTYPES
-        if tensors[0].numel() >= elementwise_triton.LIMIT or not supported:
-            return None
-        if self._made is None:
-            frames, vectors = self.vectors.frames, self.vectors
-            self._made = ElementwiseTriton(
-                vectors.segments,
-                self.fmt,
-                vectors.dtype,
-                vectors.device,
-                None if frames is None else frames.offsets,
-            )
-        return self._made
 
 
 def applies(vectors: Prepared) -> bool:

@@ -51,13 +51,15 @@ class Launch:
         # By the classes of what changes: the compiled kernel's launcher and handles.
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
-    def __call__(self, x: Tensor, *changing: Any) -> None:
+    def __call__(self, x: Tensor, *changing: Any, programs: int | None = None) -> None:
         """Launch the kernel on the device of `x`, its first argument.
 
         Args:
             x: a tensor.
             changing: the other arguments that change: tensors, and floating-point numbers.
+            programs: number of programs along the first axis, if it changes.
         """
+        grid = self._grid if programs is None else (programs, *self._grid[1:])
         address = x.data_ptr()
         # Triton compiles one form for pointers to multiples of 16 bytes, and one for others.
         kind, passed = [x.dtype, address % 16 == 0], [address]
@@ -74,12 +76,12 @@ class Launch:
             try:
                 if torch.cuda.current_device() == index:
                     stream = stream_of(index)
-                    run(*self._grid, stream, function, metadata, None, None, None, *passed, *rest)
+                    run(*grid, stream, function, metadata, None, None, None, *passed, *rest)
                     return
             except Exception as error:  # a driver can raise any type of exception
                 _Quick.on = False
                 _log.debug("kernels are launched the slow way from now on: %s", error)
-        compiled = plain(self._kernel, self._grid, (x, *changing, *self._fixed), self._options)
+        compiled = plain(self._kernel, grid, (x, *changing, *self._fixed), self._options)
         if _Quick.on and x.is_cuda and hasattr(compiled, "packed_metadata"):
             self._compiled[tuple(kind)] = self._prepared(compiled, x.device.index)
 

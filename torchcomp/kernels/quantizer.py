@@ -1,7 +1,6 @@
 """Kernels of quantized messages of all values of a tensor: encode, subtract and add them.
 
-They are chosen once: :func:`quantizer_for` returns those for a device. All forms give the same
-results bit for bit.
+They are chosen once: :func:`quantizer_for` returns those for a device.
 """
 
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from torch import Tensor
 from torchcomp.kernels import backend, quantize
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import TOGETHER, batches, joined, part
-from torchcomp.kernels.vectors import Prepared
+from torchcomp.kernels.vectors import Kernels, Prepared
 from torchcomp.wire import Parts
 
 
@@ -31,21 +30,13 @@ def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
     return Quantizer(vectors, fmt)
 
 
-class Quantizer:
-    """The kernels in plain torch or, on a CPU, in Numba.
+class Quantizer(Kernels):
+    """The kernels in plain torch or, on a CPU, in Numba."""
 
-    Args:
-        vectors: as for :func:`quantizer_for`. Of these, only `fields` and `frames` change later.
-        fmt: as for :func:`quantizer_for`.
-
-    Attributes:
-        reads_frames: whether ``mean_of`` decodes frames where they arrived.
-    """
-
-    reads_frames = False
+    fmt: str
 
     def __init__(self, vectors: Prepared, fmt: str) -> None:
-        self.vectors, self.fmt = vectors, fmt
+        super().__init__(vectors, fmt)
         self._counts = [segment.n for segment in vectors.segments]
         self._encode, self._decode = quantize.form_for(vectors.device)
 
@@ -75,7 +66,6 @@ class Quantizer:
     def accumulate(
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
     ) -> None:
-        """Add `weight` times each decoded message to `out`, in order."""
         segments = [segment for _ in messages for segment in self.vectors.segments]
         parts = [own for message in messages for own in message]
         counts = self._counts * len(messages)

@@ -148,3 +148,11 @@ def batches(counts: Sequence[int], most: int) -> Iterator[slice]:
         total += count
     if start < len(counts):
         yield slice(start, len(counts))
+
+
+def digit_bits(vectors: int) -> int:
+    """Return how many bits of all magnitudes a search on an accelerator decides in each round.
+
+    Few rounds are fast. For many vectors, large histograms would be more than their messages.
+    """
+    return 8 if vectors <= 8 else 4

@@ -14,6 +14,10 @@ For each segment:
 5. `fill` of :mod:`.coding_triton` encodes the values at these indices, writes them to the frame,
    and subtracts them.
 
+Owners of shards can select together, each from its own part of the segments. The counts of steps 1
+and 2 are then added up over them. After step 3, `share` of :mod:`.selecting_triton` tells each how
+many of the equal magnitudes it keeps. The k of a segment is that of all owners.
+
 If the bound was too high, there are fewer than k candidates. If it was far too low, they do not fit
 into their memory. Steps 2 to 4 then read the whole segment instead. The device decides this from
 the number of candidates. The result does not depend on the bound.
@@ -96,9 +100,10 @@ def collect(
     e: tl.tensor,
     x: tl.tensor,
     work: tl.tensor,
+    bound: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
-    bound: tl.tensor,
+    margins: tl.tensor,
     found: tl.tensor,
     blocks: tl.tensor,
     groups: tl.tensor,
@@ -131,7 +136,8 @@ def collect(
         total = tl.load(x + at, mask=inside, other=0.0)
     key = magnitude(total)
     # Above zero: of a vector that is mostly zeros, collect the others.
-    lowest = tl.maximum(tl.load(bound + segment) - tl.load(bound + rows + segment), 1)
+    reached = tl.minimum(tl.maximum(tl.load(bound + segment), 0), 0x7FFFFFFF).to(tl.int32)
+    lowest = tl.maximum(reached - tl.load(margins + segment), 1)
     candidate = (inside & (key >= lowest) & (k > 0)).to(tl.int32)
     count = tl.sum(candidate, 0)
     tl.store(blocks + 4 * program + 1, count)
@@ -151,27 +157,36 @@ def collect(
 
 
 @kernel()
-def entries(row: tl.tensor, found: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return whether to read the whole segment, and the number of entries to look at."""
+def entries(row: tl.tensor, found: tl.tensor, summed: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+    """Return whether to read the whole segment, and the number of entries to look at.
+
+    `summed` has the numbers of candidates of all owners, and `found` those of this one.
+    """
     count = tl.load(found + column(row, SEGMENT))
-    whole = (count < column(row, K)) | (count > column(row, CAPACITY))
+    few = tl.load(summed + column(row, SEGMENT)) < column(row, K)
+    whole = few | (count > column(row, CAPACITY))
     return whole, tl.where(whole, column(row, N), count)
 
 
 @kernel()
-def keys_at(
+def keys_from(
     row: tl.tensor,
     x: tl.tensor,
     work: tl.tensor,
-    at: tl.tensor,
+    first: tl.tensor,
     stop: tl.tensor,
     whole: tl.tensor,
-) -> tl.tensor:
-    """Return the magnitudes below `stop`, in the whole segment or in its list of candidates."""
+    SIZE: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+    """Return SIZE positions from `first` on, which of them are below `stop`, and their magnitudes.
+
+    They are positions in the whole segment, or in its list of candidates.
+    """
+    at = first + tl.arange(0, SIZE)
     value = tl.load(x + (column(row, START) + at), mask=at < tl.where(whole, stop, 0), other=0.0)
     listed = work + 2 * (column(row, CANDIDATE) + at)
     key = tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0)
-    return tl.where(whole, magnitude(value), key)
+    return at, at < stop, tl.where(whole, magnitude(value), key)
 
 
 # --- The k-th largest magnitude -------------------------------------------------------------------
@@ -211,6 +226,7 @@ def chosen(
 def count_digits(
     x: tl.tensor,
     work: tl.tensor,
+    summed: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
     found: tl.tensor,
@@ -218,13 +234,14 @@ def count_digits(
     state: tl.tensor,
     DONE: tl.constexpr,
     BLOCK: tl.constexpr,
-    BINS: tl.constexpr,
+    BITS: tl.constexpr,
 ) -> None:
     """Count the digits after the first DONE, of entries whose first digits are the chosen ones."""
+    BINS: tl.constexpr = 1 << BITS
     row = segment_of(tl.program_id(0), table, rows, COUNT_PROGRAM)
     own = tl.program_id(0) - column(row, COUNT_PROGRAM)
-    whole, total = entries(row, found)
-    if own * BLOCK < total:
+    whole, total = entries(row, found, summed)
+    if (own == 0) | (own * BLOCK < total):
         prefix, rank = chosen(row, rows, counts, state, DONE, BINS)
         segment = column(row, SEGMENT)
         if own == 0:
@@ -233,12 +250,10 @@ def count_digits(
         digits = tl.arange(0, BINS)
         # Enough programs for the candidates. For a whole segment, each reads several blocks.
         for first in range(own * BLOCK, total, column(row, COUNT_PROGRAMS) * BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            matches = at < total
-            key = keys_at(row, x, work, at, total, whole)
+            _, matches, key = keys_from(row, x, work, first, total, whole, BLOCK)
             if DONE > 0:
-                matches = matches & (key >> (32 - 8 * DONE) == prefix)
-            digit = (key >> (24 - 8 * DONE)) & (BINS - 1)
+                matches = matches & (key >> (32 - BITS * DONE) == prefix)
+            digit = (key >> (32 - BITS - BITS * DONE)) & (BINS - 1)
             # Count the others as digit 0: no choice depends on how often the lowest digit occurs.
             found_here = tl.histogram(tl.where(matches, digit, 0), BINS)
             # The mask saves the atomics of empty bins.
@@ -265,15 +280,18 @@ def tally(
     x: tl.tensor,
     work: tl.tensor,
     frame: tl.tensor,
+    summed: tl.tensor,
     table: tl.tensor,
     rows: tl.tensor,
     bound: tl.tensor,
     found: tl.tensor,
     blocks: tl.tensor,
     groups: tl.tensor,
+    pairs: tl.tensor,
     counts: tl.tensor,
     state: tl.tensor,
     result: tl.tensor,
+    SHARED: tl.constexpr,
     FRAME: tl.constexpr,
     DONE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -284,15 +302,21 @@ def tally(
     """Count a block's entries above and equal to the k-th largest magnitude.
 
     The first block writes this magnitude, its rank among equal ones, and whether the whole segment
-    is read to `result`; and to `bound` what the next step starts from.
+    is read to `result`; and to `bound` what the next step starts from. If SHARED, `share` does
+    that, and `pairs` gets the sums of both counts for each segment.
     """
     program = tl.program_id(0)
     row = segment_of(program, table, rows, BLOCK_PROGRAM)
     block = program - column(row, BLOCK_PROGRAM)
-    whole, _ = entries(row, found)
+    whole, _total = entries(row, found, summed)
     threshold, rank = chosen(row, rows, counts, state, DONE, BINS)
     if block == 0:
-        settle(row, rows, bound, found, result, threshold, rank, whole)
+        segment = column(row, SEGMENT)
+        tl.store(result + 3 * segment, threshold)
+        tl.store(result + 3 * segment + 1, rank)
+        tl.store(result + 3 * segment + 2, whole.to(tl.int32))
+        if not SHARED:
+            follow(row, rows, bound, found, threshold)
     if FRAME:
         begin, end = tl.load(row + CODE), tl.load(row + END)
         share = column(row, SHARE)
@@ -305,9 +329,7 @@ def tally(
     equal = tl.zeros((CHUNK,), tl.int32)
     start, stop = block_range(row, block, blocks, whole, BLOCK)
     for first in range(start, stop, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        inside = at < stop
-        key = keys_at(row, x, work, at, stop, whole)
+        _, inside, key = keys_from(row, x, work, first, stop, whole, CHUNK)
         larger += (inside & (key > threshold)).to(tl.int32)
         equal += (inside & (key == threshold)).to(tl.int32)
     above, tied = tl.sum(larger, 0), tl.sum(equal, 0)
@@ -318,27 +340,21 @@ def tally(
         tl.atomic_add(group, above, sem="relaxed")
     if tied > 0:
         tl.atomic_add(group + 1, tied, sem="relaxed")
+    if SHARED:
+        pair = pairs + 2 * column(row, SEGMENT)
+        tl.atomic_add(pair, above, sem="relaxed")
+        tl.atomic_add(pair + 1, tied, sem="relaxed")
 
 
 @kernel("rows")
-def settle(
-    row: tl.tensor,
-    rows: tl.tensor,
-    bound: tl.tensor,
-    found: tl.tensor,
-    result: tl.tensor,
-    threshold: tl.tensor,
-    rank: tl.tensor,
-    whole: tl.tensor,
+def follow(
+    row: tl.tensor, rows: tl.tensor, bound: tl.tensor, found: tl.tensor, threshold: tl.tensor
 ) -> None:
-    """Write what a segment's search has found, and the bound of the next step.
+    """Set the bound of the next step.
 
-    The bound follows the candidates: a wider margin if there were hardly enough of them.
+    It follows the candidates: a wider margin if there were hardly enough of them.
     """
     segment, k = column(row, SEGMENT), column(row, K)
-    tl.store(result + 3 * segment, threshold)
-    tl.store(result + 3 * segment + 1, rank)
-    tl.store(result + 3 * segment + 2, whole.to(tl.int32))
     excess, margin = tl.load(found + segment) - k, tl.load(bound + rows + segment)
     change = tl.where(excess > k // 2, -(margin >> 3), tl.where(excess < k // 4, margin >> 3, 0))
     margin = tl.where(excess < 0, 4 * margin, margin + change)
@@ -404,9 +420,7 @@ def write(
     offset, quota = above + tl.minimum(ties, rank), tl.maximum(rank - ties, 0)
     start, stop = block_range(row, block, blocks, whole, BLOCK)
     for first in range(start, stop, CHUNK):
-        at = first + tl.arange(0, CHUNK)
-        inside = at < stop
-        key = keys_at(row, x, work, at, stop, whole)
+        at, inside, key = keys_from(row, x, work, first, stop, whole, CHUNK)
         equal = (inside & (key == threshold)).to(tl.int32)
         keep = inside & ((key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= quota)))
         listed = work + 2 * (column(row, CANDIDATE) + at) + 1

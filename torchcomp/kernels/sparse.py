@@ -2,7 +2,7 @@
 
 They work on all segments of a tensor at once, and are chosen once: :func:`kernels_for` returns
 those for a device. An instance also has the workspaces of its tensor, so only one thread can use it
-at a time. All forms give the same results bit for bit.
+at a time.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from torchcomp import host
 from torchcomp.kernels import backend, elias_fano, entries, quantize, select
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import split
-from torchcomp.kernels.vectors import Prepared
+from torchcomp.kernels.vectors import Kernels, Prepared
 from torchcomp.wire import Parts
 
 
@@ -36,21 +36,12 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     return Sparse(vectors, fmt)
 
 
-class Sparse:
-    """The kernels in plain torch and NumPy. On an accelerator, all shapes are static.
-
-    Args:
-        vectors: as for :func:`kernels_for`. Of these, only `fields` and `frames` change later.
-        fmt: as for :func:`kernels_for`.
-
-    Attributes:
-        reads_frames: whether ``mean_of`` decodes frames where they arrived.
-    """
-
-    reads_frames = False
+class Sparse(Kernels):
+    """The kernels in plain torch and NumPy. On an accelerator, all shapes are static."""
 
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
-        self.vectors, self.fmt, self.segments = vectors, fmt, vectors.segments
+        super().__init__(vectors, fmt)
+        self.segments = vectors.segments
         self.counts = [segment.k for segment in vectors.segments]
         self._on_host = host.can_read(torch.empty(0, device=vectors.device))
 

@@ -1,15 +1,35 @@
 """The table of a vector's segments, in memory of the device: what kernels need to know of each."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil, sqrt
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
+from torchcomp import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.fields_triton import Format
-from torchcomp.kernels.segments import Segment
+from torchcomp.kernels.segments import Segment, starts
 from torchcomp.kernels.triton_jit import kernel
+
+SIZES = {
+    "block": 4096,  # elements of the vector per program that collects candidates
+    "count": 2048,  # candidates per program that counts digits
+    # Numbers that a program reads at once, of a list whose length only the device knows.
+    "chunk": 256,
+    # Blocks whose counts are also added up. With b blocks, a program reads b / 64 + 64 counts.
+    "group": 64,
+    "sample": 16384,
+    "fill": 512,  # values per program that encodes them, in blocks of 128
+    "bit": 256,  # bytes of the high part of an index code per program that decodes them
+    # Entries that a program decodes at once. Not fewer than its threads: each reads what it writes.
+    "decode": 512,
+    "tile": 4096,  # elements of the vector that a program adds to: 16 KiB of float32
+    "part": 512,  # elements that a program zeroes or divides at once
+}
 
 # The columns of the table: a row for each segment, in ascending order. For some kernels a column
 # has the number of the segment's first program.
@@ -71,6 +91,11 @@ def segment_of(
     return row_of(program, table + first, rows, WIDTH) - first
 
 
+def offsets_of(segments: Sequence[Segment], values: Format) -> list[int]:
+    """Return where the fields of each segment begin in a message without anything else."""
+    return starts([values.nbytes(k) + nbytes(n, k) for _, n, k in segments])
+
+
 def covering(
     segments: Sequence[Segment], offsets: Sequence[int], numel: int
 ) -> list[tuple[Segment, int]]:
@@ -85,34 +110,82 @@ def covering(
     return covered
 
 
-def placed(
-    covered: Sequence[tuple[Segment, int]], values: Format, sizes: Mapping[str, int]
-) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the rows of the table, and how many programs or groups there are of each kind.
+@dataclass(frozen=True)
+class Table:
+    """The table of a vector's segments on a device.
+
+    Attributes:
+        rows: the table, int64.
+        count: number of segments.
+        programs: how many programs or groups there are of each kind.
+        step: what all starts and lengths are multiples of: wide accesses need 16.
+        capacity: number of candidates that fit into the workspace.
+        entries: number of entries, at most.
+    """
+
+    rows: Tensor
+    count: int
+    programs: Mapping[str, int]
+    step: int
+    capacity: int = 0
+    entries: int = 0
+
+
+def tabled(
+    covered: Sequence[tuple[Segment, int]],
+    values: Format,
+    device: torch.device,
+    wholes: Sequence[int] = (),
+) -> Table:
+    """Make the table of segments. Only the stream that is current now may use it.
 
     Args:
         covered: the segments, with the bytes of a message at which their fields begin.
         values: the format of their values.
-        sizes: what a program of each kind handles, the blocks of a group, and the sample.
+        device: device of the table.
+        wholes: number of elements that the k entries of each segment are selected from, if they
+            are more than its own. Even an empty one then has a program.
     """
+    rows, programs = _placed(covered, values, wholes)
+    return Table(
+        host.copy_to(torch.tensor(rows, dtype=torch.int64), device),
+        len(rows),
+        programs,
+        step_of([s for s, _ in covered]),
+        sum(row[6] for row in rows),
+        sum(min(s.n, s.k) for s, _ in covered),
+    )
+
+
+def step_of(segments: Iterable[Segment]) -> int:
+    """Return what all starts and lengths are multiples of, at most 16."""
+    return 16 if all(s.start % 16 == s.n % 16 == 0 for s in segments) else 1
+
+
+def _placed(
+    covered: Sequence[tuple[Segment, int]], values: Format, wholes: Sequence[int]
+) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    """Return the rows of a table, and how many programs or groups there are of each kind."""
     rows: list[tuple[int, ...]] = []
     at = dict.fromkeys(("block", "count", "group", "fill", "bit", "tile"), 0)
     candidate = first = 0
-    for (start, n, k), offset in covered:
-        capacity = min(n, 4 * k + sizes["block"]) if k else 0
-        expected = min(n, sizes["sample"]) * k / n
+    for i, ((start, n, k), offset) in enumerate(covered):
+        whole, fewest = (wholes[i], 1) if wholes else (n, 0)
+        kept = k * n / max(whole, 1)
+        capacity = min(n, ceil(4 * kept) + SIZES["block"]) if k else 0
+        expected = min(1, SIZES["sample"] / max(n, 1)) * kept
         coded = 0 < k < n
         low = low_bits(n, k) if coded else 0
         code = offset + values.nbytes(k)
-        high, end = code + (k * low + 7) // 8, code + nbytes(n, k)
-        blocks = triton.cdiv(n, sizes["block"])
+        high, end = code + (k * low + 7) // 8, code + (nbytes(n, k) if coded else 0)
+        blocks = max(triton.cdiv(n, SIZES["block"]), fewest)
         own = {
             "block": blocks,
-            "count": triton.cdiv(capacity, sizes["count"]),
-            "group": triton.cdiv(blocks, sizes["group"]),
-            "fill": triton.cdiv(k, sizes["fill"]),
-            "bit": triton.cdiv(end - high if coded else triton.cdiv(k, 8), sizes["bit"]),
-            "tile": triton.cdiv(n, sizes["tile"]),
+            "count": max(triton.cdiv(capacity, SIZES["count"]), fewest),
+            "group": triton.cdiv(blocks, SIZES["group"]),
+            "fill": triton.cdiv(k, SIZES["fill"]),
+            "bit": triton.cdiv(end - high if coded else triton.cdiv(k, 8), SIZES["bit"]),
+            "tile": triton.cdiv(n, SIZES["tile"]),
         }
         rows.append(
             (
@@ -124,6 +197,6 @@ def placed(
                 triton.cdiv(end - code, blocks), at["bit"], own["bit"], at["tile"], own["fill"],
             )
         )  # fmt: skip
-        candidate, first = candidate + capacity, first + k
+        candidate, first = candidate + capacity, first + min(n, k)
         at = {kind: at[kind] + own[kind] for kind in at}
     return rows, at

@@ -15,7 +15,7 @@ from itertools import accumulate
 
 from torchcomp import wire
 from torchcomp.bucket import cut
-from torchcomp.routes.sharded import Direction
+from torchcomp.routes.shards import Direction
 from torchcomp.routes.threshold import search_load
 from torchcomp.traffic import Load, gathered
 
@@ -55,7 +55,7 @@ def _node(rank: int, node: int) -> range:
 def _down_load(down: Direction, own: range) -> Load:
     """Return the bytes of the all-gather of the downlink messages, for the ranks `own`."""
     frames, node = _frames(down, range(down.world_size)), len(own)
-    if len(frames) == 1 and not down.exact:  # see ShardedRoute.mean
+    if len(frames) == 1 and not down.exact:  # see sharded.py
         moved = gathered(int(*frames), down.world_size, node)
         return Load(sent=moved, received=moved)
     owned = _total(_frames(down, own))

@@ -18,7 +18,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from torchcomp.compressors.base import Vector, Vectors
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.segments import joined
+from torchcomp.routes.shards import Direction
 from torchcomp.traffic import Load, gathered
 
 _WINDOW_BITS = {torch.int32: 24, torch.int64: 53}
@@ -178,6 +181,62 @@ def find_largest(exchange: Exchange, queries: Sequence[Query]) -> list[Selection
         searches[i].select(remaining[i]) if i in searches else Selection(0, query.sizes)
         for i, query in enumerate(queries)
     ]
+
+
+class HostSearch:
+    """The search for the entries of a bucket's downlink, decided on the host.
+
+    Args:
+        down: the downlink.
+        exchange: the owners.
+    """
+
+    def __init__(self, down: Direction, exchange: Exchange) -> None:
+        self._down, self._exchange, candidates = down, exchange, []
+        for piece in down.pieces[exchange.rank]:
+            exactly = down.selector.exactly(down.candidates[piece.vector][exchange.rank])
+            layout = exactly.layout(piece.stop - piece.start, down.shape.dtype)
+            candidates.append(Vector(piece.name, piece.span, exactly, layout))
+        self._candidates = Vectors(candidates, torch.device("cpu"), down.shape.dtype)
+
+    def __call__(
+        self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write ``g + e`` to `x`, and select from the whole bucket, together with all owners.
+
+        Args:
+            g: this owner's shard of the mean.
+            e: its server residual.
+            x: receives the sum.
+            before: the threshold of each vector in the last step, or 0.
+            after: receives those of this step, or 0 if no others were needed to find it.
+
+        Returns:
+            The indices of this owner's entries in `x`, and the number of entries in each piece of
+            all shards.
+        """
+        down, rank = self._down, self._exchange.rank
+        index = torch.empty(0, dtype=torch.int64)  # a shard can be empty
+        if self._candidates:
+            index = down.selector.select_sum(g, e, x, self._candidates)
+        # A vector without elements in this shard still needs a query: all ranks take part in the
+        # search of every vector.
+        counts = [sizes[rank] for sizes in down.candidates]
+        local = torch.split(index, counts)
+        bits = torch.split(order_bits(x.index_select(0, index)), counts)
+        asked = zip(bits, down.candidates, down.kept, before.tolist(), strict=True)
+        found = find_largest(self._exchange, [Query(*each) for each in asked])
+        after.copy_(torch.tensor([selection.threshold for selection in found]))
+        indices = [
+            at.index_select(0, chosen(each, selection.threshold, selection.counts[rank]))
+            for at, each, selection in zip(local, bits, found, strict=True)
+        ]
+        every = [
+            found[piece.vector].counts[owner]
+            for owner, pieces in enumerate(down.pieces)
+            for piece in pieces
+        ]
+        return joined(indices or [index]), torch.tensor(every, dtype=torch.int64)
 
 
 def search_load(

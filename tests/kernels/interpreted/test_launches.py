@@ -18,6 +18,7 @@ SIMULATED = partial(counted, triton=True)
 NOW = [
     *("mean", 'ef(cast("bf16"))', 'ef(topk(0.01), exchange="allgather")'),
     *("bidirectional(topk(0.01), topk(0.01))", "powersgd(rank=1)"),
+    'ef(topk(0.01), exchange="sharded")',
 ]
 """The methods that `make test` counts."""
 
@@ -49,10 +50,8 @@ def test_a_step_with_sparse_messages(fmt, parts):
             lambda: kernels.encode_sum(g, e, rest, frame),
             lambda: kernels.add_and_select(g, e, rest),
             lambda: kernels.mean(rows, out, ranks),
-            lambda: kernels.mean(rows, out, ranks, rest),
-            lambda: kernels.accumulate(rows, out),
         )
-    assert launched == [8, 7, 3, 3, 3]
+    assert launched == [8, 7, 3]
 
 
 @pytest.mark.parametrize("fmt", only([None, "bf16", "int8", "int4"], now=["int8"]))
@@ -69,9 +68,9 @@ def test_a_step_with_all_elements(fmt):
             count,
             lambda: kernels.encode_sum(g, e, rest, frame),
             lambda: kernels.encode(g, frame),
-            lambda: kernels.mean(rows, out, ranks, rest),
+            lambda: kernels.mean(rows, out, ranks),
             lambda: cast.add(g, e, rest, message),
-            lambda: cast.decode(message, out, rest),
+            lambda: cast.decode(message, out),
         )
     assert launched == [1] * 5
 
@@ -82,6 +81,7 @@ def test_a_bucket_costs_at_most_its_budget(spec, ranks):
     # A small bucket, which the interpreter needs less time for, launches as much as a large one.
     per_bucket, _ = one_bucket(spec, ranks, numel=2**12, simulation=SIMULATED)
     most = WEIGHTS[spec]
-    assert per_bucket.waits == per_bucket.copies == 0, per_bucket
+    assert per_bucket.waits <= most.waits, per_bucket
+    assert per_bucket.copies == 0, per_bucket
     assert 0 < per_bucket.launches <= most.launches, per_bucket
     assert 0 < per_bucket.calls <= most.calls, per_bucket.called

@@ -13,6 +13,7 @@ from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.sparse_triton import DTYPES, SparseTriton
+from torchcomp.kernels.table_triton import SIZES
 
 CPU = torch.device("cpu")
 FORMATS = [None, *quantize.FORMATS]
@@ -25,10 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch):
     """Make short vectors use several blocks: the interpreter is slow."""
-    sizes = {"_BLOCK": 512, "_COUNTED": 256, "_CHUNK": 128, "_GROUPED": 2, "_SAMPLE": 512}
-    others = {"_ROWS": 1, "_BYTES": 32, "_DECODED": 128, "_TILE": 512, "_PART": 256}
-    for name, size in {**sizes, **others}.items():
-        monkeypatch.setattr(sparse_triton, name, size)
+    sizes = {"block": 512, "count": 256, "chunk": 128, "group": 2, "sample": 512, "fill": 128}
+    for name, size in {**sizes, "bit": 32, "decode": 128, "tile": 512, "part": 256}.items():
+        monkeypatch.setitem(SIZES, name, size)
 
 
 # --- The reference --------------------------------------------------------------------------------
@@ -223,11 +223,11 @@ def test_no_bound_changes_the_result(bound):
         kernels = SparseTriton([Segment(0, n, k)], n, None, torch.float32, CPU)
         expected = sorted_out(x, k)
         kernels.select(x)
-        kernels._bound.copy_(torch.tensor(BOUNDS[bound]))
+        kernels._selecting._bound.copy_(torch.tensor(BOUNDS[bound]))
         for _ in range(2):
             assert kernels.select(x).equal(expected)
         # Whatever the bound was, the threshold of this step is the next one's.
-        assert int(kernels._bound[0]) == int(x.abs()[expected].min().view(torch.int32))
+        assert int(kernels._selecting._bound[0]) == int(x.abs()[expected].min().view(torch.int32))
 
 
 @pytest.mark.parametrize("value", [torch.nan, *thorough([0.0, -3.0, torch.inf, -0.0, 1e-45])])
@@ -259,7 +259,7 @@ def test_the_margin_grows_when_there_were_too_few_candidates_and_shrinks_after_t
     kernels = SparseTriton([Segment(0, 1400, 50)], 1400, None, torch.float32, CPU)
     for scale in (1.0, 0.25, 4.0):
         kernels.select(x * scale)
-        margins.append(int(kernels._bound[1]))
+        margins.append(int(kernels._selecting._bound[1]))
     assert margins[1] == 4 * margins[0]
     assert margins[2] < margins[1]
 
@@ -268,12 +268,12 @@ def test_after_a_step_that_did_not_end():
     x = normal(600)
     kernels = SparseTriton([Segment(0, 600, 9)], 600, None, torch.float32, CPU)
     kernels.select(x)
-    write = kernels._launches["select", False, False].pop()
+    write = kernels._selecting._launches["select", False, False].pop()
     with pytest.raises(TypeError, match="DONE"):
         kernels.select(x)
-    kernels._launches["select", False, False].append(write)
-    kernels._counters.fill_(5)
-    kernels._clean = False
+    kernels._selecting._launches["select", False, False].append(write)
+    kernels._selecting._counters.fill_(5)
+    kernels._selecting._clean = False
     assert kernels.select(x).equal(sorted_out(x, 9))
 
 
@@ -306,70 +306,22 @@ def received(segments, fmt, dtype, ranks, gap):
     return kernels, torch.stack(rows), index, values
 
 
-def added(out, index, values, weight=1.0):
+def added(out, index, values):
     for at, each in zip(index, values, strict=True):
-        out[at] = out[at] + each[out.dtype] * weight
+        out[at] = out[at] + each[out.dtype]
     return out
 
 
 @pytest.mark.parametrize("combination", combinations(), ids=str)
 @pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven"]))
 @pytest.mark.parametrize("gap", [0, *thorough([5])])
-def test_means_and_sums(case, combination, gap):
+def test_means(case, combination, gap):
     (fmt, dtype, to), segments, ranks = combination, segments_of(case), 3
     kernels, rows, index, values = received(segments, fmt, dtype, ranks, gap)
     numel = segments[-1].span.stop + 9
     out = torch.full((numel,), torch.nan, dtype=to)
     kernels.mean(rows, out, ranks)
-    zeros = torch.zeros(numel, dtype=to)
-    same(out, added(zeros.clone(), index, values).div_(ranks))
-
-    wide = added(torch.zeros(numel), index, values).div_(ranks)
-    memory = normal(numel, seed=8)
-    residual, small = memory.clone(), narrow(wide, to)
-    kernels.mean(rows, out.fill_(torch.nan), ranks, residual)
-    same(out, small)
-    same(residual, memory if to == torch.float32 else memory + (wide - small))
-
-    for weight in (1.0, -0.5, 0.3):
-        out = normal(numel, dtype=to, seed=9)
-        expected = added(out.clone(), index, values, weight)
-        kernels.accumulate(rows, out, weight)
-        same(out, expected)
-
-
-HEADERS = [(0, 0x1234567890ABCDEF), (8, -2)]
-
-
-def check_what_a_mean_tells(make, rows, out):
-    """Test the headers and the finite values that kernels find; rows have two words at 0 and 8."""
-    kernels = make(HEADERS)
-    rows[:, :16] = torch.tensor([value for _, value in HEADERS]).view(torch.uint8)
-    differences, finite = torch.full((len(rows), 2), 9), torch.zeros(())
-    kernels.mean(rows, out, len(rows), None, finite, differences)
-    assert not differences.any()
-    assert finite == 0
-    rows[1, 9] ^= 4
-    rows[2, 7] ^= 0x80
-    kernels.mean(rows, out, len(rows), torch.zeros(out.shape), finite, differences)
-    assert differences.tolist() == [[0, 0], [0, 4 << 8], [-(2**63), 0]]
-    assert finite == 0
-
-
-@pytest.mark.parametrize("case", ["one", "uneven"])
-def test_headers_and_finite_values(case):
-    segments = segments_of(case)
-    numel = segments[-1].span.stop + 9
-    _, rows, *_ = received(segments, "int8", torch.float32, 3, 4)
-    offsets, _ = offsets_of(segments, "int8", torch.float32, 4)
-    out, place = torch.empty(numel, dtype=torch.bfloat16), (segments, numel, "int8", torch.float32)
-    make = lambda headers: SparseTriton(*place, CPU, offsets, headers)  # noqa: E731
-    check_what_a_mean_tells(make, rows, out)
-    for value in (torch.nan, torch.inf):
-        rows[1, offsets[-1] : offsets[-1] + 4] = torch.tensor([value]).view(torch.uint8)
-        finite = torch.zeros(())
-        make(()).mean(rows, out, 3, None, finite)
-        assert finite.isnan()
+    same(out, added(torch.zeros(numel, dtype=to), index, values).div_(ranks))
 
 
 def test_one_row_of_frames():
@@ -465,9 +417,9 @@ def test_damage_is_found(code):
     n, k = code
     segments = [Segment(0, 50, 5), Segment(50, n, k), Segment(50 + n, 50, 5)]
     kernels, rows, index, values = received(segments, None, torch.float32, 2, 1)
-    begin = kernels._table[1, 16]
+    begin = kernels._table.rows[1, 16]
     expected, verdicts = added(torch.zeros(109 + n), index, values).div_(2), []
-    for number, content in enumerate(damaged(n, k, np.random.default_rng(n))):
+    for content in damaged(n, k, np.random.default_rng(n)):
         broken = rows.clone()
         broken[1, begin : begin + len(content)] = torch.tensor(content)
         out = torch.empty(109 + n)
@@ -477,14 +429,6 @@ def test_damage_is_found(code):
             assert out[:50].equal(expected[:50])
         else:
             assert out.isnan().all()
-        if number % 6 == 0:
-            total, residual = torch.ones(109 + n), torch.zeros(109 + n)
-            kernels.accumulate(broken, total)
-            small = torch.empty(109 + n, dtype=torch.bfloat16)
-            kernels.mean(broken, small, 2, residual)
-            for vector in (total, small, residual):
-                assert vector.isnan().all() != intact
-                assert vector.isnan().any() != intact
         verdicts.append(bool(out[0].isnan()))
     assert any(verdicts)
     assert not all(verdicts)

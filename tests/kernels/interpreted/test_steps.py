@@ -43,7 +43,11 @@ def steps(method, dtype):
             tensors = {name: tensor.to(dtype) for name, tensor in tensors.items()}
             averager.average_all(tensors)
             means.append(tensors)
-        return means, averager.state_dict()
+        state = averager.state_dict()
+        if '"exact"' in method:
+            # On an accelerator, the search for the entries of a downlink sends other messages.
+            del state["traffic"]
+        return means, state
 
     return run_in_process(RANKS, body)
 
@@ -64,7 +68,7 @@ def triton_on_the_cpu():
 def test_the_bits_are_those_of_the_host(method, dtype):
     expected = steps(method, dtype)
     with triton_on_the_cpu():
-        forms = [backend.fast_form(stem, "cpu") for stem in ("sparse", "elementwise")]
+        forms = [backend.fast_form(stem, "cpu") for stem in ("sparse", "elementwise", "counted")]
         assert all(form.__name__.endswith("_triton") for form in forms)
         found = steps(method, dtype)
         # A kernel that failed would have been replaced by plain torch.

@@ -1,0 +1,232 @@
+"""An alarm whose callback changes the method: the run goes on, and nothing is lost."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import torchcomp
+from tests.ddp.test_managed import train
+from tests.engine import small
+from tests.fsdp.runs import NEEDS_HOOK, Run, weights
+from tests.guard.runs import accuse
+from tests.support.models import Account, assert_conserved, loss_of, mlp, rows, wrap
+from tests.support.outcomes import raised_by, same
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import Guard, RankMismatchError, SpecError, register, watch
+
+TOPK = "ef(topk(0.1))"
+MANY = "bidirectional(topk(0.1), topk(0.1))"
+
+
+def swapping(swapped, spec="mean"):
+    """Return a guard whose callback changes the method of the handle in `swapped`."""
+    return Guard(every=2, callback=lambda alarm: swapped.append(swapped[0].swap(spec)))
+
+
+def trained(spec, options, between=lambda handle: None):
+    """Train seven steps with an alarm after the second one."""
+    swapped, methods = [], []
+    model = wrap(mlp())
+    handle = register(model, spec, guard=swapping(swapped), **options)
+    swapped.append(handle)
+    accuse(handle.averager, "2.weight")
+    optimizer, account = torch.optim.SGD(model.parameters(), lr=0.1), Account()
+    for step in range(7):
+        account.step(model, (rows(step),), optimizer=optimizer)
+        between(handle)
+        methods.append(str(handle.method))
+    account.close(handle)
+    state = handle.state_dict()
+    handle.close()
+    return account, methods, weights(model), (state["step"], state["flushing"], state["slots"])
+
+
+@pytest.mark.parametrize(
+    ("spec", "options"),
+    [
+        (TOPK, {}),
+        (TOPK, {"check": "late"}),
+        (MANY, {"check": "late"}),
+        pytest.param(MANY, {}, marks=pytest.mark.thorough),
+        pytest.param("powersgd(1)", {}, marks=pytest.mark.thorough),
+    ],
+)
+def test_the_step_after_an_alarm_sends_the_residual_and_has_the_new_method(spec, options):
+    by_rank = on_threads(2, trained, spec, options)
+    assert_conserved([account for account, *_ in by_rank], 1e-9)
+    for _, methods, parameters, (step, flushing, slots) in by_rank:
+        assert methods == [spec] * 2 + ["mean"] * 5
+        assert torch.equal(parameters, by_rank[0][2])
+        assert (step, flushing, slots) == (7, False, {})
+
+
+def test_a_swap_in_the_callback_is_that_between_two_steps():
+    """Bit for bit, also if one rank settles the step before the others do."""
+
+    def told(settles):
+        def between(handle):
+            if settles and dist.get_rank() == 0:
+                handle.state_dict()
+
+        return trained(TOPK, {}, between)[1:]
+
+    def by_hand():
+        model = wrap(mlp())
+        handle = register(model, TOPK, guard=Guard(every=2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(7):
+            model.zero_grad()
+            loss_of(model(rows(step))).backward()
+            optimizer.step()
+            if step == 1:
+                handle.swap("mean")
+        return weights(model)
+
+    expected = on_threads(2, by_hand)
+    for settles in (False, True):
+        assert same([each[1] for each in on_threads(2, told, settles)], expected)
+
+
+@pytest.mark.parametrize("check", ["now", "late"])
+def test_with_two_levels(check):
+    by_rank = on_threads(4, trained, TOPK, {"nodes": 2, "check": check})
+    for _, methods, parameters, (step, flushing, slots) in by_rank:
+        assert methods == [TOPK] * 2 + ["mean"] * 5
+        assert torch.equal(parameters, by_rank[0][2])
+        assert (step, flushing, slots) == (7, False, {})
+
+
+def sharded(check):
+    swapped = []
+    run = Run((2, 2), TOPK, options={"guard": swapping(swapped), "check": check})
+    swapped.append(run.handle)
+    accuse(run.handle.averager, "2.weight")
+    run.train(range(2))
+    before, method = run.handle.residual_norms(), str(run.handle.method)
+    parameters = run.train(range(2, 6))
+    state = run.handle.state_dict()
+    run.handle.close()
+    return any(before.values()), method, str(run.handle.method), parameters, state["slots"]
+
+
+@NEEDS_HOOK
+@pytest.mark.parametrize("check", ["now", "late"])
+def test_with_fsdp2(check):
+    by_rank = on_processes(4, sharded, check)
+    for had_residual, before, after, parameters, slots in by_rank:
+        assert had_residual
+        assert (before, after) == (TOPK, "mean")
+        assert torch.equal(parameters, by_rank[0][3])
+        assert slots == {}
+
+
+def test_with_ranks_that_join_and_leave(monkeypatch):
+    """A rank that joins afterwards takes over the method that the others have changed to."""
+    spans, methods = {"a": (0, 8), "b": (0, 6), "c": (5, 8)}, {}
+
+    def guarded(*args, manager, **options):
+        swapped = []
+        swapped.append(register(*args, manager=manager, guard=swapping(swapped), **options))
+        return swapped[0]
+
+    monkeypatch.setattr(torchcomp, "register", guarded)
+
+    def body(rank):
+        accuse(rank.handle.averager, "2.weight")
+        while rank.manager.current_step() < spans[rank.manager.name][1]:
+            rank.step()
+        methods[rank.manager.name] = str(rank.handle.method)
+
+    records = train(spans, body, TOPK)
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(spans)
+    assert torch.equal(records["a"].weights, records["c"].weights)
+    assert methods == dict.fromkeys(spans, "mean")
+    assert not any(map(torch.any, records["a"].unsent.values()))
+
+
+def test_an_alarm_about_replicas_is_told_between_two_steps_too():
+    def body():
+        swapped = []
+        model = wrap(mlp())
+        handle = register(model, TOPK, guard=swapping(swapped))
+        swapped.append(handle)
+        for step in range(6):
+            if step == 1:
+                with torch.no_grad():
+                    model.module[0].bias[0] += dist.get_rank()
+            loss_of(model(rows(step))).backward()
+        handle.close()
+        return [each.kind for each in handle.guard.alarms], str(handle.method), len(swapped)
+
+    assert on_threads(2, body) == [(["replicas"], "mean", 2)] * 2
+
+
+@pytest.mark.parametrize("options", [{}, {"check": "late"}])
+def test_a_swap_on_some_ranks_only_raises_on_all(options):
+    def body():
+        swapped = []
+        model = wrap(mlp())
+        guard = swapping(swapped) if dist.get_rank() == 1 else Guard(every=2)
+        handle = register(model, TOPK, guard=guard, **options)
+        swapped.append(handle)
+        accuse(handle.averager, "2.weight")
+        for step in range(2):
+            loss_of(model(rows(step))).backward()
+        error = raised_by(lambda: loss_of(model(rows(2))).backward())
+        handle.close()
+        return type(error), "spec" in str(error), "rank 1" in str(error)
+
+    assert on_threads(3, body) == [(RankMismatchError, True, True)] * 3
+
+
+def test_a_method_that_cannot_be_built_raises_and_the_old_one_goes_on():
+    def body():
+        errors = []
+
+        def callback(alarm):
+            errors.append(raised_by(lambda: handle.swap("maen")))
+
+        model = wrap(mlp())
+        handle = register(model, TOPK, guard=Guard(every=2, callback=callback))
+        accuse(handle.averager, "2.weight")
+        for step in range(3):
+            loss_of(model(rows(step))).backward()
+        # Between two steps, and not in a callback, a swap is compared at once.
+        refused = raised_by(lambda: handle.swap("mean" if dist.get_rank() else TOPK))
+        handle.close()
+        return [*map(type, errors), type(refused)], str(handle.method), handle.averager.step
+
+    assert on_threads(2, body) == [([SpecError, RankMismatchError], TOPK, 3)] * 2
+
+
+def test_the_end_of_a_run_tells_as_well():
+    def body():
+        swapped = []
+        model = wrap(mlp())
+        handle = register(model, TOPK, guard=swapping(swapped))
+        swapped.append(handle)
+        accuse(handle.averager, "2.weight")
+        for step in range(2):
+            loss_of(model(rows(step))).backward()
+        handle.close()
+        return len(swapped), handle.state_dict()["spec"]
+
+    assert on_threads(2, body) == [(2, "mean")] * 2
+
+
+def test_a_loop_without_a_handle_changes_its_averager():
+    def body(exchange):
+        averager = small.averager(exchange, TOPK)
+        watch(averager, Guard(every=2, callback=lambda alarm: averager.use("mean")))
+        accuse(averager, "matrix")
+        means = small.train(averager, 0, 6)
+        return means[3:], str(averager.aggregator), averager.state_dict()["slots"]
+
+    dense = [
+        {n: (a[n] + b[n]) / 2 for n in a}
+        for a, b in ((small.gradients(i, 0), small.gradients(i, 1)) for i in range(3, 6))
+    ]
+    for means, method, slots in small.on_ranks(2, body):
+        assert (method, slots) == ("mean", {})
+        for mean, expected in zip(means, dense, strict=True):
+            assert all(torch.allclose(mean[n], expected[n]) for n in expected)

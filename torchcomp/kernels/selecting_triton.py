@@ -1,0 +1,282 @@
+"""Selecting: the entries of largest magnitude of the segments of a vector in Triton, for CUDA.
+
+Prepared once, with 8 launches in the first step and 7 in others. The kernels are in
+:mod:`.selection_triton`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from torchcomp import host
+from torchcomp.kernels import selection_triton as selection
+from torchcomp.kernels.fields_triton import Format
+from torchcomp.kernels.launch import Launch
+from torchcomp.kernels.segments import Segment, digit_bits
+from torchcomp.kernels.table_triton import SIZES, Table, tabled
+from torchcomp.kernels.triton_jit import kernel
+from torchcomp.wire import Frames
+
+_MARGIN = 1 << 20
+"""First margin below the last threshold, in units of float32's last place: 6 to 12 %."""
+
+
+class Selecting:
+    """Selection from the segments of a vector. Workspaces are for one stream at a time.
+
+    Args:
+        table: the segments.
+        bits: bits of the magnitudes that a launch decides. Histograms with more than 256 bins are
+            slow before Triton 3.7.
+    """
+
+    shared = False
+    """Whether other ranks select from other parts of the same segments."""
+
+    def __init__(self, table: Table, bits: int = 8) -> None:
+        self._table, self._bits, rows, device = table, bits, table.count, table.rows.device
+        self._rounds = 32 // bits
+        self._counters = torch.zeros(
+            rows * (3 + (self._rounds << bits)), dtype=torch.int32, device=device
+        )
+        self._found, self._pairs, self._counts = torch.split(
+            self._counters, [rows, 2 * rows, self._rounds * rows << bits]
+        )
+        self._clean = True
+        self._bound = torch.full((2 * rows,), _MARGIN, dtype=torch.int32, device=device)
+        self._bounded = False
+        lengths = [
+            4 * table.programs["block"], 2 * table.programs["group"],
+            2 * self._rounds * rows, 3 * rows,
+        ]  # fmt: skip
+        memory = torch.empty(sum(lengths), dtype=torch.int32, device=device)
+        self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
+        self._launches: dict[object, list[Launch]] = {}
+
+    def select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
+        """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is.
+
+        Args:
+            g: 1-D, contiguous, fp16, bf16 or fp32.
+            e: likewise.
+            x: likewise.
+            frame: receives the bits of the index codes, if any.
+
+        Returns:
+            1-D int64, within `x`, ascending in each segment: those of the first one, and so on.
+        """
+        if not self._table.programs["block"]:
+            return self._empty()
+        if not self._bounded:
+            kind = "sample", g is not x
+            (sample,) = self._launches.get(kind) or self._sampling(kind)
+            sample(g, e)
+            self._bounded = True
+        return self._run(g, e, x, frame, self._bound)
+
+    def _run(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None, bound: Tensor) -> Tensor:
+        index = self._empty()
+        kind = "select", g is not x, frame is not None
+        collect, *counts, tally, write = self._launches.get(kind) or self._selection(kind)
+        if not self._clean:  # an earlier call did not end
+            self._counters.zero_()
+        self._clean = False
+        size = 2 * self._table.capacity
+        work, out = torch.empty(size, dtype=torch.int32, device=x.device), x
+        if frame is not None:
+            out = frame
+        collect(g, e, x, work, bound)
+        summed = self._summed()
+        for done, count in enumerate(counts):
+            count(x, work, summed)
+            self._add_up(done)
+        tally(x, work, out, summed)
+        self._decide()
+        write(x, work, out, index)
+        self._clean = True
+        return index
+
+    def _empty(self) -> Tensor:
+        return torch.empty(self._table.entries, dtype=torch.int64, device=self._table.rows.device)
+
+    # What others do who select together.
+
+    def _summed(self) -> Tensor:
+        return self._found
+
+    def _add_up(self, done: int) -> None:
+        """Add up the counts of a round."""
+
+    def _decide(self) -> None:
+        """Share the entries."""
+
+    # Preparations of launches, each once.
+
+    def _sampling(self, kind: tuple[Any, ...]) -> list[Launch]:
+        rows = self._table.count
+        made = self._launches[kind] = [
+            Launch(
+                selection.sample, (rows,), self._table.rows, rows, self._bound, _MARGIN,
+                ADD=kind[1], SAMPLE=SIZES["sample"], warps=16,
+            )
+        ]  # fmt: skip
+        return made
+
+    def _selection(self, kind: tuple[Any, ...]) -> list[Launch]:
+        _, add, frame = kind
+        table, counts = self._table, self._counts
+        found, blocks, groups = self._found, self._blocks, self._groups
+        place, grid = (table.rows, table.count), (table.programs["block"],)
+        tallied = {"BLOCK": SIZES["block"], "GROUPED": SIZES["group"]}
+        every = {**tallied, "FRAME": frame, "DONE": self._rounds, "CHUNK": SIZES["chunk"]}
+        made = self._launches[kind] = [
+            Launch(
+                selection.collect, grid, *place, self._bound[table.count :], found, blocks, groups,
+                ADD=add, STEP=table.step, warps=8, **tallied,
+            ),
+            *(
+                Launch(
+                    selection.count_digits, (table.programs["count"],),
+                    *place, found, counts, self._state,
+                    DONE=done, BLOCK=SIZES["count"], BITS=self._bits, warps=8,
+                )
+                for done in range(self._rounds if table.entries or self.shared else 0)
+            ),
+            Launch(
+                selection.tally, grid, *place, self._bound, found, blocks, groups, self._pairs,
+                counts, self._state, self._result,
+                SHARED=self.shared, BINS=1 << self._bits, warps=2, **every,
+            ),
+            Launch(
+                selection.write, grid, *place, found, blocks, groups, counts, self._result,
+                BINS=1 << self._bits, warps=2, **every,
+            ),
+        ]  # fmt: skip
+        return made
+
+
+class Owners(Protocol):
+    """The exchange of the ranks that own shards."""
+
+    rank: int
+    world_size: int
+
+    def all_reduce(self, values: Tensor) -> None:
+        """Replace `values` with their sum over the owners."""
+
+    def all_gather_rows(self, message: Tensor) -> Tensor:
+        """Return every owner's `message`, a row for each."""
+
+    def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
+        """Check the headers of frames from these ranks."""
+
+
+class Search(Selecting):
+    """The search for the entries that several owners keep together.
+
+    Args:
+        segments: by vector, which elements of this owner's shard belong to it, if any; and the
+            number of its entries that all owners keep together.
+        at: for each piece of all shards, its owner times the number of vectors, plus its vector.
+        sizes: by vector, the number of its elements in all shards.
+        searched: by vector, whether to remember its threshold.
+        exchange: the owners.
+        device: device of the shard.
+    """
+
+    shared = True
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        at: Sequence[int],
+        sizes: Sequence[int],
+        searched: Sequence[bool],
+        exchange: Owners,
+        device: torch.device,
+    ) -> None:
+        # Whatever the format: nothing is written to frames here.
+        table = tabled([(s, 0) for s in segments], Format(None, torch.float32), device, sizes)
+        super().__init__(table, digit_bits(len(segments)))
+        places = torch.full((exchange.world_size * len(segments),), -1, dtype=torch.int64)
+        places[torch.tensor(at, dtype=torch.int64)] = torch.arange(len(at))
+        self._exchange, self._pieces = exchange, len(at)
+        self._share = Launch(
+            share, (len(segments),), table.rows, len(segments),
+            self._pairs, self._result,
+            host.copy_to(torch.tensor(searched, dtype=torch.int32), device),
+            host.copy_to(places, device), exchange.world_size, exchange.rank,
+        )  # fmt: skip
+        self._each = torch.split(self._counts, len(segments) << self._bits)
+
+    def __call__(
+        self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Do as :class:`torchcomp.routes.threshold.HostSearch` does.
+
+        In the indices, each vector has as many places as this owner can keep entries of it.
+        """
+        numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
+        self._outcome = numbers, after
+        return self._run(g, e, x, None, before), numbers
+
+    def _summed(self) -> Tensor:
+        summed = self._found.clone()
+        self._exchange.all_reduce(summed)
+        return summed
+
+    def _add_up(self, done: int) -> None:
+        self._exchange.all_reduce(self._each[done])
+
+    def _decide(self) -> None:
+        self._share(*self._outcome, self._exchange.all_gather_rows(self._pairs))
+
+
+@kernel("rows", "ranks", "rank")
+def share(
+    counts: tl.tensor,
+    after: tl.tensor,
+    gathered: tl.tensor,
+    table: tl.tensor,
+    rows: tl.tensor,
+    pairs: tl.tensor,
+    result: tl.tensor,
+    searched: tl.tensor,
+    places: tl.tensor,
+    ranks: tl.tensor,
+    rank: tl.tensor,
+) -> None:
+    """Share the k entries of a segment among the owners: of equal ones, the lowest ranks keep some.
+
+    Args:
+        counts: receives the number of entries of each owner's part.
+        after: receives the threshold of each segment for the next step, or 0.
+        gathered: for each owner and segment, how many entries are above and equal to the threshold.
+        table: the segments.
+        rows: number of segments.
+        pairs: those of this owner, which become 0.
+        result: receives how many equal ones this owner keeps.
+        searched: by segment, whether `after` receives a threshold.
+        places: where the parts of each segment are in `counts`, for each owner; -1 for none.
+        ranks: number of owners.
+        rank: this one.
+    """
+    segment = tl.program_id(0)
+    tl.store(pairs + 2 * segment, 0)
+    tl.store(pairs + 2 * segment + 1, 0)
+    left = tl.load(result + 3 * segment + 1)
+    remembered = tl.load(result + 3 * segment) * tl.load(searched + segment)
+    tl.store(after + segment, remembered.to(after.dtype.element_ty))
+    for owner in range(0, ranks):
+        pair = gathered + 2 * (owner * rows + segment)
+        taken = tl.minimum(tl.load(pair + 1), left)
+        left -= taken
+        place = tl.load(places + owner * rows + segment)
+        tl.store(
+            counts + place, (tl.load(pair) + taken).to(counts.dtype.element_ty), mask=place >= 0
+        )
+        if owner == rank:
+            tl.store(result + 3 * segment + 1, taken)
