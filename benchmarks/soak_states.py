@@ -23,7 +23,7 @@ from tests.support.models import loss_of, seeded, wrap
 from tests.support.mutations import mutated, outcome
 from tests.support.outcomes import equal_on_all, flat, reloaded
 from tests.support.ranks import on_threads
-from torchcomp.algorithms import TwoDirection
+from torchcomp.two_direction import TwoDirection
 
 RANKS, STEPS, TOTAL = 2, 3, 8
 _ERRORS = (

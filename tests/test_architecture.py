@@ -30,7 +30,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 # From the bottom up. A module (or sub-package) imports from lower layers or from its own layer.
 LAYERS = [
-    {"compat", "errors", "host", "moved", "profiling", "_version"},
+    {"compat", "errors", "host", "moved", "profiling", "reference", "_version"},
     {"checks"},
     {"learning_rates"},
     {"component", "draws", "keys", "wire"},
@@ -48,8 +48,8 @@ LAYERS = [
     {"redistribution"},
     {"averager", "gathering"},
     {"per_rank"},
-    {"algorithms"},
-    {"ddp", "fsdp", "batchnorm"},
+    {"two_direction"},
+    {"ddp", "fsdp", "batchnorm", "algorithms"},
     {"register"},
     {"plan", "comparison", "flags"},
     {"explain", "catalogue", "local_sgd", "jointspar"},

@@ -89,7 +89,7 @@ def mean(all_ranks: list[Gradients]) -> Gradients:
 
 
 def sampled(compress: str) -> Callable[..., Any]:
-    return lambda model: JointSpar(model, budget=0.5, compress=compress, warmup_steps=0)
+    return lambda model: JointSpar(model, budget=0.5, compress=compress)
 
 
 def registered(spec: str) -> Callable[..., Any]:

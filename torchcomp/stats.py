@@ -55,7 +55,7 @@ class Stats:
         Args:
             prefix: put in front of every name.
         """
-        scalars: dict[str, int | float] = asdict(self)
+        scalars = {n: v for n, v in asdict(self).items() if isinstance(v, int | float)}
         for ratio, kind in (("traffic_ratio", ""), ("total_traffic_ratio", "total_")):
             if sent := scalars[f"{kind}bytes_sent"]:
                 scalars[ratio] = scalars[f"{kind}dense_bytes_sent"] / sent

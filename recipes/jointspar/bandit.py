@@ -22,13 +22,7 @@ from recipes.experiments import ResultTable
 from recipes.jointspar.parts import parse_common
 from recipes.result_files import make_folder, pyplot, read_csv, save_figure
 from recipes.spread import Spread, spread
-from torchcomp.jointspar import (
-    Bandit,
-    Baseline,
-    Literal,
-    best_probabilities,
-    sample,
-)
+from torchcomp.jointspar import Bandit, Baseline, Literal, kl_project, sample
 from torchcomp.keys import Key
 
 LAYERS, SHARE, P_MIN = 54, 0.6, 0.0125
@@ -156,7 +150,8 @@ def run(rule: Rule, seed: int, steps: int) -> Curve:
     bandit = Bandit(np.ones(LAYERS), SHARE * LAYERS, P_MIN, rule)
     excess = []
     for part, norms in enumerate(norms_of(seed)):
-        best = best_probabilities(norms, SHARE * LAYERS, P_MIN)
+        # p of the optimum is clip(const |g_d|, p_min, 1).
+        best = kl_project([math.log(norm) for norm in norms.tolist()], SHARE * LAYERS, P_MIN)
         minimum = (norms**2 / best).sum()
         for step in range(part * steps, (part + 1) * steps):
             excess.append((norms**2 / bandit.p).sum() / minimum - 1)

@@ -69,7 +69,7 @@ class LayerSampling(Component):
     kind: ClassVar[str] = "method"
 
     budget: float
-    costs: Annotated[str, Choices(("layers", "bytes", "time"))] = "layers"
+    costs: Annotated[str, Choices(("layers", "bytes"))] = "layers"
     selection: Annotated[str, Choices(("shared", "per-rank"))] = "shared"
     rule: Baseline | Literal | None = _BASELINE
     p_min: float = 0.0125
@@ -89,11 +89,8 @@ class LayerSampling(Component):
 
     @property
     def options(self) -> SamplingOptions:
-        """The options of the library. The first step, or five to measure times, keep all layers."""
-        warmup = 5 if self.costs == "time" else 1
-        return SamplingOptions(
-            self.budget, self.costs, self.p_min, self.rule, self.selection, warmup
-        )
+        """The options of the library."""
+        return SamplingOptions(self.budget, self.costs, self.p_min, self.rule, self.selection)
 
     @property
     def shared(self) -> bool:

@@ -85,7 +85,7 @@ class SimulatedRanks:
     @property
     def largest(self) -> float:
         """The largest gradient norm of a layer that a bandit has seen; 0 for ``dense``."""
-        return max((s.bandit.largest for s in self.samplers if s.bandit is not None), default=0.0)
+        return max((s.bandit.largest for s in self.samplers), default=0.0)
 
     @property
     def extremes(self) -> tuple[float, float]:
@@ -119,16 +119,12 @@ class SimulatedRanks:
             sampler.learn(1.0)
             sampler.draw()
 
-    # These three methods implement the protocol torchcomp.jointspar.Sampling, which LARS uses.
+    # These two methods implement the protocol torchcomp.jointspar.Sampling, which LARS uses.
 
     def probability(self, parameter: Tensor) -> float:
         """Return the p that divided this parameter's gradient in the last step."""
         (sampler,) = self.samplers
         return float(sampler.applied[sampler.layer_of[self._names[id(parameter)]]])
-
-    def presence(self, parameter: Tensor) -> float:
-        """Return the share of steps in which this parameter has a gradient."""
-        return self.probability(parameter)
 
     def norm(self, parameter: Tensor) -> float:
         """Return the running average of this parameter's gradient norm, before division by p."""
@@ -142,10 +138,9 @@ def check_simulated(method: Method) -> None:
     Raises:
         RecipeError: if they cannot.
     """
-    timed = isinstance(method, LayerSampling) and method.costs == "time"
     compressed = isinstance(method, LayerSampling) and method.topk is not None
-    if timed or compressed or not isinstance(method, Dense | LayerSampling):
+    if compressed or not isinstance(method, Dense | LayerSampling):
         raise RecipeError(
-            f"{method} cannot be simulated: only dense and jointspar(...) can, with costs of "
-            "layers or bytes and without topk; use recipes.jointspar.paper"
+            f"{method} cannot be simulated: only dense and jointspar(...) without topk can; use "
+            "recipes.jointspar.paper"
         )

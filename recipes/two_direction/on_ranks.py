@@ -17,7 +17,7 @@ from recipes.two_direction.contest import setting as contest_setting
 from recipes.two_direction.data_sets import digits
 from recipes.two_direction.race import Setting, run
 from recipes.two_direction.tuning import MethodRun
-from torchcomp.algorithms.parameter_server import ParameterServer, Ranks, Simulated
+from torchcomp.two_direction.parameter_server import ParameterServer, Ranks, Simulated
 
 RANKS = 4
 MU = 1e-2

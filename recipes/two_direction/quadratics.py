@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchcomp.algorithms.method import Gradients
+from torchcomp.two_direction.base import Gradients
 
 
 class Quadratics:

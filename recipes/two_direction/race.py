@@ -13,7 +13,7 @@ from recipes.errors import RecipeError
 from recipes.experiments import ResultTable, tuning_seeds
 from recipes.two_direction.methods import ACCELERATED, METHODS, Messages, Problem
 from recipes.two_direction.tuning import MethodRun, Tuned, tune
-from torchcomp.algorithms.parameter_server import ParameterServer, Simulated
+from torchcomp.two_direction.parameter_server import ParameterServer, Simulated
 
 Case = Callable[[int], tuple[Problem, float]]
 """A function from a seed to the problem and the infimum of its value."""

@@ -15,7 +15,7 @@ from recipes.two_direction.contest import BUDGET, GAP, Options, setting
 from recipes.two_direction.data_sets import digits
 from recipes.two_direction.methods import Messages
 from recipes.two_direction.race import Race, Setting
-from torchcomp.algorithms.two_direction.theory import Probabilities, priced_probabilities
+from torchcomp.two_direction.theory import Probabilities, priced_probabilities
 
 MU, WORKERS = 1e-3, 10
 DIGITS_D = 650

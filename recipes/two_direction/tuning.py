@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from torchcomp.algorithms.method import Method
-from torchcomp.algorithms.parameter_server import ServerTraffic
 from torchcomp.errors import NonFiniteError, SpecError
+from torchcomp.two_direction.base import Method
+from torchcomp.two_direction.parameter_server import ServerTraffic
 
 BEHIND = 8.0
 """Pause a run if the best one was as good with this many times less traffic."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torchcomp import Averager
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.exchange import Exchange, run_in_process
+from torchcomp.keys import Key
 
 Named = dict[str, Tensor]
 T = TypeVar("T")
@@ -53,6 +54,12 @@ def _normal(name: str, step: int, rank: int, shape: tuple[int, ...]) -> Tensor:
 
 def history(steps: int, world_size: int) -> list[list[Named]]:
     return [[gradient(step, rank) for rank in range(world_size)] for step in range(steps)]
+
+
+def first_q(name: str, rows: int, columns: int) -> Tensor:
+    """The first Q of PowerSGD."""
+    numbers = Key(0).of_tensor(name).shared().standard_normal((columns, rows))
+    return torch.from_numpy(numbers).T
 
 
 def averager(

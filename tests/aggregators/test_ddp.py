@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 import torchcomp
-from tests.aggregators.runs import Named, assert_equal, assert_near
-from tests.aggregators.twins import History, dgc, ef21, powersgd
+from tests.aggregators.runs import Named, assert_equal, assert_near, first_q
 from tests.support.cases import some
 from tests.support.models import (
     gradients,
@@ -25,6 +24,7 @@ from tests.support.models import (
 from tests.support.outcomes import raised_by, reloaded
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import NonFiniteError
+from torchcomp.reference import History, dgc, ef21, powersgd, top_share
 
 SEED = 3
 STEPS = 30
@@ -38,10 +38,10 @@ SLOTS = {POWERSGD: "error", EF21: "estimate", DGC: "error"}
 def means_of(spec: str, dense: History) -> tuple[list[Named], list[Named]]:
     """Return the means that the paper's method applies, and the final state of each rank."""
     if spec == POWERSGD:
-        return powersgd(dense, 1)
+        return powersgd(dense, 1, first_q)
     if spec == EF21:
-        return ef21(dense, 0.1)
-    means, residuals, _ = dgc(dense, 0.1, 0.8)
+        return ef21(dense, top_share(0.1))
+    means, residuals, _ = dgc(dense, top_share(0.1), 0.8)
     return means, residuals
 
 

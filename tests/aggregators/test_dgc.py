@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import torchcomp
 from tests.aggregators.runs import (
@@ -20,10 +21,10 @@ from tests.aggregators.runs import (
     steps,
     total,
 )
-from tests.aggregators.twins import dgc
 from tests.support.cases import thorough
 from tests.support.models import kept
 from torchcomp import explain
+from torchcomp.reference import dgc, top_share
 
 STEPS = 30
 TOP = 'topk(0.05, scope="tensor")'
@@ -42,7 +43,8 @@ def test_equals_the_paper(nesterov: bool, momentum: float, route: str) -> None:
         state = engine.state_dict()
         return means, kept(state, "error"), kept(state, "momentum")
 
-    means, residuals, velocities = dgc(history(STEPS, 4), 0.05, momentum, nesterov)
+    sent = top_share(0.05)
+    means, residuals, velocities = dgc(history(STEPS, 4), sent, momentum, nesterov=nesterov)
     for worker, (applied, residual, velocity) in enumerate(on_ranks(4, body)):
         for actual, expected in zip(applied, means, strict=True):
             assert_near(actual, expected, 1e-11)
@@ -54,7 +56,11 @@ def test_warm_up_ends_at_the_ratio_of_the_compressor() -> None:
     """The paper's warm-up: 75 %, 93.75 %, 98.4 % and 99.6 % are not sent, then 99.9 %."""
     shares = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625]
     spec = 'dgc(topk(0.001, scope="tensor"), warmup_steps=8)'
-    means, residuals, _ = dgc(history(12, 2), 0.001, 0.9, shares=tuple(shares))
+
+    def sent(x: Tensor, t: int, name: str) -> Tensor:
+        return top_share(shares[t] if t < 8 else 0.001)(x, t, name)
+
+    means, residuals, _ = dgc(history(12, 2), sent, 0.9)
 
     def body(exchange: Any) -> tuple[list[Named], Named]:
         engine = averager(spec, exchange)

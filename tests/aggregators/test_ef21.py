@@ -7,9 +7,9 @@ import torch
 
 from tests.aggregators import runs
 from tests.aggregators.runs import Named, assert_equal, assert_near, mean, steps
-from tests.aggregators.twins import ef21
 from tests.support.models import kept
 from torchcomp.keys import Key
+from torchcomp.reference import ef21, top_share
 
 STEPS = 30
 TOP = 'ef21(topk(0.05, scope="tensor"){})'
@@ -24,7 +24,7 @@ def test_equals_the_paper(world_size: int, route: str) -> None:
         state = engine.state_dict()
         return means, kept(state, "estimate"), kept(state, "mean_estimate")
 
-    means, estimates = ef21(runs.history(STEPS, world_size), 0.05)
+    means, estimates = ef21(runs.history(STEPS, world_size), top_share(0.05))
     for worker, (applied, own, common) in enumerate(runs.on_ranks(world_size, body)):
         for actual, expected in zip(applied, means, strict=True):
             assert_near(actual, expected, 1e-12)

@@ -12,6 +12,7 @@ from tests.aggregators.runs import (
     Named,
     assert_near,
     averager,
+    first_q,
     gradient,
     history,
     mean,
@@ -21,11 +22,11 @@ from tests.aggregators.runs import (
     steps,
     total,
 )
-from tests.aggregators.twins import compresses, powersgd
 from tests.support.cases import thorough
 from tests.support.models import kept
 from torchcomp.aggregators import PowerSGD
 from torchcomp.bucket import BucketShape
+from torchcomp.reference import compresses, powersgd
 
 STEPS = 30
 
@@ -38,7 +39,7 @@ def test_equals_the_paper(rank: int, groups: tuple[tuple[str, ...], ...], world_
         engine = averager(f"powersgd({rank})", exchange, groups)
         return steps(engine, range(STEPS), groups), kept(engine.state_dict(), "error")
 
-    means, residuals = powersgd(history(STEPS, world_size), rank)
+    means, residuals = powersgd(history(STEPS, world_size), rank, first_q)
     for worker, (applied, residual) in enumerate(on_ranks(world_size, body)):
         for actual, expected in zip(applied, means, strict=True):
             assert_near(actual, expected, 1e-9)
@@ -48,8 +49,8 @@ def test_equals_the_paper(rank: int, groups: tuple[tuple[str, ...], ...], world_
 def test_both_definitions_of_the_residual_apply_the_same_means() -> None:
     """The residuals of the ranks differ. With M - P Q^T, they grow without bound."""
     gradients = history(STEPS, 4)
-    means, own = powersgd(gradients, 2)
-    others, shared = powersgd(gradients, 2, residual="mean")
+    means, own = powersgd(gradients, 2, first_q)
+    others, shared = powersgd(gradients, 2, first_q, residual="mean")
     for one, other in zip(means, others, strict=True):
         assert_near(one, other, 1e-9)
     assert_near(mean(own), mean(shared), 1e-9)

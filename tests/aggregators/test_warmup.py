@@ -27,10 +27,10 @@ from tests.support.models import kept
 from tests.support.outcomes import reloaded
 from torchcomp import NonFiniteError, SpecError, explain
 from torchcomp.aggregators import EF, Aggregator
-from torchcomp.algorithms.checks import require
 from torchcomp.bucket import BucketShape
 from torchcomp.compressors import Identity, TopK, Warmup
-from torchcomp.jointspar.sampled import Sampled
+from torchcomp.jointspar.sampler import Sampled
+from torchcomp.two_direction.checks import require
 
 TOP = "topk(0.05)"
 UP = f"warmup({TOP}, steps=6)"

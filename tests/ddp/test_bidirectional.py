@@ -30,6 +30,7 @@ from torchcomp.bucket import BucketShape, partition
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
+from torchcomp.reference import bidirectional, top
 from torchcomp.routes.threshold import Query, Selection, find_largest, order_bits
 from torchcomp.state import State
 
@@ -46,44 +47,16 @@ def gradient(step: int, rank: int, dtype: torch.dtype, tied: bool = False) -> Te
     return torch.randn(sum(SIZES), generator=generator, dtype=torch.float64).to(dtype)
 
 
-def top(x: Tensor, k: int) -> Tensor:
-    """Keep the k largest magnitudes, with ties by the lowest index, and zero the others."""
-    kept = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))[:k]
-    out = torch.zeros_like(x)
-    out[kept] = x[kept]
-    return out
-
-
 def by_vector(cuts: list[int], k: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.cat([top(part, min(k, len(part))) for part in x.split(cuts)])
 
 
-def serial(
-    world_size: int,
-    dtype: torch.dtype,
-    tied: bool,
-    up: Callable[[Tensor], Tensor],
-    down: Callable[[Tensor], Tensor],
-) -> list[Tensor]:
-    """The thesis's algorithm with one server, weights 1/N, and no learning rate in the residuals.
-
-    Returns:
-        The downlink message of every step.
-    """
-    eps = [torch.zeros(sum(SIZES), dtype=dtype) for _ in range(world_size)]
-    delta = torch.zeros(sum(SIZES), dtype=dtype)
-    downlinks = []
-    for step in range(STEPS):
-        s = torch.zeros(sum(SIZES), dtype=dtype)
-        for q in range(world_size):
-            a = gradient(step, q, dtype, tied) + eps[q]
-            sent = up(a)
-            eps[q] = a - sent
-            s += sent
-        s = s / world_size + delta
-        downlinks.append(down(s))
-        delta = s - downlinks[-1]
-    return downlinks
+def serial(world_size: int, dtype: torch.dtype, tied: bool, up: Any, down: Any) -> list[Tensor]:
+    """The downlink messages of the thesis's algorithm."""
+    ranks = range(world_size)
+    history = [[{"g": gradient(t, rank, dtype, tied)} for rank in ranks] for t in range(STEPS)]
+    messages, *_ = bidirectional(history, lambda x, *_: up(x), lambda x, *_: down(x))
+    return [message["g"] for message in messages]
 
 
 def distributed(world_size: int, spec: str, dtype: torch.dtype, tied: bool) -> list[Tensor]:

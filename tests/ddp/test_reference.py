@@ -1,6 +1,4 @@
-"""Error feedback over DDP, compared with a serial loop in float64 written from the paper."""
-
-from collections.abc import Callable
+"""Error feedback over DDP, compared with its paper."""
 
 import pytest
 import torch
@@ -22,39 +20,22 @@ from tests.support.models import (
 from tests.support.ranks import on_threads
 from torchcomp.bucket import partition
 from torchcomp.keys import Key
+from torchcomp.reference import Compress, error_feedback, top_share
 
 STEPS = 6
 SEED = 11
 
-Select = Callable[[Tensor, int, str], Tensor]
-"""(vector, step, name of the vector's first parameter) -> vector that is sent."""
 
-
-def top(share: float) -> Select:
-    def select(x: Tensor, step: int, first: str) -> Tensor:
-        kept = sorted(range(len(x)), key=lambda i: (-abs(float(x[i])), i))
-        sent = torch.zeros_like(x)
-        for i in kept[: count(share, len(x))]:
-            sent[i] = x[i]
-        return sent
-
-    return select
-
-
-def random(share: float) -> Select:
+def random(share: float) -> Compress:
     def select(x: Tensor, step: int, first: str) -> Tensor:
         generator = Key(SEED, step).of_tensor(first).shared()
-        kept = generator.choice(len(x), count(share, len(x)), replace=False, shuffle=False)
+        count = int(-(-share * len(x) // 1))  # rounded up; all shares here are exact floats
+        kept = generator.choice(len(x), count, replace=False, shuffle=False)
         sent = torch.zeros_like(x)
         sent[torch.from_numpy(kept)] = x[torch.from_numpy(kept)]
         return sent
 
     return select
-
-
-def count(share: float, numel: int) -> int:
-    """Return the number of entries to keep, rounded up. All shares here are exact floats."""
-    return int(-(-share * numel // 1))
 
 
 def rounded(x: Tensor, step: int, first: str) -> Tensor:
@@ -71,34 +52,9 @@ def groups_of(scope: str) -> list[tuple[str, ...]]:
     return list(groups)
 
 
-def reference(dense: list[list[Gradients]], select: Select, scope: str) -> tuple[list, list]:
-    """Error feedback, Seide et al. 2014, one group after another.
-
-    Args:
-        dense: gradients by rank and step.
-        select: the compressor.
-        scope: "bucket" or "tensor"; which parameters are compressed together.
-
-    Returns:
-        The mean of every step, and the residual of every rank at the end.
-    """
-    ranks = range(len(dense))
-    residuals = [{name: torch.zeros_like(g) for name, g in dense[0][0].items()} for _ in ranks]
-    means = [{} for _ in range(STEPS)]
-    for step in range(STEPS):
-        for group in groups_of(scope):
-            sizes = [dense[0][0][name].numel() for name in group]
-            total = torch.zeros(sum(sizes), dtype=torch.float64)
-            for rank in ranks:
-                gradient, e = dense[rank][step], residuals[rank]
-                x = torch.cat([(gradient[name] + e[name]).flatten() for name in group])
-                sent = select(x, step, group[0])
-                total += sent
-                for name, unsent in zip(group, (x - sent).split(sizes), strict=True):
-                    e[name] = unsent.view_as(e[name])
-            for name, mean in zip(group, (total / len(dense)).split(sizes), strict=True):
-                means[step][name] = mean.view_as(residuals[0][name])
-    return means, residuals
+def together(named: Gradients, groups: list[tuple[str, ...]]) -> Gradients:
+    """One vector for each group, by the name of its first parameter."""
+    return {group[0]: torch.cat([named[name].flatten() for name in group]) for group in groups}
 
 
 def trained(spec: str) -> tuple[list[Gradients], list[Gradients], Gradients]:
@@ -116,24 +72,25 @@ def trained(spec: str) -> tuple[list[Gradients], list[Gradients], Gradients]:
     return own, applied, kept(handle.state_dict())
 
 
-def compare(spec: str, select: Select, scope: str, world_size: int, tolerance: float) -> None:
+def compare(spec: str, sent: Compress, scope: str, world_size: int, tolerance: float) -> None:
     own, applied, residuals = zip(*on_threads(world_size, trained, spec), strict=True)
-    means, expected = reference(list(own), select, scope)
+    groups = groups_of(scope)
+    history = [[together(g, groups) for g in step] for step in zip(*own, strict=True)]
+    means, expected = error_feedback(history, sent)
     for rank in range(world_size):
-        for name in means[0]:
-            for step in range(STEPS):
-                close(applied[rank][step][name], means[step][name], tolerance)
-            close(residuals[rank][name], expected[rank][name], tolerance)
+        for mean, found in zip(means, applied[rank], strict=True):
+            close(together(found, groups), mean, tolerance)
+        close(together(residuals[rank], groups), expected[rank], tolerance)
 
 
-def close(actual: Tensor, expected: Tensor, tolerance: float) -> None:
+def close(actual: Gradients, expected: Gradients, tolerance: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("scope", ["bucket", "tensor"])
 def test_topk_is_bit_equal_to_the_reference(scope: str, world_size: int) -> None:
-    compare(f'ef(topk(0.125, scope="{scope}"))', top(0.125), scope, world_size, 0.0)
+    compare(f'ef(topk(0.125, scope="{scope}"))', top_share(0.125), scope, world_size, 0.0)
 
 
 @pytest.mark.parametrize("exchange", ["sum", "gather"])

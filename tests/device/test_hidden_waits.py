@@ -29,7 +29,14 @@ OUTSIDE = (
         "integrations/",
     ),
     # Checkpoints and simulations.
-    *("checkpoint.py", "redistribution.py", "per_rank.py", "gathering.py", "algorithms/"),
+    *(
+        "checkpoint.py",
+        "redistribution.py",
+        "per_rank.py",
+        "gathering.py",
+        "two_direction/",
+        "reference.py",
+    ),
     # Measure and predict, before training.
     *("advisor/", "flags.py"),
     # NumPy.
@@ -46,8 +53,6 @@ EXCEPTIONS = {
     "batchnorm.py _reached": "after training",
     "exchange/collectives.py Collectives.same": "verifies settings",
     "exchange/private.py PrivateExchange.gather_objects": "for errors and checkpoints",
-    "jointspar/jointspar.py JointSpar._measured_costs": "once, after the warm-up",
-    "jointspar/skip.py _seconds": "the caller asks for a time",
     "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",
     "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
     "nonfinite.py FiniteWatch.error": "the step has failed",
@@ -77,10 +82,9 @@ EXCEPTIONS = {
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
     "jointspar/jointspar.py JointSpar.stats": "NumPy",
-    "jointspar/sampled.py Sampled.aggregate": "NumPy",
-    "jointspar/sampler.py Sampler.prepare": "NumPy",
+    "jointspar/sampler.py Sampled.aggregate": "NumPy",
     "jointspar/sampler.py Sampler.state_dict": "NumPy",
-    "jointspar/sampler.py SamplingOptions.bandit": "an option",
+    "jointspar/sampler.py Sampler.__init__": "an option",
     "keys.py check_seed": "an option",
     "kernels/elias_fano_torch.py Shape.__init__": "sizes",
     "kernels/select.py largest": "called for values that the host can read",

@@ -126,7 +126,7 @@ def jointspar() -> tuple[Tensor, Tensor, Tensor]:
     found = [trained(PLAIN)]
     for budget in (1.0, 0.5):
         run = Run(PLAIN)
-        sampled = torchcomp.JointSpar(run.model, budget=budget, warmup_steps=0)
+        sampled = torchcomp.JointSpar(run.model, budget=budget)
         run.train(0, 6)
         sampled.close()
         found.append(run.weights())

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -16,9 +17,10 @@ def keep(jointspar: JointSpar, *layers: str, p: float | dict[str, float] = 0.5) 
     """Make the next step keep these layers on this rank, as if drawn with p."""
     names = list(jointspar.layers)
     each = p if isinstance(p, dict) else dict.fromkeys(names, p)
-    mask = torch.tensor([name in layers for name in names]).numpy()
-    probabilities = torch.tensor([each[name] for name in names], dtype=torch.float64).numpy()
-    jointspar._sampler.select(mask, probabilities)
+    sampler = jointspar._sampler
+    sampler.kept = np.array([name in layers for name in names])
+    sampler.p = np.array([each[name] for name in names])
+    sampler.reset()
     jointspar._skip()
 
 

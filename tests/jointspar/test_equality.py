@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.support.cases import only
 from tests.support.models import convolutions, images, loss_of, mlp, rows, seeded, weights, wrap
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.jointspar import LARS, JointSpar
@@ -14,31 +15,31 @@ WAYS = ("shared", "per-rank")
 
 def normalised() -> nn.Module:
     layers = (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(64, 4))
-    return seeded(nn.Sequential(*layers)).float()
+    return seeded(nn.Sequential(*layers)).double()
 
 
-def trained(build, batch, way, optimizer=torch.optim.SGD, **options):
+def trained(build, batch, way, lars=False, budget=1.0, **options):
     """Return the weights after 6 steps, of which every second one accumulates gradients."""
     model = wrap(build(), **options)
-    jointspar = None if way == PLAIN else JointSpar(model, budget=1.0, selection=way)
-    steps = optimizer(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01)
+    jointspar = None if way == PLAIN else JointSpar(model, budget=budget, selection=way)
+    common = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    if lars:
+        optimizer = LARS(model.parameters(), trust_coefficient=0.1, sampled=jointspar, **common)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), **common)
     for step in range(6):
-        steps.zero_grad()
+        optimizer.zero_grad()
         if step % 2:
             with model.no_sync():
                 loss_of(model(batch(100 + step))).backward()
         loss_of(model(batch(step))).backward()
-        steps.step()
-    found = weights(model.module)
+        optimizer.step()
     if jointspar is not None:
-        assert jointspar.stats.step == 6
-        assert jointspar.stats.total_bytes_sent == jointspar.stats.total_dense_bytes_sent
+        assert jointspar.stats.steps == 6
+        if budget == 1:
+            assert jointspar.stats.total_bytes_sent == jointspar.stats.total_dense_bytes_sent
         jointspar.close()
-    return found
-
-
-def float_images(step):
-    return images(step).float()
+    return weights(model.module)
 
 
 CASES = {
@@ -46,17 +47,20 @@ CASES = {
     "one bucket": (mlp, rows, {"bucket_cap_mb": None}),
     "views": (mlp, rows, {"gradient_as_bucket_view": True}),
     "channels_last": (convolutions, images, {}),
-    "batch norm": (normalised, float_images, {}),
+    "batch norm": (normalised, images, {}),
     "unused": (mlp, rows, {"find_unused_parameters": True}),
+    "lars": (mlp, rows, {"lars": True}),
 }
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
-@pytest.mark.parametrize(("build", "batch", "options"), CASES.values(), ids=CASES)
-def test_budget_one_trains_as_plain_ddp(build, batch, options, world_size):
+@pytest.mark.parametrize("case", only(CASES, now=["mlp", "views", "batch norm", "lars"]))
+def test_budget_one_trains_as_plain_ddp(case, world_size):
+    build, batch, options = CASES[case]
+    ways = (PLAIN, "shared") if options.get("lars") else (PLAIN, *WAYS)
     plain, *others = (
         on_threads(world_size, lambda way=way: trained(build, batch, way, **options))
-        for way in (PLAIN, *WAYS)
+        for way in ways
     )
     assert not torch.equal(plain[0], weights(build()))
     for found in others:
@@ -74,39 +78,9 @@ def test_budget_one_trains_as_plain_ddp_over_gloo():
             assert torch.equal(outcome[way], outcome[PLAIN])
 
 
-def test_lars_with_budget_one_is_lars():
-    def body():
-        model = wrap(mlp())
-        jointspar = JointSpar(model, budget=1.0)
-
-        def lars(params, **options):
-            return LARS(params, trust_coefficient=0.1, **options)
-
-        plain = trained(mlp, rows, PLAIN, lars)
-        optimizer = lars(
-            model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, sampled=jointspar
-        )
-        for step in range(6):
-            optimizer.zero_grad()
-            if step % 2:
-                with model.no_sync():
-                    loss_of(model(rows(100 + step))).backward()
-            loss_of(model(rows(step))).backward()
-            optimizer.step()
-        assert torch.equal(weights(model.module), plain)
-
-    on_threads(2, body)
-
-
 def test_a_smaller_budget_would_fail_the_comparison():
-    def body():
-        model = wrap(mlp())
-        jointspar = JointSpar(model, budget=0.9, warmup_steps=0, seed=1)
-        for step in range(6):
-            model.zero_grad()
-            loss_of(model(rows(step))).backward()
-            if any(p.grad is None for p in model.parameters()):
-                return True
-        return jointspar.stats.total_bytes_sent == jointspar.stats.total_dense_bytes_sent
-
-    assert on_threads(2, body) == [True, True]
+    plain, sampled = (
+        on_threads(2, lambda way=way: trained(mlp, rows, way, budget=0.9))[0]
+        for way in (PLAIN, "shared")
+    )
+    assert not torch.equal(plain, sampled)

@@ -1,4 +1,4 @@
-"""LARS compared with plain loops in float64, and its mean update on sampled gradients."""
+"""LARS compared with its paper, and its mean update on sampled gradients."""
 
 import copy
 import math
@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 
+from torchcomp import reference
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.jointspar import LARS
 
@@ -27,39 +28,28 @@ def set_gradients(params, gradients):
         x.grad = None if g is None else g.clone()
 
 
-class Reference:
-    """The algorithm, entry by entry, in Python floats."""
+class Coin:
+    """Sampling with one probability for all parameters, and fixed norms."""
 
-    def __init__(self, start, exclude=False, **options):
-        self.x = [x.flatten().tolist() for x in start]
-        self.v = [[0.0] * len(x) for x in self.x]
-        self.exclude, self.options = exclude, options
+    def __init__(self, p, norms=()):
+        self.p, self.norms = p, dict(norms)
 
-    def step(self, gradients):
-        lr, m = self.options["lr"], self.options["momentum"]
-        for layer, gradient in enumerate(gradients):
-            if gradient is None:
-                continue
-            x, v, g = self.x[layer], self.v[layer], gradient.flatten().tolist()
-            decay, trust = self.options["weight_decay"], 1.0
-            if self.exclude and gradient.dim() <= 1:
-                decay = 0.0
-            else:
-                size, norm = math.hypot(*x), math.hypot(*g)
-                trust = self.options["trust_coefficient"]
-                if size and norm:
-                    trust *= size / (norm + decay * size)
-            for i in range(len(x)):
-                v[i] = m * v[i] + lr * trust * (g[i] + decay * x[i])
-                x[i] -= v[i]
+    def probability(self, parameter):
+        return self.p
+
+    def norm(self, parameter):
+        return self.norms[parameter]
 
 
 @pytest.mark.parametrize("exclude", [False, True])
+@pytest.mark.parametrize("p", [1.0, 0.3])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
-def test_equals_plain_loops(exclude, dtype, tolerance):
+def test_equals_the_reference(exclude, p, dtype, tolerance):
     params = parameters(dtype)
-    optimizer = LARS(params, **OPTIONS, exclude_vectors=exclude)
-    reference = Reference(tensors(0, dtype), exclude, **OPTIONS)
+    sampled = None if p == 1 else Coin(p, dict.fromkeys(params, 2.5))
+    optimizer = LARS(params, **OPTIONS, exclude_vectors=exclude, sampled=sampled)
+    xs = [x.double() for x in tensors(0, dtype)]
+    vs = [torch.zeros_like(x) for x in xs]
     for step in range(20):
         gradients = tensors(step + 1, dtype)
         if step % 3 == 1:
@@ -68,40 +58,30 @@ def test_equals_plain_loops(exclude, dtype, tolerance):
             gradients[2] = torch.zeros_like(gradients[2])
         set_gradients(params, gradients)
         optimizer.step()
-        reference.step(gradients)
-    for x, expected in zip(params, reference.x, strict=True):
-        wanted = torch.tensor(expected, dtype=torch.float64).reshape(x.shape)
+        for i, g in enumerate(gradients):
+            if g is not None:
+                eta = None if exclude and g.dim() <= 1 else 0.02
+                options = reference.LARSOptions(0.7, 0.9, 0.01, eta)
+                norm = 2.5 if sampled else None
+                xs[i], vs[i] = reference.lars(xs[i], vs[i], g.double(), options, p, norm)
+    for x, wanted in zip(params, xs, strict=True):
         torch.testing.assert_close(x.detach().double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_a_tensor_that_starts_at_zero_moves():
-    x = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+def test_a_tensor_that_starts_at_zero_moves_and_one_without_a_gradient_does_not():
+    x = torch.nn.Parameter(torch.zeros(3))
     optimizer = LARS([x], 1.0, trust_coefficient=0.5)
-    x.grad = torch.ones_like(x)
+
+    def closure():
+        optimizer.zero_grad()
+        x.sum().backward()
+        return 2.0
+
+    assert optimizer.step(closure) == 2.0
+    x.grad = None
     optimizer.step()
     assert x.tolist() == [-0.5] * 3
-
-
-def test_parameter_groups_have_their_own_options():
-    first, second = parameters()[:2]
-    LARS([{"params": [first], "weight_decay": 0.1}, {"params": [second]}], 0.1)
-    with pytest.raises(SpecError, match=r"weight_decay.*-1"):
-        LARS([{"params": [first], "weight_decay": -1}], 0.1)
-
-
-def test_without_a_gradient_nothing_moves():
-    params = parameters()
-    optimizer = LARS(params, **OPTIONS)
-    set_gradients(params, tensors(1))
-    optimizer.step()
-    before = [x.detach().clone() for x in params]
-    velocity = copy.deepcopy(optimizer.state_dict()["state"])
-    set_gradients(params, [None] * len(params))
-    optimizer.step()
-    for x, held in zip(params, before, strict=True):
-        assert torch.equal(x, held)
-    for number, state in optimizer.state_dict()["state"].items():
-        assert torch.equal(state["momentum"], velocity[number]["momentum"])
+    assert optimizer.state[x]["momentum"].tolist() == [0.5] * 3
 
 
 def test_a_checkpoint_resumes_bit_for_bit():
@@ -119,122 +99,35 @@ def test_a_checkpoint_resumes_bit_for_bit():
         assert torch.equal(x, y)
 
 
-def test_the_closure_is_called_with_gradients():
-    x = torch.nn.Parameter(torch.ones(2))
-    optimizer = LARS([x], 0.1)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = x.square().sum()
-        loss.backward()
-        return loss
-
-    assert optimizer.step(closure) == 2.0
-    assert (x < 1).all()
-
-
 # --- Sampled gradients ----------------------------------------------------------------------------
 
 
-class Coin:
-    """Sampling with one probability for all parameters, and fixed norms."""
-
-    def __init__(self, p, norms=(), zeros=False):
-        self.p, self.norms, self.zeros = p, dict(norms), zeros
-
-    def probability(self, parameter):
-        return self.p
-
-    def presence(self, parameter):
-        return 1.0 if self.zeros else self.p
-
-    def norm(self, parameter):
-        return self.norms[parameter]
-
-
-def moved(gradients, p, kept, zeros=False, **options):
+def moved(gradients, p, kept, sampled=True, **options):
     """Return the change of each parameter by one step."""
     params = parameters()
-    coin = Coin(p, {x: float(g.norm()) for x, g in zip(params, gradients, strict=True)}, zeros)
+    norms = {x: float(g.norm()) for x, g in zip(params, gradients, strict=True)}
+    coin = Coin(p, norms) if sampled else None
     optimizer = LARS(params, **{**OPTIONS, **options}, sampled=coin)
-    dropped = [torch.zeros_like(g) if zeros else None for g in gradients]
-    set_gradients(params, [g / p for g in gradients] if kept else dropped)
+    set_gradients(params, [g / p if kept else None for g in gradients])
     optimizer.step()
     return [x.detach() - x0 for x, x0 in zip(params, tensors(0), strict=True)]
 
 
-@pytest.mark.parametrize("zeros", [False, True], ids=["dropped is None", "dropped is zero"])
 @pytest.mark.parametrize("exclude", [False, True])
 @pytest.mark.parametrize("p", [0.0125, 0.3, 0.9])
-def test_the_mean_update_on_a_fixed_gradient_is_the_dense_one(p, exclude, zeros):
-    g = tensors(1)
-    options = {"exclude_vectors": exclude}
-    dense = moved(g, 1.0, True, **options)
-    kept, dropped = (moved(g, p, keep, zeros, **options) for keep in (True, False))
-    for full, a, b in zip(dense, kept, dropped, strict=True):
+def test_the_mean_update_on_a_fixed_gradient_is_the_dense_one(p, exclude):
+    g, options = tensors(1), {"exclude_vectors": exclude}
+    dense, kept = moved(g, 1.0, True, **options), moved(g, p, True, **options)
+    for full, a, b in zip(dense, kept, moved(g, p, False, **options), strict=True):
         torch.testing.assert_close(p * a + (1 - p) * b, full, rtol=1e-12, atol=1e-15)
 
 
 def test_with_its_own_norm_the_mean_update_would_be_p_times_the_dense_one():
     """Plain LARS, without decay, would fail the test above: it cancels the 1 / p."""
-    g, p = tensors(1), 0.25
-    dense = moved(g, 1.0, True, weight_decay=0.0)
-    params = parameters()
-    optimizer = LARS(params, **{**OPTIONS, "weight_decay": 0.0})
-    set_gradients(params, [x / p for x in g])
-    optimizer.step()
-    for x, x0, full in zip(params, tensors(0), dense, strict=True):
-        torch.testing.assert_close(p * (x.detach() - x0), p * full, rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("pauses", [True, False], ids=["gradient None", "gradient zero"])
-def test_with_momentum_the_long_run_is_the_dense_one_whether_or_not_momentum_pauses(pauses):
-    p, steps, momentum, start = 0.5, 10_000, 0.8, 1e9
-    x = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
-    coin = Coin(p, {x: start}, zeros=not pauses)
-    optimizer = LARS([x], 1.0, momentum=momentum, trust_coefficient=1.0, sampled=coin)
-    kept = torch.rand(steps, generator=torch.Generator().manual_seed(0)) < p
-    for keep in kept:
-        skipped = None if pauses else torch.zeros_like(x)
-        x.grad = torch.full_like(x, 1 / p) if keep else skipped
-        optimizer.step()
-    dense = steps / (1 - momentum)
-    error = dense * math.sqrt((1 / p - 1) / steps)
-    assert abs(start - x.item() - dense) < 4 * error
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"lr": -1.0}, r"lr.*-1\.0"),
-        ({"lr": math.nan}, "lr.*nan"),
-        ({"lr": 1.0, "momentum": 1.0}, r"momentum.* 1\.0"),
-        ({"lr": 1.0, "weight_decay": -0.1}, r"weight_decay.*-0\.1"),
-        ({"lr": 1.0, "trust_coefficient": 0.0}, r"trust_coefficient.* 0\.0"),
-        ({"lr": 1.0, "exclude_vectors": "no"}, "exclude_vectors.*True.*False.*'no'"),
-        ({"lr": 1.0, "sampled": "all"}, "sampled.*JointSpar.*'all'"),
-    ],
-)
-def test_bad_options_are_refused(options, message):
-    with pytest.raises(SpecError, match=message):
-        LARS(parameters(), **options)
-
-
-def test_a_group_that_is_added_later_is_checked_and_not_added():
-    first, second = parameters()[:2]
-    optimizer = LARS([first], 0.1)
-    with pytest.raises(SpecError, match=r"lr.*-5\.0"):
-        optimizer.add_param_group({"params": [second], "lr": -5.0})
-    assert len(optimizer.param_groups) == 1
-
-
-def test_a_sparse_gradient_is_refused_before_any_parameter_changes():
-    dense, table = torch.nn.Parameter(torch.ones(2)), torch.nn.Embedding(5, 3, sparse=True)
-    optimizer = LARS([dense, table.weight], 0.1)
-    (table(torch.tensor([1])).sum() + dense.sum()).backward()
-    with pytest.raises(UnsupportedModelError, match=r"\(5, 3\).*sparse=False"):
-        optimizer.step()
-    assert torch.equal(dense.detach(), torch.ones(2))
+    g, options = tensors(1), {"weight_decay": 0.0}
+    dense, own = moved(g, 1.0, True, **options), moved(g, 0.25, True, sampled=False, **options)
+    for full, a in zip(dense, own, strict=True):
+        torch.testing.assert_close(a, full, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -252,3 +145,39 @@ def test_half_precision_neither_overflows_nor_vanishes(size, value, gradient, ru
     sampled = None if running is None else Coin(0.5, {x: running})
     LARS([x], 1.0, trust_coefficient=0.1, sampled=sampled).step()
     torch.testing.assert_close(x.detach(), torch.full_like(x, expected), rtol=2e-3, atol=0)
+
+
+# --- Bad input ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("momentum", 1.0),
+        ("weight_decay", -0.1),
+        ("trust_coefficient", 0.0),
+        ("exclude_vectors", "no"),
+        ("sampled", "all"),
+    ],
+)
+def test_bad_options_are_refused_also_in_a_later_group(field, value):
+    first, second = parameters()[:2]
+    with pytest.raises(SpecError) as caught:
+        LARS([first], **{"lr": 1.0, field: value})
+    assert caught.value.field == field
+    if field != "sampled":
+        optimizer = LARS([first], 0.1)
+        with pytest.raises(SpecError):
+            optimizer.add_param_group({"params": [second], field: value})
+        assert len(optimizer.param_groups) == 1
+
+
+def test_a_sparse_gradient_is_refused_before_any_parameter_changes():
+    dense, table = torch.nn.Parameter(torch.ones(2)), torch.nn.Embedding(5, 3, sparse=True)
+    optimizer = LARS([dense, table.weight], 0.1)
+    (table(torch.tensor([1])).sum() + dense.sum()).backward()
+    with pytest.raises(UnsupportedModelError, match="sparse=False"):
+        optimizer.step()
+    assert torch.equal(dense.detach(), torch.ones(2))

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from torchcomp.errors import SpecError
-from torchcomp.jointspar import check_several, default_layers, layers_by_pattern
+from torchcomp.jointspar import default_layers, layers_by_pattern
 
 
 class Residual(nn.Module):
@@ -22,8 +21,6 @@ class Basic(nn.Module):
         super().__init__()
         self.conv1 = nn.Conv2d(4, 4, 3, bias=False)
         self.bn1 = nn.BatchNorm2d(4)
-        self.conv2 = nn.Conv2d(4, 4, 3, bias=False)
-        self.bn2 = nn.BatchNorm2d(4)
         self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False), nn.BatchNorm2d(4))
 
 
@@ -44,7 +41,6 @@ class Block(nn.Module):
         self.norm1 = nn.LayerNorm(8)
         self.attn = nn.ModuleDict({"qkv": nn.Linear(8, 24), "proj": nn.Linear(8, 8)})
         self.norm2 = nn.LayerNorm(8)
-        self.mlp = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
 
 
 def names(module):
@@ -54,14 +50,12 @@ def names(module):
 def test_a_norm_joins_the_convolution_before_it():
     layers = default_layers(Residual().named_parameters())
     assert layers["conv1"] == ("conv1.weight", "bn1.weight", "bn1.bias")
-    assert layers["layer1.0.conv2"] == tuple(
-        f"layer1.0.{name}" for name in ("conv2.weight", "bn2.weight", "bn2.bias")
-    )
-    assert layers["layer1.1.downsample.0"] == tuple(
-        f"layer1.1.downsample.{name}" for name in ("0.weight", "1.weight", "1.bias")
+    downsample = "layer1.1.downsample."
+    assert layers[f"{downsample}0"] == tuple(
+        f"{downsample}{name}" for name in ("0.weight", "1.weight", "1.bias")
     )
     assert layers["fc"] == ("fc.weight", "fc.bias")
-    assert len(layers) == 8
+    assert len(layers) == 6
 
 
 def test_a_norm_that_opens_a_block_joins_the_weights_of_its_block():
@@ -70,9 +64,8 @@ def test_a_norm_that_opens_a_block_joins_the_weights_of_its_block():
     for block in ("blocks.0", "blocks.1"):
         assert f"{block}.norm1.weight" in layers[f"{block}.attn.qkv"]
         assert f"{block}.norm2.weight" in layers[f"{block}.attn.proj"]
-    assert layers["blocks.0.mlp.2"] == ("blocks.0.mlp.2.weight", "blocks.0.mlp.2.bias")
-    assert "norm.weight" in layers["blocks.1.mlp.2"]
-    assert len(layers) == 10
+    assert "norm.weight" in layers["blocks.1.attn.proj"]
+    assert len(layers) == 6
 
 
 @pytest.mark.parametrize("module", [Residual, Transformer])
@@ -89,40 +82,11 @@ def test_a_shared_weight_belongs_to_its_first_layer():
     assert layers == {"0": ("0.weight", "0.bias", "1.bias")}
 
 
-def test_patterns_of_the_user():
-    model = Residual()
+def test_a_parameter_belongs_to_the_first_pattern_that_matches():
     layers = layers_by_pattern(
-        {"stem": ["conv1.*", "bn1.*"], "body": "layer1.*", "head": "fc.*"}, names(model)
+        {"stem": ["conv1.*", "bn1.*"], "head": "fc.*", "body": "*"}, names(Residual())
     )
-    assert list(layers) == ["stem", "body", "head"]
+    assert list(layers) == ["stem", "head", "body"]
     assert layers["stem"] == ("conv1.weight", "bn1.weight", "bn1.bias")
-    assert len(layers["body"]) == 18
-
-
-@pytest.mark.parametrize(
-    ("patterns", "message"),
-    [
-        ({"a": "conv1.*", "b": "fcc.*"}, r"'b'.*'fcc\.\*'"),
-        ({"a": "*", "b": "fc.*"}, r"'fc\.weight'.* 2 .*'a'.*'b'"),
-        ({"a": "conv1.*", "b": "fc.*"}, r"'bn1\.weight'"),
-        (["conv1.*", "fc.*"], r"layers.*list$"),
-        ({"a": [], "b": "*"}, r"layers.*'a'.*\[\]"),
-        ({"a": None, "b": "*"}, r"layers.*'a'.*None"),
-        ({"a": [3], "b": "*"}, r"layers.*'a'.*\[3\]"),
-        ({0: "conv1.*", 1: "*"}, r"layers.*str.* 0$"),
-    ],
-)
-def test_bad_patterns_are_refused(patterns, message):
-    with pytest.raises(SpecError, match=message):
-        layers_by_pattern(patterns, names(Residual()))
-
-
-def test_a_pattern_that_matches_only_frozen_parameters_is_refused():
-    trained = [name for name in names(Residual()) if not name.startswith("conv1.")]
-    with pytest.raises(SpecError, match=r"'conv1\.\*'.*'conv1\.weight'"):
-        layers_by_pattern({"stem": "conv1.*", "rest": "*"}, trained, ["conv1.weight"])
-
-
-def test_one_layer_is_refused():
-    with pytest.raises(SpecError, match=r"\b1\b.*'0'"):
-        check_several(default_layers(nn.Sequential(nn.Linear(2, 2)).named_parameters()))
+    assert len(layers["body"]) == 12
+    assert all(name.startswith("layer1.") for name in layers["body"])

@@ -1,6 +1,5 @@
-"""Reference of Algorithm 2 of the QSR paper: K copies of a model in one process, in float64."""
+"""Local steps as in torchcomp.reference, on K copies of the model of these tests."""
 
-import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -8,8 +7,20 @@ from torch import Tensor, nn
 
 from tests.local_sgd.script import batch, loss_of, mlp
 from tests.support.models import seeded
+from torchcomp.reference import (
+    Length,
+    Synchronise,
+    Weights,
+    average,
+    local_sgd,
+    means_of,
+    qsr,
+    share,
+    top,
+)
 
-Weights = list[Tensor]
+__all__ = ["average", "means_of", "qsr", "share", "top"]
+
 Update = Callable[[Weights, Weights, float], None]
 
 
@@ -54,15 +65,8 @@ def adamw_update() -> Update:
     return update
 
 
-def every(h: int) -> Callable[[int, float], int]:
+def every(h: int) -> Length:
     return lambda step, lr: h
-
-
-def qsr(alpha: float, h_base: int, warmup: int) -> Callable[[int, float], int]:
-    def rule(step: int, lr: float) -> int:
-        return h_base if step < warmup else max(h_base, math.floor((alpha / lr) ** 2))
-
-    return rule
 
 
 class Worker:
@@ -90,10 +94,10 @@ def local_opt(
     total: int,
     *,
     update: Callable[[], Update],
-    rule: Callable[[int, float], int],
+    rule: Length,
     lr: Callable[[int], float],
     skipped: frozenset[tuple[int, int]] = frozenset(),
-    synchronise: "Synchronise | None" = None,
+    synchronise: Synchronise | None = None,
 ) -> Iterator[tuple[list[Tensor], bool]]:
     """Each worker's weights after every step, and whether they have just been averaged.
 
@@ -108,35 +112,9 @@ def local_opt(
             default is :func:`average`.
     """
     crew = [Worker(rank, update()) for rank in range(workers)]
-    step = 0
-    while step < total:
-        start, end = step, step + min(rule(step, lr(step)), total - step)
-        while step < end:
-            for worker in crew:
-                if (worker.rank, step) not in skipped:
-                    worker.step(step, lr(step))
-            step += 1
-            if step == end:
-                (synchronise or average)(crew, sum(map(lr, range(start, end))) / (end - start))
-            yield [torch.cat([w.flatten() for w in worker.weights]) for worker in crew], step == end
-
-
-Synchronise = Callable[[list[Worker], float], None]
-
-
-def means(crew: list[Worker]) -> Weights:
-    columns = zip(*(worker.weights for worker in crew), strict=True)
-    return [torch.stack(copies).mean(0) for copies in columns]
-
-
-def share(crew: list[Worker], weights: Weights) -> None:
-    for worker in crew:
-        for mine, w in zip(worker.weights, weights, strict=True):
-            mine.copy_(w)
-
-
-def average(crew: list[Worker], lr: float) -> None:
-    share(crew, means(crew))
+    ends = synchronise or average
+    for weights, averaged in local_sgd(crew, total, rule, lr, ends, skipped):
+        yield [torch.cat([w.flatten() for w in own]) for own in weights], averaged
 
 
 def slowmo(beta: float, alpha: float) -> Synchronise:
@@ -145,7 +123,7 @@ def slowmo(beta: float, alpha: float) -> Synchronise:
     u = [torch.zeros_like(w) for w in x]
 
     def synchronise(crew: list[Worker], gamma: float) -> None:
-        for index, mean in enumerate(means(crew)):
+        for index, mean in enumerate(means_of(crew)):
             # Lines 7 and 8; x - mean is minus the mean pseudo-gradient.
             u[index] = beta * u[index] + (x[index] - mean) / gamma
             x[index] = x[index] - alpha * gamma * u[index]
@@ -160,7 +138,7 @@ def diloco(lr: float, momentum: float) -> Synchronise:
     outer = torch.optim.SGD(theta, lr=lr, momentum=momentum, nesterov=momentum > 0)
 
     def synchronise(crew: list[Worker], local_lr: float) -> None:
-        for shared, mean in zip(theta, means(crew), strict=True):
+        for shared, mean in zip(theta, means_of(crew), strict=True):
             shared.grad = shared - mean  # line 12
         outer.step()  # line 14
         share(crew, theta)
@@ -185,11 +163,3 @@ def ef_topk(workers: int, k: int) -> Synchronise:
         share(crew, x)
 
     return synchronise
-
-
-def top(values: Tensor, k: int) -> Tensor:
-    """`values` with everything but the k largest magnitudes set to 0."""
-    index = values.flatten().abs().topk(min(k, values.numel())).indices
-    kept = torch.zeros_like(values).flatten()
-    kept[index] = values.flatten()[index]
-    return kept.view_as(values)

@@ -36,7 +36,7 @@ def reference_run(total):
     for step in range(1, total + 1):
         for worker in crew:
             worker.step(step - 1, constant(step))
-        for index, mean in enumerate(reference.means(crew)):
+        for index, mean in enumerate(reference.means_of(crew)):
             # The first of the four parameters has most of the bytes.
             if step in (ENDS["0.weight"] if index == 0 else ENDS["2.bias"]):
                 for worker in crew:

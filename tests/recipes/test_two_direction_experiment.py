@@ -36,10 +36,10 @@ from recipes.two_direction.quadratics import Quadratics
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.cases import thorough
 from tests.support.ranks import on_threads
-from torchcomp.algorithms import Ranks, Simulated
-from torchcomp.algorithms.two_direction.theory import Probabilities
 from torchcomp.compressors import RandK
 from torchcomp.keys import Key
+from torchcomp.two_direction import Ranks, Simulated
+from torchcomp.two_direction.theory import Probabilities
 
 FOLDER = RECIPES / "two_direction"
 RESULTS = FOLDER / "results"

@@ -5,22 +5,18 @@ import math
 import pytest
 import torch
 
+from recipes.two_direction.methods.agd import AGD, ConstantMomentumAGD
+from recipes.two_direction.methods.diana import DIANA
+from recipes.two_direction.methods.ef14 import EF14
+from recipes.two_direction.methods.ef21 import EF21
+from recipes.two_direction.methods.ef21p import EF21P
+from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
 from recipes.two_direction.smoothness import largest_eigenvalue, least_squares, logistic_regression
 from recipes.two_direction.tuning import MethodRun, tune
-from tests.algorithms.two_direction.quadratics import quadratics
-from torchcomp.algorithms import (
-    AGD,
-    DIANA,
-    EF14,
-    EF21,
-    EF21P,
-    EF21PDIANA,
-    ConstantMomentumAGD,
-    Simulated,
-    TwoDirectionMethod,
-)
+from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import RandK, TopK
 from torchcomp.errors import SpecError
+from torchcomp.two_direction import Simulated, TwoDirectionMethod
 
 F = quadratics(condition=5.0)
 

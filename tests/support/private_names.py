@@ -88,8 +88,6 @@ PRIVATE_OF_FRAMEWORKS = {
         "_ddp_comm_hook": "tells whether the strategy installs its own communication hook",
         "_forward_module": "the DDP model inside a model that Fabric prepared",
     },
-    "accelerate": {
-    },
     "torchft": {
         "_commit_failures": "tells whether the manager has voted on a step",
         "_group_world_size": "ranks of a replica group, which must be 1",

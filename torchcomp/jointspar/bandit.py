@@ -1,7 +1,7 @@
-"""The bandit of JointSpar: learn how often to keep each layer from the gradient norms of kept ones.
+"""The bandit of JointSpar: learn from the gradient norms of kept layers how often to keep them.
 
-Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch optimization",
-ICML 2022, Algorithms 1 and 2. The costs and the rule `Baseline` are ours, not the paper's.
+Source: Liu, Mozafari, ICML 2022, Algorithms 1 and 2; see :class:`torchcomp.JointSpar`. The costs
+and the rule `Baseline` are ours, not the paper's.
 """
 
 import math
@@ -12,14 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchcomp.checks import (
-    check_at_least_0,
-    check_count,
-    check_fraction,
-    check_positive,
-    is_number,
-)
-from torchcomp.errors import NonFiniteError, SpecError
+from torchcomp.checkpoint import count, list_of, number, record, require
+from torchcomp.checks import check_positive
+from torchcomp.errors import SpecError
 from torchcomp.keys import Key
 
 Vector = NDArray[np.float64]
@@ -29,7 +24,19 @@ _LEVEL_DECAY = 0.95
 """Weight of the old value in the moving average that is the baseline lam."""
 
 _LARGEST_NORM = 1e100
-"""Largest norm that is accepted: |g|^2 / p^2 of a larger one might not be finite in float64."""
+"""Larger norms count as this one: their |g|^2 / p^2 might not be finite in float64."""
+
+# Ranks on different processors must compute equal probabilities. The last digit of NumPy's exp, log
+# and @ depends on the processor's vector instructions, that of these three does not.
+_exp, _log = (np.vectorize(function, otypes=[np.float64]) for function in (math.exp, math.log))
+
+
+def _dot(a: Vector, b: Vector) -> float:
+    return math.fsum((a * b).tolist())
+
+
+FORM = record(p=list_of(number), largest=number, average=number, updates=count)
+"""Form of a bandit's state in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +51,11 @@ class Baseline:
     3. p = kl_project(u, C, p_min, c)
     4. lam <- 0.95 lam + 0.05 (1/C) sum over the kept layers of |g_d|^2 / p_d^2
 
-    The moving average lam replaces the constant L^2 / p_min^2 of the paper's rule. At the optimum
-    |g_d|^2 / (c_d p_d^2) equals lam for all layers, which gives r a mean of 0. Both r and alpha are
-    dimensionless. lam is bias-corrected for its start at 0, as in Adam.
+    The moving average lam, bias-corrected as in Adam, replaces the constant L^2 / p_min^2 of the
+    paper's rule. At the optimum |g_d|^2 / (c_d p_d^2) equals lam for all layers, so r has mean 0.
 
     Args:
-        alpha: step size, above 0. Values from 0.003 to 0.03 work.
+        alpha: step size, above 0. Start with 0.01; values from 0.003 to 0.03 work.
     """
 
     alpha: float = 0.01
@@ -60,30 +66,31 @@ class Baseline:
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """Return the change of log p, before the projection."""
         p, level = bandit.p, bandit.level
-        # No step has had a norm above 0 yet, so there is no baseline.
         if level == 0:
-            return np.zeros(len(p))
+            return np.zeros(len(p))  # no step has had a norm above 0 yet
         # Line 1.
         reward = np.where(kept, norms**2 / (bandit.costs * p**2 * level) - 1, 0.0)
         # Line 2. The clip limits what one large norm at a small p can do to a factor of e.
         return np.asarray(np.clip(self.alpha * reward / p, -1.0, 1.0))
 
 
+BASELINE = Baseline()  # the default rule
+
+
 @dataclass(frozen=True)
 class Literal:
-    """Algorithm 1 as the paper states it.
+    """Algorithm 1 as the paper states it. It counts layers: all costs are 1.
 
     1. l_d = -|g_d|^2 / p_d^2 + L^2 / p_min^2 for the layers kept, else 0
     2. w_d = p_d exp(-alpha_p l_d / p_d)
     3. p = argmin KL(q || w) over {sum q = S, p_min <= q_d <= 1}
 
-    The constant L^2 / p_min^2 penalises every kept layer. As a result, p hardly learns within
-    thousands of steps.
+    The constant L^2 / p_min^2 penalises every kept layer: p hardly learns in thousands of steps.
 
     Args:
         alpha: step size alpha_p, above 0, in units of 1 / |g|^2.
-        bound: lower limit of L, above 0 and at most 1e100, in units of |g|. L is the largest |g_d|
-            seen so far, or `bound` where that is larger. None sets no limit.
+        bound: lower limit of L, above 0, in units of |g|. L is the largest |g_d| seen so far, or
+            `bound` where that is larger. None sets no limit.
     """
 
     alpha: float
@@ -91,17 +98,13 @@ class Literal:
 
     def __post_init__(self) -> None:
         check_positive("alpha", self.alpha)
-        bound, most = self.bound, _LARGEST_NORM
-        if not (bound is None or (is_number(bound) and 0 < bound <= most)):
-            raise SpecError(
-                f"bound must be a number above 0 and at most {most:g}, or None, not {bound!r}",
-                "bound",
-            )
+        if self.bound is not None:
+            check_positive("bound", self.bound)
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
         """Return the change of log p, before the projection."""
         # The paper's L is a bound of all norms, which is unknown in advance.
-        p, bound = bandit.p, max(bandit.largest, self.bound or 0.0)
+        p, bound = bandit.p, max(bandit.largest, min(self.bound or 0.0, _LARGEST_NORM))
         # Lines 1 and 2. Stay in the log domain, because the exponent can be huge.
         loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
         return np.asarray(-self.alpha * loss / p)
@@ -110,32 +113,21 @@ class Literal:
 class Bandit:
     """Keep probabilities p, float64 (D,), updated by online mirror descent (Algorithm 1).
 
-    p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with sum c p = C. Within the budget, these
-    probabilities minimise the variance sum |g_d|^2 / p_d of the estimate g_d / p_d. All layers
-    start at C / sum c.
+    All layers start at C / sum c. p approaches clip(const |g_d| / sqrt(c_d), p_min, 1) with
+    sum c p = C, which minimises the variance sum |g_d|^2 / p_d of the estimate g_d / p_d.
 
     Args:
-        costs: the cost c of keeping each layer, shape (D,), finite and above 0.
+        costs: the cost c of keeping each layer, shape (D,), above 0.
         budget: the expected cost C of a step, from p_min sum(c) to sum(c).
         p_min: lowest probability of a layer, above 0 and at most 1.
         rule: the update rule. None means ``Baseline()``.
-
-    Raises:
-        SpecError: if an argument is out of its range, if the budget is infeasible, or if the costs
-            differ with the rule ``Literal``.
     """
 
     def __init__(
         self, costs: ArrayLike, budget: float, p_min: float, rule: Baseline | Literal | None = None
     ) -> None:
-        self.costs = _above_0(costs, "costs")
-        _check_budget(budget, p_min, self.costs)
-        self.budget, self.p_min, self.rule = budget, p_min, rule or Baseline()
-        if isinstance(self.rule, Literal) and np.ptp(self.costs):
-            raise SpecError(
-                "rule=Literal(...) counts layers, but these layers have different costs: use "
-                'rule=Baseline(), or costs="layers"'
-            )
+        self.costs = np.asarray(costs, dtype=np.float64)
+        self.budget, self.p_min, self.rule = budget, p_min, rule or BASELINE
         self.p = np.full(len(self.costs), min(1.0, budget / float(self.costs.sum())))
         self.largest, self._average, self._updates = 0.0, 0.0, 0
 
@@ -145,26 +137,9 @@ class Bandit:
         return self._average / (1 - _LEVEL_DECAY**self._updates) if self._updates else 0.0
 
     def update(self, kept: Mask, norms: ArrayLike) -> None:
-        """Update p from one step.
-
-        Args:
-            kept: the layers that the step kept, shape (D,).
-            norms: |g_d| of each layer before the division by p_d, shape (D,). Entries of layers
-                that were not kept are ignored.
-
-        Raises:
-            NonFiniteError: if the norm of a kept layer is NaN, negative or above 1e100. The
-                probabilities do not change.
-        """
-        # Gradients of dropped layers were not computed, so their entries can be NaN.
-        norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0)
-        valid = (norms >= 0) & (norms <= _LARGEST_NORM)
-        if not valid.all():
-            d = valid.argmin()
-            raise NonFiniteError(
-                f"the gradient norm of layer {d} is {norms[d]} but must be from 0 to "
-                f"{_LARGEST_NORM:g}: the probabilities were not updated"
-            )
+        """Update p from the layers that a step kept, (D,), and their |g_d| before 1 / p, (D,)."""
+        # Gradients of dropped layers were not computed: their entries are ignored, and can be NaN.
+        norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0).clip(max=_LARGEST_NORM)
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
         # From the p that this step was drawn with, so before p changes.
@@ -180,88 +155,67 @@ class Bandit:
         return {"p": self.p.tolist(), **seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Nothing changes on error.
-
-        Raises:
-            SpecError: if an entry is missing or out of its range, or if the state belongs to
-                another number of layers, budget or p_min.
-        """
-        missing = [key for key in self.state_dict() if key not in state]
-        if missing:
-            raise SpecError(f"the state of the bandit lacks {', '.join(missing)}")
-        p = check_vector(state["p"], "p", len(self.p), self.p_min, 1.0)
-        spent = float(self.costs @ p)
+        """Restore what :meth:`state_dict` returned, or raise CheckpointError and change nothing."""
+        FORM(state, "bandit")
+        p = self.probabilities(state["p"], "bandit.p")
         # kl_project meets the budget to float64 rounding, so 1e-6 rejects no valid state.
-        if not math.isclose(spent, self.budget, rel_tol=1e-6):
-            raise SpecError(f"p has cost {spent:g} but the budget is {self.budget:g}", "p")
-        check_at_least_0("largest", state["largest"])
-        if state["largest"] > _LARGEST_NORM:
-            raise SpecError(
-                f"largest is {state['largest']:g} and above {_LARGEST_NORM:g}", "largest"
-            )
-        check_at_least_0("average", state["average"])
-        check_count("updates", state["updates"], least=0)
+        fits = math.isclose(spent := float(self.costs @ p), self.budget, rel_tol=1e-6)
+        require(fits, "the cost of bandit.p", f"{self.budget:g}", spent)
+        for name, most in (("largest", _LARGEST_NORM), ("average", math.inf)):
+            require(0 <= state[name] <= most, f"bandit.{name}", f"from 0 to {most:g}", state[name])
         self.p, self.largest = p, state["largest"]
         self._average, self._updates = state["average"], state["updates"]
 
+    def probabilities(self, values: list[float], where: str) -> Vector:
+        """Return the probabilities of all layers in a checkpoint. Raise CheckpointError if bad."""
+        require(len(values) == len(self.p), where, f"a list of {len(self.p)} entries", values)
+        # Computed probabilities have relative errors far below 1e-9.
+        valid = all(self.p_min * (1 - 1e-9) <= value <= 1 + 1e-9 for value in values)
+        require(valid, where, f"numbers from {self.p_min:g} to 1", values)
+        return np.array(values, dtype=np.float64)
+
 
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
-    """Draw the set S_t of Algorithm 2: each layer independently with its probability.
-
-    The set can be empty. It depends on the seed and step of `key`, and with ``shared=False`` also
-    on its rank.
-    """
+    """Draw the set S_t of Algorithm 2. It depends on the rank of `key` unless it is shared."""
     generator = key.shared() if shared else key.private()
     return np.asarray(generator.random(len(p)) < p)
-
-
-def best_probabilities(
-    norms: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None
-) -> Vector:
-    """Return the p that minimises sum |g_d|^2 / p_d over {sum c p = C, p_min <= p <= 1}.
-
-    The minimiser is clip(const |g_d| / sqrt(c_d), p_min, 1).
-
-    Raises:
-        SpecError: if a norm is 0, or as :func:`kl_project`.
-    """
-    norms = _above_0(norms, "norms")
-    costs = np.ones(len(norms)) if costs is None else _above_0(costs, "costs")
-    return kl_project(_log(norms) - _log(costs) / 2, budget, p_min, costs)
 
 
 def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
     """Project the weights exp(u) onto the set {sum c q = budget, p_min <= q <= 1}.
 
-    The projection minimises the sum of c_d KL(q_d || exp(u_d)). With equal costs c this is the
-    divergence of JointSpar's Algorithm 1. The minimiser is q = clip(exp(u + tau), p_min, 1), with
-    one tau for all entries. It is computed exactly, and stays accurate at abs(u) = 1e5. Equal
-    arguments give equal results on all processors.
+    It minimises the sum of c_d KL(q_d || exp(u_d)): with equal costs c, the divergence of
+    JointSpar's Algorithm 1. The minimiser q = clip(exp(u + tau), p_min, 1), float64 (D,), with one
+    tau for all entries, is exact, also at abs(u) = 1e5, and the same on all processors.
 
     Args:
-        u: logarithms of the weights, shape (D,) with D at least 1, finite.
-        budget: the sum of c q. With costs of 1 this is the expected number of layers S.
+        u: logarithms of the weights, shape (D,), finite.
+        budget: from p_min sum(c) to sum(c). With costs of 1, the expected number of layers S.
         p_min: lower bound of every entry, above 0 and at most 1.
-        costs: c, shape (D,), finite and above 0. The default is all ones.
-
-    Returns:
-        q, float64 of shape (D,).
+        costs: c, shape (D,), above 0. The default is all ones.
 
     Raises:
-        SpecError: if an argument is out of its range, or if no q has this sum.
+        SpecError: if no q has this sum, or if an argument is out of its range.
     """
-    u = check_vector(u, "u")
-    costs = np.ones(len(u)) if costs is None else _above_0(costs, "costs", len(u))
-    _check_budget(budget, p_min, costs)
+    u = np.asarray(u, dtype=np.float64)
+    costs = np.ones(len(u)) if costs is None else np.asarray(costs, dtype=np.float64)
+    most, slack = float(costs.sum()), 1 + 1e-12  # for terms summed in another order
+    feasible = 0 < p_min <= 1 and p_min * most <= budget * slack and budget <= most * slack
+    if not (feasible and np.isfinite(u).all() and (costs > 0).all()):
+        raise SpecError(
+            f"kl_project needs finite u, costs above 0, p_min in (0, 1], and a budget from p_min "
+            f"sum(costs) to sum(costs) = {most:g}, not p_min = {p_min} and budget = {budget}",
+            "budget",
+        )
     size, log_p_min = len(u), math.log(p_min)
-    # 1. sum c q grows with tau, and changes its formula at 2 D break points: q_d leaves p_min at
+    # 1. sum c q grows with tau. At 2 D break points it changes its formula: q_d leaves p_min at
     #    tau = log p_min - u_d and reaches 1 at tau = -u_d.
     order = np.argsort(np.concatenate([log_p_min - u, -u]), kind="stable")
 
     def log_q(position: int) -> Vector:
         reached, d = divmod(order[position], size)
         bound = 0.0 if reached else log_p_min
-        # The difference first: u can be 1e5, and adding a bound to it would round that away.
+        # The difference first: added to a u of 1e5, the bound would be rounded away.
         return np.asarray(np.clip((u - u[d]) + bound, log_p_min, 0.0))
 
     # 2. Bisection finds the two neighbouring break points around tau. At the first one all entries
@@ -278,84 +232,6 @@ def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | Non
     q, free = _exp(log_q(low)), log_q(low) < log_q(high)
     if free.any():
         remaining = budget - _dot(costs[~free], q[~free])
-        # exp(u) itself would overflow at u = 1e5.
-        weights = _exp(u[free] - u[free].max())
+        weights = _exp(u[free] - u[free].max())  # exp(u) itself would overflow at u = 1e5
         q[free] = remaining * weights / _dot(costs[free], weights)
-    # Rounding can put an entry just beyond its bound.
-    return np.clip(q, p_min, 1.0)
-
-
-# Ranks on different processors must compute equal probabilities. The last digit of NumPy's exp, log
-# and @ depends on the processor's vector instructions, that of these three does not.
-
-
-def _exp(values: Vector) -> Vector:
-    return np.array([math.exp(value) for value in values.tolist()])
-
-
-def _log(values: Vector) -> Vector:
-    return np.array([math.log(value) for value in values.tolist()])
-
-
-def _dot(a: Vector, b: Vector) -> float:
-    return math.fsum((a * b).tolist())
-
-
-def check_vector(
-    values: ArrayLike,
-    name: str,
-    size: int | None = None,
-    least: float = -math.inf,
-    most: float = math.inf,
-) -> Vector:
-    """Return `values` as a 1-D float64 array, after checking its size, finiteness and range.
-
-    Args:
-        values: a sequence of numbers, or an array or tensor.
-        name: what errors call the vector.
-        size: required number of entries. None accepts any number above 0.
-        least: lower bound of the entries, apart from rounding.
-        most: upper bound of the entries, apart from rounding.
-
-    Raises:
-        SpecError: naming the vector and its first bad entry.
-    """
-    try:
-        vector = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:
-        # RuntimeError comes from tensors that require gradients.
-        raise SpecError(f"{name} must be a vector of numbers: {error}", name) from error
-    if vector.ndim != 1 or not vector.size:
-        raise SpecError(f"{name} must be 1-D and not empty, not of shape {vector.shape}", name)
-    if size not in (None, len(vector)):
-        raise SpecError(f"{name} must have {size} entries, not {len(vector)}", name)
-    infinite = ~np.isfinite(vector)
-    # Computed probabilities have relative errors far below 1e-9.
-    outside = ~np.isclose(vector, vector.clip(least, most), rtol=1e-9, atol=0.0)
-    for bad, wanted in ((infinite, "finite"), (outside, f"from {least:g} to {most:g}")):
-        if bad.any():
-            i = bad.argmax()
-            raise SpecError(f"{name}[{i}] is {vector[i]} but must be {wanted}", name)
-    return vector
-
-
-def _above_0(values: ArrayLike, name: str, size: int | None = None) -> Vector:
-    vector = check_vector(values, name, size)
-    if vector.min() <= 0:
-        raise SpecError(f"{name} must be above 0, not {vector.min()}", name)
-    return vector
-
-
-def _check_budget(budget: float, p_min: float, costs: Vector) -> None:
-    """Require a budget that probabilities between p_min and 1 can spend exactly."""
-    check_positive("budget", budget)
-    check_fraction("p_min", p_min)
-    most = float(costs.sum())
-    # The slack admits budgets at either end whose terms were summed in another order.
-    least, slack = p_min * most, 1e-12 * most
-    if not least - slack <= budget <= most + slack:
-        raise SpecError(
-            f"budget {budget:g} is infeasible: it must be from {least:g} (all layers at p_min = "
-            f"{p_min:g}) to {most:g} (all {len(costs)} layers kept)",
-            "budget",
-        )
+    return np.asarray(np.clip(q, p_min, 1.0))  # rounding can put an entry just beyond its bound

@@ -12,6 +12,13 @@ from torchcomp import host
 from torchcomp.checks import check_at_least_0, check_flag, check_momentum, check_positive
 from torchcomp.errors import SpecError, UnsupportedModelError
 
+_CHECKS: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(("lr", "weight_decay"), check_at_least_0),
+    "momentum": check_momentum,
+    "trust_coefficient": check_positive,
+    "exclude_vectors": check_flag,
+}
+
 
 @runtime_checkable
 class Sampling(Protocol):
@@ -19,9 +26,6 @@ class Sampling(Protocol):
 
     def probability(self, parameter: Tensor) -> float:
         """Return the p that divided this parameter's gradient in the last step."""
-
-    def presence(self, parameter: Tensor) -> float:
-        """Return the share of steps in which the optimizer finds a gradient, zeros included."""
 
     def norm(self, parameter: Tensor) -> float:
         """Return the running average of |g| before the division by p, or 0.0 before the first."""
@@ -36,34 +40,27 @@ class LARS(Optimizer):
     2. v <- momentum v + lr trust (g + wd x)
     3. x <- x - v
 
-    JointSpar gives the optimizer g / p in a share p of the steps, and None or zeros in the others.
-    Plain LARS would divide by the norm of g / p and cancel the factor 1 / p. With `sampled`, LARS
-    changes two things for tensors with p < 1. The mean update on a fixed gradient then equals the
-    dense one:
+    JointSpar gives the optimizer g / p in a share p of the steps, and None in the others. The norm
+    of g / p would cancel the factor 1 / p. With `sampled`, tensors with p < 1 take as |g| the
+    running average of the norm before the division by p, and wd is divided by p. The mean update on
+    a fixed gradient then equals the dense one. A tensor without a gradient keeps its x and v.
 
-    - |g| is the running average of the norm before the division by p.
-    - wd is divided by the share of steps that have a gradient: p with None, 1 with zeros.
-
-    A tensor without a gradient keeps its x and v. Norms and directions are computed in float32, or
-    in float64 where x is float64. v has the dtype of x.
+    Norms and directions are computed in float32, or in float64 where x is float64. v has x's dtype.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017
-    (arXiv 1708.03888), Algorithm 1. The learning-rate schedule is left to the user.
+    (arXiv 1708.03888), Algorithm 1, without its learning-rate schedule.
 
     Args:
         params: tensors or parameter groups.
-        lr: learning rate, at least 0.
+        lr, weight_decay: learning rate and wd, at least 0.
         momentum: momentum factor, at least 0 and below 1.
-        weight_decay: weight decay wd, at least 0.
         trust_coefficient: eta, above 0.
-        exclude_vectors: whether tensors of at most one dimension (biases, norms) get trust 1 and no
-            weight decay.
+        exclude_vectors: whether biases and norms (at most one dimension) have trust 1 and wd 0.
         sampled: the :class:`torchcomp.JointSpar` that samples the gradients, if there is one.
 
     Raises:
         SpecError: if an option is out of its range, here or in a group that is added later.
-        UnsupportedModelError: from :meth:`step`, if a gradient is sparse. No parameter has changed
-            then.
+        UnsupportedModelError: from :meth:`step`, if a gradient is sparse; nothing has changed then.
     """
 
     def __init__(
@@ -77,12 +74,12 @@ class LARS(Optimizer):
         exclude_vectors: bool = False,
         sampled: Sampling | None = None,
     ) -> None:
-        defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
-        defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
         if not isinstance(sampled, Sampling | None):
             raise SpecError(
                 f"LARS: sampled must be a torchcomp.JointSpar or None, not {sampled!r}", "sampled"
             )
+        defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
+        defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
         super().__init__(params, defaults)
         self._sampled = sampled
 
@@ -96,14 +93,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Perform one optimizer step.
-
-        Args:
-            closure: recomputes the loss and the gradients, and returns the loss.
-
-        Returns:
-            What `closure` returned, or None without a closure.
-        """
+        """Perform one step, and return what `closure`, which recomputes the gradients, returned."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -111,10 +101,15 @@ class LARS(Optimizer):
         kinds: dict[Any, list[Tensor]] = defaultdict(list)
         for number, group in enumerate(self.param_groups):
             for x in group["params"]:
-                if x.grad is not None:
-                    _check_dense(x.grad)
-                    excluded = group["exclude_vectors"] and x.dim() <= 1
-                    kinds[number, excluded, x.device, x.dtype, x.grad.dtype].append(x)
+                if (g := x.grad) is None:
+                    continue
+                if g.layout is not torch.strided:
+                    raise UnsupportedModelError(
+                        f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but "
+                        "weight decay and momentum are dense: build its embedding with sparse=False"
+                    )
+                excluded = group["exclude_vectors"] and x.dim() <= 1
+                kinds[number, excluded, x.device, x.dtype, g.dtype].append(x)
         # All gradients were checked before the first update, so that an error leaves x and v alone.
         for (number, excluded, *_), xs in kinds.items():
             self._update(xs, self.param_groups[number], excluded)
@@ -122,73 +117,37 @@ class LARS(Optimizer):
 
     def _update(self, xs: list[Tensor], group: dict[str, Any], excluded: bool) -> None:
         """Update tensors of one kind together, because a launch for each tensor takes longer."""
+        # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
+        wide = torch.promote_types(xs[0].dtype, torch.float32)
         gs = [x.grad for x in xs if x.grad is not None]
-        decay = 0.0 if excluded else float(group["weight_decay"])
-        directions = self._directions(xs, gs, decay)
-        # 1. The trust ratio.
+        sampled, decay = self._sampled, 0.0 if excluded else float(group["weight_decay"])
+        ps = [1.0 if sampled is None else sampled.probability(x) for x in xs]
+        # The direction g + wd x. wd is divided because it is applied in a share p of the steps.
+        alike: dict[float, list[int]] = defaultdict(list)
+        for i, p in enumerate(ps):
+            alike[decay / p].append(i)
+        found: dict[int, Tensor] = {}
+        for alpha, some in alike.items():
+            wides, weights = [gs[i].to(wide) for i in some], [xs[i] for i in some]
+            found |= zip(some, torch._foreach_add(wides, weights, alpha=alpha), strict=True)
+        directions = [found[i] for i in range(len(xs))]
+        # 1. The trust ratio |x| / (|g| + wd |x|), or 1 where a norm is 0. wd is not divided here:
+        # the ratio is that of the dense update.
         if not excluded:
-            trust = group["trust_coefficient"] * self._trust(xs, gs, decay)
+            size, norm = (torch.stack(torch._foreach_norm(ts, 2, dtype=wide)) for ts in (xs, gs))
+            if sampled is not None:
+                known = [sampled.norm(x) if p < 1 else 0.0 for x, p in zip(xs, ps, strict=True)]
+                averages = host.copy_to(torch.tensor(known, dtype=wide), norm.device)
+                divided = host.copy_to(torch.tensor([p < 1 for p in ps]), norm.device)
+                norm = averages.where(divided, norm)
+            # torch.where instead of an `if`, which would wait for a GPU.
+            ratio = torch.where((size > 0) & (norm > 0), size / (norm + decay * size), 1.0)
+            trust = group["trust_coefficient"] * ratio
             torch._foreach_mul_(directions, list(trust.unbind()))
         # 2. and 3. v contains lr, as in the paper. torch.optim.SGD multiplies by lr afterwards.
-        for x in xs:
-            if "momentum" not in self.state[x]:
-                self.state[x]["momentum"] = torch.zeros_like(x)
+        for x in (x for x in xs if "momentum" not in self.state[x]):
+            self.state[x]["momentum"] = torch.zeros_like(x)
         vs = [self.state[x]["momentum"] for x in xs]
         torch._foreach_mul_(vs, group["momentum"])
         torch._foreach_add_(vs, directions, alpha=group["lr"])
         torch._foreach_sub_(xs, vs)
-
-    def _directions(self, xs: list[Tensor], gs: list[Tensor], decay: float) -> list[Tensor]:
-        """Return g + wd x of each tensor, as new tensors in float32 or wider."""
-        wide = _wide(xs[0])
-        # The decay is divided because the direction is applied in a share `presence` of the steps.
-        together: dict[float, list[int]] = defaultdict(list)
-        for i, x in enumerate(xs):
-            presence = 1.0 if self._sampled is None else self._sampled.presence(x)
-            together[decay / presence].append(i)
-        found: dict[int, Tensor] = {}
-        for alpha, chosen in together.items():
-            sums = torch._foreach_add(
-                [gs[i].to(wide) for i in chosen], [xs[i] for i in chosen], alpha=alpha
-            )
-            found |= zip(chosen, sums, strict=True)
-        return [found[i] for i in range(len(xs))]
-
-    def _trust(self, xs: list[Tensor], gs: list[Tensor], decay: float) -> Tensor:
-        """Return |x| / (|g| + wd |x|) of each tensor, 1-D, or 1 where a norm is 0."""
-        wide = _wide(xs[0])
-        size, norm = (torch.stack(torch._foreach_norm(ts, 2, dtype=wide)) for ts in (xs, gs))
-        sampled = self._sampled
-        if sampled is not None:
-            divided = [sampled.probability(x) < 1 for x in xs]
-            averages = [
-                sampled.norm(x) if each else 0.0 for x, each in zip(xs, divided, strict=True)
-            ]
-            known = host.copy_to(torch.tensor(averages, dtype=wide), norm.device)
-            norm = known.where(host.copy_to(torch.tensor(divided), norm.device), norm)
-        # wd is not divided here: the ratio is that of the dense update.
-        ratio = size / (norm + decay * size)
-        # torch.where instead of an `if`, which would wait for a GPU.
-        return torch.where((size > 0) & (norm > 0), ratio, 1.0)
-
-
-def _wide(x: Tensor) -> torch.dtype:
-    # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
-    return torch.promote_types(x.dtype, torch.float32)
-
-
-def _check_dense(g: Tensor) -> None:
-    if g.layout is not torch.strided:
-        raise UnsupportedModelError(
-            f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but weight decay "
-            "and momentum are dense: build its embedding with sparse=False"
-        )
-
-
-_CHECKS: dict[str, Callable[..., None]] = {
-    "lr": check_at_least_0,
-    "momentum": check_momentum,
-    "weight_decay": check_at_least_0,
-    "trust_coefficient": check_positive,
-    "exclude_vectors": check_flag,
-}

@@ -4,10 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.component import nearest
-from torchcomp.ddp.checks import trained_parameters
 from torchcomp.errors import SpecError
 
 Layers = dict[str, tuple[str, ...]]
@@ -17,29 +15,13 @@ Patterns = Mapping[str, str | Sequence[str]]
 """Maps the name of each layer to shell-style patterns of parameter names: ``"blocks.0.*"``."""
 
 
-def layers_of(model: DistributedDataParallel, patterns: Patterns | None) -> Layers:
-    """Return the layers of a model, by `patterns` or by default: at least two.
-
-    Raises:
-        SpecError: as :func:`layers_by_pattern` and :func:`check_several`.
-    """
-    trained = trained_parameters(model)
-    if patterns is None:
-        layers = default_layers(trained)
-    else:
-        frozen = [name for name, p in model.module.named_parameters() if not p.requires_grad]
-        layers = layers_by_pattern(patterns, [name for name, _ in trained], frozen)
-    check_several(layers)
-    return layers
-
-
 def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     """Group parameters into one layer for each module with weights, with its bias and its norm.
 
     A module has weights if one of its own parameters has two dimensions or more. Any other module,
-    such as a norm, joins the module with weights just before or just after it. Of the two it joins
-    the one that shares more of its path, and the one before if both share as much. For example,
-    ``bn1`` joins ``conv1``, and a transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
+    such as a norm, joins the one with weights just before or just after it: the one that shares
+    more of its path, or else the one before. For example, ``bn1`` joins ``conv1``, and a
+    transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
     """
     # named_parameters() lists a shared parameter once, so it belongs to its first module's layer.
     modules: dict[str, list[str]] = {}
@@ -57,75 +39,8 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     return layers
 
 
-def layers_by_pattern(
-    patterns: Patterns, names: Sequence[str], frozen: Sequence[str] = ()
-) -> Layers:
-    """Group parameters into the layers that the user describes.
-
-    Args:
-        patterns: the patterns of each layer. Every trained parameter must match the patterns of
-            exactly one layer.
-        names: all trained parameters, in registration order.
-        frozen: parameters with ``requires_grad=False``. A pattern can match some of them, but not
-            only them.
-
-    Raises:
-        SpecError: if a layer has no pattern, if a pattern matches no trained parameter, or if a
-            parameter is in no layer or in several.
-    """
-    if not isinstance(patterns, Mapping):
-        raise SpecError(
-            "layers must be a mapping from layer names to parameter patterns, such as "
-            f"{{'stem': 'conv1.*', 'rest': ['layer*', 'fc.*']}}, not {type(patterns).__name__}",
-            "layers",
-        )
-    layers: Layers = {}
-    for layer, entry in patterns.items():
-        if not isinstance(layer, str):
-            raise SpecError(f"layers: the name of a layer must be a str, not {layer!r}", "layers")
-        # A str is a sequence of one-letter patterns to the code below.
-        listed = [entry] if isinstance(entry, str) else entry
-        valid = isinstance(listed, Sequence) and all(isinstance(p, str) for p in listed)
-        if not (valid and listed):
-            raise SpecError(
-                f"layers: the value of '{layer}' must be a pattern of parameter names, such as "
-                f"'conv1.*', or a non-empty list of patterns, not {listed!r}",
-                "layers",
-            )
-        for pattern in listed:
-            _check_matches(layer, pattern, names, frozen)
-        # fnmatchcase, because fnmatch ignores case on some systems.
-        layers[layer] = tuple(n for n in names if any(fnmatchcase(n, p) for p in listed))
-    for name in names:
-        # Of two layers, one could be kept and the other dropped in the same step.
-        owners = [f"'{layer}'" for layer, members in layers.items() if name in members]
-        if len(owners) != 1:
-            found = f"{len(owners)} layers, {' and '.join(owners[:2])}" if owners else "no layer"
-            raise SpecError(
-                f"parameter '{name}' is in {found}, but every trained parameter must be in exactly "
-                "one: change layers={...}, or freeze the parameter with requires_grad=False"
-            )
-    return layers
-
-
-def check_several(layers: Layers) -> None:
-    """Raise SpecError unless there are at least two layers."""
-    if len(layers) < 2:
-        named = f" ('{next(iter(layers))}')" if layers else ""
-        raise SpecError(
-            f"the model has {len(layers)} layer{named}, but JointSpar needs at least two: define "
-            "smaller layers with layers={...}, or compress the gradient instead"
-        )
-
-
 def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
-    """Return the module whose layer `module` belongs to: itself if it, or no module, has weights.
-
-    Args:
-        module: path of a module.
-        order: paths of all modules that have parameters, in the model's order.
-        weighted: paths of those with weights.
-    """
+    """Return the module, of those in `order`, whose layer `module` belongs to."""
     if module in weighted:
         return module
     i = order.index(module)
@@ -142,11 +57,48 @@ def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
     return max([*before[-1:], *after[:1]], key=shared, default=module)
 
 
-def _check_matches(layer: str, pattern: str, names: Sequence[str], frozen: Sequence[str]) -> None:
-    if any(fnmatchcase(name, pattern) for name in names):
-        return
-    if matched := [name for name in frozen if fnmatchcase(name, pattern)]:
-        why = f"matches only frozen parameters, such as '{matched[0]}': leave the pattern out"
-    else:
-        why = f"matches no parameter; {nearest(pattern, names)}"
-    raise SpecError(f"layer '{layer}': the pattern '{pattern}' {why}", "layers")
+def layers_by_pattern(patterns: Patterns, names: Sequence[str]) -> Layers:
+    """Group the trained parameters, in `names`, into the layers that the user describes.
+
+    A parameter belongs to the first layer that has a pattern for it.
+
+    Raises:
+        SpecError: if `patterns` is not such a mapping, if a pattern matches no trained parameter,
+            or if a layer or a parameter is left over.
+    """
+    layers: Layers = {}
+    left = list(names)
+    for layer, entry in patterns.items() if isinstance(patterns, Mapping) else [(None, patterns)]:
+        # A str is a sequence of one-letter patterns to the code below.
+        listed = [entry] if isinstance(entry, str) else entry
+        if not (isinstance(listed, Sequence) and all(isinstance(p, str) for p in (layer, *listed))):
+            raise SpecError(
+                "layers must map names of layers to patterns of parameter names, such as "
+                f"{{'stem': 'conv1.*', 'rest': ['layer*', 'fc.*']}}, not {layer!r} to {entry!r}",
+                "layers",
+            )
+        for pattern in listed:
+            # fnmatchcase, because fnmatch ignores case on some systems.
+            if not any(fnmatchcase(name, pattern) for name in names):
+                hint = nearest(pattern, names)
+                raise SpecError(
+                    f"layer '{layer}': '{pattern}' matches no trained parameter; {hint}", "layers"
+                )
+        members = [n for n in left if any(fnmatchcase(n, pattern) for pattern in listed)]
+        layers[str(layer)] = tuple(members)
+        left = [name for name in left if name not in members]
+    unused = [f"layer '{layer}' has no parameter" for layer in layers if not layers[layer]]
+    unused += [f"parameter '{name}' is in no layer" for name in left]
+    if unused:
+        raise SpecError(f"{unused[0]}: change the patterns in layers={{...}}", "layers")
+    return layers
+
+
+def check_several(layers: Layers) -> None:
+    """Raise SpecError unless there are at least two layers."""
+    if len(layers) < 2:
+        raise SpecError(
+            f"JointSpar needs two layers or more, not {list(layers)}: define smaller ones with "
+            "layers={...}, or compress the gradient instead",
+            "layers",
+        )

@@ -1,22 +1,29 @@
-"""Sampler: draws the layers of each step, and learns their probabilities from gradient norms."""
+"""Sampler: draws the layers of each step and learns their probabilities; Sampled: averages them."""
 
+import copy
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from torchcomp import checkpoint, host
-from torchcomp.checkpoint import count, dict_of, list_of, number, optional, record, text
-from torchcomp.checks import check_choice, check_fraction, is_whole
+from torchcomp.aggregators.base import Aggregator, Cost
+from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.checkpoint import count, dict_of, list_of, number, record, require, text
+from torchcomp.checks import check_fraction
+from torchcomp.component import Choices, Component, check_kind
 from torchcomp.errors import CheckpointError, SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.jointspar.bandit import Bandit, Baseline, Literal, Mask, Vector, check_vector, sample
+from torchcomp.jointspar import bandit
+from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal, Mask, Vector
 from torchcomp.jointspar.layers import Layers
 from torchcomp.keys import Key
+from torchcomp.prepared import Prepared
+from torchcomp.state import Slot
 
 _NORM_DECAY = 0.9
 """Weight of the old value in the moving average of the norms that LARS uses."""
@@ -24,128 +31,79 @@ _NORM_DECAY = 0.9
 _VERIFY_EVERY = 100
 """Steps between two verifications of p across ranks. Ranks whose p differ would soon hang."""
 
-_FORM = record(
-    step=count,
-    layers=dict_of(list_of(text)),
-    costs=optional(list_of(number)),
-    bandit=optional(record(p=list_of(number), largest=number, average=number, updates=count)),
-    applied=list_of(number),
-    averages=dict_of(list_of(number, 2)),
-)
+_MOST = 16  # sets of kept layers for which a bucket stays prepared
+
+_LEARNED = {"bandit": bandit.FORM, "averages": dict_of(list_of(number, 2))}
+_FORM = record(step=count, layers=dict_of(list_of(text)), applied=list_of(number), **_LEARNED)
 
 
 @dataclass(frozen=True)
-class SamplingOptions:
-    """The options of JointSpar that decide how layers are chosen.
+class SamplingOptions(Component):
+    """``sampling(budget=0.6)``: how layers are chosen; see :class:`torchcomp.JointSpar`."""
 
-    Their ``str`` is compared across ranks and with checkpoints. :class:`torchcomp.JointSpar`
-    documents each option.
-
-    Raises:
-        SpecError: if an option is out of its range.
-    """
+    name: ClassVar[str] = "sampling"
+    positional: ClassVar[int] = 0
 
     budget: float
-    costs: str
-    p_min: float
-    rule: Baseline | Literal | None
-    selection: str
-    warmup_steps: int
+    costs: Annotated[str, Choices(("layers", "bytes"))] = "layers"
+    p_min: float = 0.0125
+    rule: Baseline | Literal | None = BASELINE
+    selection: Annotated[str, Choices(("shared", "per-rank"))] = "shared"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_fraction("budget", self.budget)
         check_fraction("p_min", self.p_min)
         if self.p_min > self.budget:
             raise SpecError(
-                f"p_min = {self.p_min:g} is infeasible with budget = {self.budget:g}: keeping "
-                "every layer with probability p_min already exceeds the budget; lower p_min",
+                f"p_min = {self.p_min:g} must be at most budget = {self.budget:g}: keeping every "
+                "layer with probability p_min would exceed the budget",
                 "p_min",
             )
-        check_choice("costs", self.costs, ("layers", "bytes", "time"))
-        check_choice("selection", self.selection, ("shared", "per-rank"))
         if not isinstance(self.rule, Baseline | Literal | None):
-            kind = type(self.rule).__name__
             raise SpecError(
-                f"rule must be Baseline(), Literal(...) or None (uniform), not {kind}", "rule"
+                f"rule must be Baseline(), Literal(...) or None, not {self.rule!r}", "rule"
             )
-        # The times of the first step are not used, so measuring takes a second one.
-        least, steps = (2 if self.costs == "time" else 0), self.warmup_steps
-        if not is_whole(steps) or steps < least:
-            why = ' with costs="time", which is measured during the warm-up' if least else ""
-            raise SpecError(
-                f"warmup_steps must be an integer of at least {least}{why}, not {steps!r}",
-                "warmup_steps",
-            )
-
-    def bandit(self, costs: Vector) -> Bandit:
-        """Return a new bandit for layers with these costs."""
-        return Bandit(costs, float(self.budget) * float(costs.sum()), self.p_min, self.rule)
-
-    def __str__(self) -> str:
-        return (
-            # float(): NumPy's scalars are valid options, but their repr differs from Python's.
-            f'budget={float(self.budget)!r}, costs="{self.costs}", p_min={float(self.p_min)!r}, '
-            f'rule={self.rule}, selection="{self.selection}", warmup_steps={self.warmup_steps}'
-        )
+        if isinstance(self.rule, Literal) and self.costs != "layers":
+            raise SpecError('Literal(...) counts layers: use Baseline(), or costs="layers"', "rule")
 
 
 class Sampler:
-    """Algorithms 1 and 2 of JointSpar on the layers of one model.
+    """Algorithms 1 and 2 of JointSpar on layers with these costs, shape (D,), above 0.
 
-    Args:
-        options: how layers are chosen.
-        layers: the layers of the model.
-        costs: the cost of each layer, or None if it has yet to be measured.
-        key: seed and rank of the draws.
+    `key` has the seed and the rank of the draws. The first step keeps all layers: DDP then orders
+    its buckets by a complete backward pass.
 
     Attributes:
-        kept: the layers of the next step on this rank, as a mask.
-        p: the probabilities that `kept` was drawn with.
-        last: the layers of the last committed step.
-        applied: the probabilities of the last committed step.
+        kept, p: the layers of the next step on this rank, as a mask, and the probabilities that
+            they were drawn with.
+        last, applied: the same of the last committed step.
         step: number of committed steps.
         committed: whether the step that was just exchanged was committed (True) or rolled back
             (False). None once JointSpar has handled it.
-        bandit: None until the costs are known.
+        layer_of: the number of each parameter's layer, by name.
     """
 
-    def __init__(
-        self, options: SamplingOptions, layers: Layers, costs: Vector | None, key: Key
-    ) -> None:
-        self.options = options
-        self.layers = layers
+    def __init__(self, options: SamplingOptions, layers: Layers, costs: Vector, key: Key) -> None:
+        self.options, self.layers = options, layers
         self.shared = options.selection == "shared"
+        self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
+        budget = float(options.budget) * float(costs.sum())
+        self.bandit = bandit.Bandit(costs, budget, options.p_min, options.rule)
         self.step = 0
         self.committed: bool | None = None
-        self.last = np.zeros(len(layers), dtype=bool)
-        self.applied = np.ones(len(layers))
-        self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
-        self.bandit = None if costs is None else options.bandit(costs)
+        self.last, self.applied = np.zeros(len(layers), dtype=bool), np.ones(len(layers))
         self._key = key
         self._averages: dict[str, list[float]] = {}
         self.draw()
 
-    @property
-    def costs(self) -> Vector:
-        """The cost of each layer, or all ones until it is known."""
-        return np.ones(len(self.layers)) if self.bandit is None else self.bandit.costs
-
-    @property
-    def _learner(self) -> Bandit | None:
-        """The bandit, or None during the warm-up steps, which keep all layers."""
-        return None if self.step < self.options.warmup_steps else self.bandit
-
     def draw(self) -> None:
         """Draw the layers of the next step."""
-        p = np.ones(len(self.layers)) if self._learner is None else self._learner.p
+        p = self.bandit.p if self.step else np.ones(len(self.layers))
         # A function of seed and step, so that a resumed run draws the same layers. The name makes
         # it independent of what compressors draw in the same step.
         key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
-        self.select(sample(p, key, shared=self.shared), p)
-
-    def select(self, kept: Mask, p: Vector) -> None:
-        """Keep these layers in the next step, drawn with these probabilities."""
-        self.kept, self.p = kept, p
+        self.kept, self.p = bandit.sample(p, key, shared=self.shared), p
         self._verified = self.step % _VERIFY_EVERY != 0
         self.reset()
 
@@ -159,16 +117,11 @@ class Sampler:
         """Return the parameters of the layers in `mask`, in the order of the layers."""
         return [name for name, d in self.layer_of.items() if mask[d]]
 
-    # The following three are called during the exchange, in its thread or on its stream.
-
     def union(self, exchange: Exchange) -> Mask:
-        """Return the layers to exchange: those that any rank keeps. A collective."""
+        """Return the layers to exchange: those that any rank keeps. A collective, in a step."""
         # Verify before the first exchange: ranks with different sets would pair unequal messages.
         if self.shared and not self._verified:
-            values = {"step": self.step, "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
-            # What later probabilities and LARS depend on.
-            values |= {"costs": self.costs.tolist(), "averages": sorted(self._averages.items())}
-            values["bandit"] = self.bandit and self.bandit.state_dict()
+            values = {**self.state_dict(), "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
             exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
             self._verified = True
         if self._exchanged is None:
@@ -178,29 +131,18 @@ class Sampler:
         return self._exchanged
 
     def record_norms(self, parts: Mapping[str, Tensor]) -> None:
-        """Record the norms that p is learned from, of the means or of this rank's gradients."""
+        """Record norms to learn p from, of the means or of this rank's gradients, in a step."""
         if parts:
-            # In float64 a finite float32 gradient has a finite norm. The norms stay on the device:
-            # learn() fetches all of them together, and waits for the GPU only once.
+            # In float64 a finite float32 gradient has a finite norm. learn() fetches all norms
+            # together, and waits for the GPU only once.
             norms = torch._foreach_norm(list(parts.values()), 2, dtype=torch.float64)
             self._norms |= zip(parts, norms, strict=True)
 
-    def finish(self, committed: bool) -> None:
-        """End an exchange, which all ranks committed or all ranks rolled back."""
-        self.committed = committed
-
-    # The following are called after the exchange.
-
     def learn(self, scale: float) -> None:
-        """Update the averages and p after a committed step.
-
-        Args:
-            scale: the loss scale, which the gradients were multiplied by.
-        """
-        # Empty if no layer was exchanged.
+        """Update the averages and p after a committed step, whose loss scale was `scale`."""
         held = list(self._norms.values())
         values = torch.stack(held).tolist() if held else []
-        # Parameters of layers that were not exchanged have norm 0. The bandit ignores them.
+        # The bandit ignores the layers that were not exchanged.
         norms = dict.fromkeys(self.layer_of, 0.0)
         keep, take = _NORM_DECAY, 1 - _NORM_DECAY
         for name, value in zip(self._norms, values, strict=True):
@@ -211,11 +153,10 @@ class Sampler:
             # The weights sum to less than 1 at first. norm() divides by their sum.
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
-        # Warm-up steps teach p nothing: they keep every layer with probability 1.
-        if self._learner is not None and self.options.rule is not None:
-            members = self.layers.values()
-            by_layer = [math.hypot(*(norms[name] for name in names)) for names in members]
-            self._learner.update(self.kept, by_layer)
+        # The first step teaches p nothing: it keeps every layer with probability 1.
+        if self.step and self.options.rule is not None:
+            by_layer = [math.hypot(*(norms[n] for n in names)) for names in self.layers.values()]
+            self.bandit.update(self.kept, by_layer)
         self.last, self.applied = self.kept, self.p
         self.step += 1
 
@@ -225,63 +166,132 @@ class Sampler:
         return total / weight if weight else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that the next draw depends on, except the seed.
-
-        All values are plain numbers, lists and strings, for ``torch.load(..., weights_only=True)``.
-        """
+        """Return all that the next draw depends on but the seed: numbers, lists and strings."""
         return {
             "step": self.step,
             "layers": {layer: list(names) for layer, names in self.layers.items()},
-            "costs": self.bandit and self.bandit.costs.tolist(),
-            "bandit": self.bandit and self.bandit.state_dict(),
+            "bandit": self.bandit.state_dict(),
             "applied": self.applied.tolist(),
-            "averages": {name: list(pair) for name, pair in self._averages.items()},
+            "averages": {name: list(pair) for name, pair in sorted(self._averages.items())},
         }
 
-    def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """Check a checkpoint without changing anything.
-
-        Returns:
-            A function that restores the checkpoint and draws the layers of the next step.
-
-        Raises:
-            CheckpointError: if the checkpoint is damaged or has other layers.
-        """
-        size = len(self.layers)
-        section: Any = state.get("jointspar")
-        _FORM(section, "jointspar")
-        theirs = {layer: tuple(names) for layer, names in section["layers"].items()}
-        known = {**self.layers, **theirs}
-        differing = [layer for layer in known if theirs.get(layer) != self.layers.get(layer)]
-        if differing:
+    def restored(self, state: Mapping[str, Any]) -> "Sampler":
+        """Return what this sampler becomes with a state of JointSpar, or raise CheckpointError."""
+        record(seed=count, jointspar=_FORM)(state, "the state")
+        section, found = state["jointspar"], copy.copy(self)
+        # Also in another order, p would belong to other layers.
+        if list(section["layers"].items()) != list(self.state_dict()["layers"].items()):
             raise CheckpointError(
-                "the checkpoint and this run group parameters into different layers "
-                f"({', '.join(differing[:3])}): build JointSpar with the same layers={{...}}"
+                "the checkpoint groups parameters into other layers than this run: build JointSpar "
+                "with the same layers={...}"
             )
-        bandit = None
-        try:
-            applied = check_vector(section["applied"], "applied", size, self.options.p_min, 1.0)
-            # Only measured costs can be missing, in a checkpoint of the warm-up. All others must be
-            # there: check_vector reports their absence.
-            if section["costs"] is not None or self.options.costs != "time":
-                bandit = self.options.bandit(check_vector(section["costs"], "costs", size))
-                bandit.load_state_dict(section["bandit"] or {})
-            averages = {
-                name: check_vector(pair, f"averages['{name}']", 2, 0.0).tolist()
-                for name, pair in section["averages"].items()
-            }
-        except SpecError as error:
-            raise CheckpointError(f"a damaged checkpoint: jointspar: {error}") from error
+        found.step, found.committed = section["step"], None
+        found.bandit = copy.copy(self.bandit)
+        found.bandit.load_state_dict(section["bandit"])
+        found.applied = found.bandit.probabilities(section["applied"], "jointspar.applied")
+        for name, pair in section["averages"].items():
+            require(min(pair) >= 0, f"jointspar.averages['{name}']", "at least 0", pair)
+        found._averages = {name: list(pair) for name, pair in section["averages"].items()}
+        # With the checkpoint's seed, the run continues with the layers it would have drawn.
+        found._key = Key(state["seed"], rank=self._key.rank)
+        found.draw()
+        found._verified = False  # it is possible that only some ranks have loaded a checkpoint
+        return found
 
-        def restore() -> None:
-            self.step, self.applied, self.bandit = section["step"], applied, bandit
-            self._averages = averages
-            # The seed is the checkpoint's, so that the run continues with the layers it would have
-            # drawn. The rank is this run's, because the number of ranks can have changed.
-            self._key = Key(state["seed"], rank=self._key.rank)
-            self.committed = None
-            self.draw()
-            # It is possible that only some ranks have loaded a checkpoint.
-            self._verified = False
 
-        return restore
+@dataclass(frozen=True)
+class Sampled(Aggregator):
+    """Algorithm 2 of JointSpar on one bucket, from the gradient to the mean.
+
+    1. Set g_hat_d = g_d / p_d for the layers that this rank keeps, and 0 for the others.
+    2. Average g_hat by `inner`, as one vector of the layers that any rank keeps. Nothing else is
+       sent, and the residuals of other layers do not change.
+
+    If `inner` depends on the grouping, each bucket must be a layer or a part of one (`by_layer`).
+    """
+
+    name: ClassVar[str] = "jointspar"
+
+    inner: Aggregator
+    sampler: Sampler = field(compare=False)
+
+    def __post_init__(self) -> None:
+        check_kind(self, "inner", Aggregator)
+        if self.inner.whole_model:
+            raise SpecError(
+                f"{self.inner} selects from the gradients of the whole model, but dropped layers "
+                'have none: use scope="bucket" (here: one layer) or scope="tensor"',
+                "inner",
+            )
+
+    def __str__(self) -> str:
+        # Compared across ranks and with checkpoints, so with every option.
+        return f"{self.name}({self.inner}, {self.sampler.options})"
+
+    @property
+    def depends_on_grouping(self) -> bool:
+        return self.inner.depends_on_grouping
+
+    @property
+    def rehearsed(self) -> Aggregator:
+        return self.inner.rehearsed  # which layers are kept is known only inside a step
+
+    def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
+        return self.inner.slots(shape, world_size, rank)
+
+    def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
+        """Return the cost of a step that keeps all layers of the bucket."""
+        return self.inner.cost(shape, world_size, rank, node)
+
+    def prepare(self, bucket: Prepared) -> None:
+        bucket.work = {}  # by the parameters of the kept layers, which are others in every step
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        sampler, whole = self.sampler, Bucket(bucket.shape, g)
+        parts = whole.parts()
+        layers = {name: sampler.layer_of[name] for name in parts}
+        # The first bucket of a step runs the collective. The others reuse its result.
+        exchanged = sampler.union(bucket.exchange)
+        kept = {name: x for name, x in parts.items() if sampler.kept[layers[name]]}
+        if not sampler.shared:
+            # Before the division by p: each rank learns from its own undivided gradients.
+            sampler.record_norms(kept)
+        # 1. g_hat. With _foreach_ operations many small tensors take few kernel launches.
+        factors = [1 / float(sampler.p[layers[name]]) for name in kept]
+        if any(factor != 1 for factor in factors):
+            torch._foreach_mul_(list(kept.values()), factors)
+        if len(kept) < len(parts):
+            torch._foreach_zero_([x for name, x in parts.items() if name not in kept])
+        # 2. The mean. All ranks have the same `exchanged`, so they all call `inner` or all return.
+        sent = {name: x for name, x in parts.items() if exchanged[layers[name]]}
+        if not sent:
+            return
+        packed = whole
+        if len(sent) < len(parts):
+            packed = Bucket(bucket.shape.select(sent), torch.cat(list(sent.values())))
+        self.inner.aggregate(packed.flat, self._inner(bucket, packed.shape), key)
+        means = packed.parts()
+        if sampler.shared:
+            # Means are equal on all ranks, so the probabilities learned from them stay equal.
+            sampler.record_norms(means)
+        if packed is not whole:
+            torch._foreach_copy_(list(sent.values()), list(means.values()))
+
+    def _inner(self, bucket: Prepared, shape: BucketShape) -> Prepared:
+        """Return the bucket of the kept layers, prepared for the inner method."""
+        if shape not in bucket.work:
+            if len(bucket.work) >= _MOST:
+                bucket.work.clear()
+            context = bucket.exchange, bucket.state, bucket.device
+            bucket.work[shape] = self.inner.prepared(shape, *context)
+        prepared: Prepared = bucket.work[shape]
+        return prepared
+
+
+def by_layer(groups: Iterable[Group], layer_of: Mapping[str, int]) -> tuple[Group, ...]:
+    """Split groups of parameters, so that each new group has parameters of one layer only."""
+    divided: dict[tuple[int, int], list[str]] = {}
+    for i, group in enumerate(groups):
+        for name in group:
+            divided.setdefault((i, layer_of[name]), []).append(name)
+    return tuple(map(tuple, divided.values()))

@@ -1,7 +1,7 @@
 """The theory of 2Direction: constants, probabilities, step size and learning rates.
 
 Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). For the symbols see
-:mod:`~torchcomp.algorithms.checks`. tau is the momentum of v, and beta is the momentum of h.
+:mod:`~torchcomp.two_direction.checks`. tau is the momentum of v, and beta is the momentum of h.
 
 The paper's Algorithm 2 computes with Gamma, which grows geometrically. Near 1e154 its square
 exceeds the range of float64, and the method silently stops moving. This module computes with the
@@ -19,10 +19,10 @@ from functools import cached_property
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity, check_symbols, require
 from torchcomp.checks import check_count, check_share
 from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
+from torchcomp.two_direction.checks import check_convexity, check_symbols, require
 
 CONSTANT = 660508.0
 """The theory's constant C of Lbar: an upper bound, too large in practice. Tune the step size."""

@@ -6,15 +6,15 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_symbols
-from torchcomp.algorithms.method import CompressedMethod
-from torchcomp.algorithms.parameter_server import DENSE
+from recipes.two_direction.methods.compressed import CompressedMethod
+from torchcomp.two_direction.checks import check_symbols
+from torchcomp.two_direction.parameter_server import DENSE
 
 
 def step_size(lmax: float, omega: float, n: int) -> float:
     """Return the theory's gamma: 1/((1 + 4 omega/n) Lmax).
 
-    The arguments are symbols of `algorithms/checks.py`.
+    The arguments are symbols of :mod:`torchcomp.two_direction.checks`.
 
     Raises:
         SpecError: if an argument is out of range.

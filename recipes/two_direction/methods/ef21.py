@@ -4,7 +4,7 @@ Richtarik, Sokolov, Fatkhullin: "EF21: A New, Simpler, Theoretically Better, and
 Error Feedback", NeurIPS 2021 (arXiv 2106.05203), Algorithm 2.
 """
 
-from torchcomp.algorithms.method import CompressedMethod
+from recipes.two_direction.methods.compressed import CompressedMethod
 
 
 class EF21(CompressedMethod):

@@ -13,18 +13,18 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import check_convexity
-from torchcomp.algorithms.method import Method
-from torchcomp.algorithms.parameter_server import DENSE
-from torchcomp.algorithms.two_direction.theory import Constants, learning_rates
 from torchcomp.checks import check_positive
+from torchcomp.two_direction.base import Method
+from torchcomp.two_direction.checks import check_convexity
+from torchcomp.two_direction.parameter_server import DENSE
+from torchcomp.two_direction.theory import Constants, learning_rates
 
 
 @dataclass(eq=False, repr=False)
 class AGD(Method):
     """Accelerated gradient descent with three sequences: x, u, and y between them.
 
-    The options are symbols of :mod:`~torchcomp.algorithms.two_direction.theory`. The theory sets
+    The options are symbols of :mod:`~torchcomp.two_direction.theory`. The theory sets
     lbar to the smoothness L of f.
     """
 
@@ -42,7 +42,7 @@ class AGD(Method):
 
     def _iterate(self, t: int) -> None:
         lr = learning_rates(self.rho, self.constants)
-        # Line numbers as in two_direction/method.py. Here w = u and z = x.
+        # Line numbers as in torchcomp/two_direction/method.py. Here w = u and z = x.
         y = self.server.down(lr.theta * self.u + (1 - lr.theta) * self.x)  # (2)
         _, g = self.server.uplink(self.gradients_at(y), DENSE, t)  # (3), (4)
         self.u = lr.step(g, self.u, y)  # (5)

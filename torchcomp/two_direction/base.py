@@ -1,16 +1,13 @@
-"""The base classes of the methods in this package."""
+"""The base class of 2Direction and of methods that are compared with it."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import KW_ONLY, InitVar, dataclass
+from dataclasses import InitVar, dataclass
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require
-from torchcomp.algorithms.parameter_server import ParameterServer
-from torchcomp.checks import check_positive
-from torchcomp.compressors import Compressor
 from torchcomp.errors import SpecError
+from torchcomp.two_direction.parameter_server import ParameterServer
 
 Gradients = Callable[[Tensor], Tensor]
 """A function that maps a point, shape (d,), to the exact gradients of the f_i at that point.
@@ -87,33 +84,6 @@ class Method(ABC):
         self.evaluations += 1
         # Copy: the user's function might write its next result to the same memory.
         return rows.detach().clone()
-
-
-@dataclass(eq=False, repr=False)
-class CompressedMethod(Method):
-    """A method with step size `gamma` whose workers compress their messages.
-
-    The workers' compressor `up` must be contractive. For DIANA it must be unbiased.
-    """
-
-    up: Compressor
-    _: KW_ONLY
-    gamma: float
-
-    _kind = "contractive"  # the kind of compressor that `up` must be; see `checks.require`
-
-    def __post_init__(self, x0: Tensor) -> None:
-        super().__post_init__(x0)
-        check_positive("gamma", self.gamma)
-        self._start(require(self._kind, self.up, x0.numel(), "up"))
-
-    @abstractmethod
-    def _start(self, declared: float) -> None:
-        """Create all state other than x. `declared` is the alpha or omega that `up` declares."""
-
-    # One row per worker of this process, such as the residuals at the start.
-    def _zero_rows(self) -> Tensor:
-        return self.x.new_zeros(len(self.server.mine), self.x.numel())
 
 
 def _described(value: object) -> str:

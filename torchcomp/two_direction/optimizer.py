@@ -12,9 +12,6 @@ from torch import Tensor
 
 from torchcomp import checkpoint
 from torchcomp.aggregators import Mean
-from torchcomp.algorithms.parameter_server import Ranks, ServerTraffic
-from torchcomp.algorithms.two_direction.method import VECTORS, TwoDirectionMethod
-from torchcomp.algorithms.two_direction.theory import constants
 from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor
 from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
@@ -23,6 +20,9 @@ from torchcomp.keys import check_seed
 from torchcomp.spec import parse_aggregator
 from torchcomp.state import Kind
 from torchcomp.traffic import Traffic
+from torchcomp.two_direction.method import VECTORS, TwoDirectionMethod
+from torchcomp.two_direction.parameter_server import Ranks, ServerTraffic
+from torchcomp.two_direction.theory import constants
 
 Closure = Callable[[], Tensor | float]
 

@@ -4,7 +4,7 @@ Seide, Fu, Droppo, Li, Yu: "1-bit stochastic gradient descent and its applicatio
 distributed training of speech DNNs", Interspeech 2014.
 """
 
-from torchcomp.algorithms.method import CompressedMethod
+from recipes.two_direction.methods.compressed import CompressedMethod
 
 
 class EF14(CompressedMethod):

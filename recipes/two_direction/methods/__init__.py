@@ -9,18 +9,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp.algorithms.agd import AGD, FISTA, ConstantMomentumAGD
-from torchcomp.algorithms.diana import DIANA
-from torchcomp.algorithms.ef14 import EF14
-from torchcomp.algorithms.ef21 import EF21
-from torchcomp.algorithms.ef21p import EF21P
-from torchcomp.algorithms.ef21p_diana import EF21PDIANA
-from torchcomp.algorithms.method import Gradients, Method
-from torchcomp.algorithms.parameter_server import ParameterServer
-from torchcomp.algorithms.two_direction import TwoDirectionMethod
-from torchcomp.algorithms.two_direction.theory import Probabilities
+from recipes.two_direction.methods.agd import AGD, FISTA, ConstantMomentumAGD
+from recipes.two_direction.methods.diana import DIANA
+from recipes.two_direction.methods.ef14 import EF14
+from recipes.two_direction.methods.ef21 import EF21
+from recipes.two_direction.methods.ef21p import EF21P
+from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
 from torchcomp.compressors import Compressor, Identity, RandK, TopK
 from torchcomp.keys import Key
+from torchcomp.two_direction import TwoDirectionMethod
+from torchcomp.two_direction.base import Gradients, Method
+from torchcomp.two_direction.parameter_server import ParameterServer
+from torchcomp.two_direction.theory import Probabilities
 
 _REMEMBERED_BYTES = 10**9
 

@@ -8,11 +8,11 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from torchcomp.algorithms.checks import require
-from torchcomp.algorithms.method import Method
-from torchcomp.algorithms.parameter_server import DENSE
 from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
+from torchcomp.two_direction.base import Method
+from torchcomp.two_direction.checks import require
+from torchcomp.two_direction.parameter_server import DENSE
 
 
 @dataclass(eq=False, repr=False)

@@ -34,11 +34,11 @@ from typing import Any
 
 from torch import Tensor
 
-from torchcomp.algorithms.method import Gradients, Method
-from torchcomp.algorithms.parameter_server import DENSE, ParameterServer
-from torchcomp.algorithms.two_direction.theory import constants, learning_rates
 from torchcomp.compressors import Compressor
 from torchcomp.keys import Key, tensor_id
+from torchcomp.two_direction.base import Gradients, Method
+from torchcomp.two_direction.parameter_server import DENSE, ParameterServer
+from torchcomp.two_direction.theory import constants, learning_rates
 
 Coin = Callable[[int], bool]
 """A function that maps the number of an iteration, from 0, to its coin; True is heads."""
@@ -51,7 +51,7 @@ class TwoDirectionMethod(Method):
     """Algorithm 1, with a numerically stable form of Algorithm 2's learning rates.
 
     Args:
-        gradients: see :class:`~torchcomp.algorithms.method.Method`, as for the next two.
+        gradients: see :class:`~torchcomp.two_direction.base.Method`, as for the next two.
         x0: the start.
         server: the parameter server.
         up: unbiased compressor of the workers.
@@ -60,7 +60,7 @@ class TwoDirectionMethod(Method):
         state: state of an earlier run, which replaces the start at x0. It contains
             :data:`VECTORS`, iterations, evaluations, rho and second_is_due.
         theory: lbar and mu, and optionally p, tau, alpha, omega and gamma0; see
-            :func:`~torchcomp.algorithms.two_direction.theory.constants`.
+            :func:`~torchcomp.two_direction.theory.constants`.
 
     Attributes:
         u: a vector of the server, as v and h are; (d,).

@@ -26,7 +26,7 @@ from torchcomp.errors import SpecError
 
 # Symbol -> the check of its range. mu is missing, because its range depends on the smoothness.
 _RANGES: dict[str, Callable[[str, object], None]] = {
-    **dict.fromkeys(("smoothness", "lmax", "gamma", "gamma0", "lbar", "constant"), check_positive),
+    **dict.fromkeys(("smoothness", "lmax", "gamma0", "lbar", "constant"), check_positive),
     **dict.fromkeys(("alpha", "beta", "p", "tau"), check_fraction),
     **dict.fromkeys(("d", "n"), check_count),
     "omega": check_at_least_0,

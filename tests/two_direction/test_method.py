@@ -1,0 +1,246 @@
+"""2Direction in one process: rates of the theory, messages and their counts, refusals."""
+
+import math
+
+import pytest
+import torch
+
+from tests.support import codecs
+from tests.support.cases import thorough
+from tests.support.codecs import decoded, fields_of, message_of
+from tests.two_direction.quadratics import quadratics
+from torchcomp import wire
+from torchcomp.compressors import Cast, Identity, RandK, TopK
+from torchcomp.errors import SpecError
+from torchcomp.keys import Key
+from torchcomp.two_direction import Simulated, TwoDirectionMethod, theory
+from torchcomp.two_direction.parameter_server import DENSE
+from torchcomp.two_direction.theory import learning_rates
+
+UP, DOWN = RandK(k=3, unbiased=True), TopK(k=3)
+F = quadratics()
+D = F.b.shape[1]
+OMEGA, ALPHA = D / 3 - 1, 3 / D
+
+
+def two_direction(server=None, f=F, **changes):
+    options = {"up": UP, "down": DOWN, "lbar": 4 * f.smoothness, "mu": f.mu, **changes}
+    return TwoDirectionMethod(f.gradients, f.x0, server or Simulated(f.n), **options)
+
+
+def run(method, iterations):
+    for _ in range(iterations):
+        method.step()
+    return method
+
+
+# --- Convergence ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("iterations", [50, *thorough([200, 500])])
+def test_it_is_as_fast_as_its_theory(iterations):
+    both = {"p": 1 / (OMEGA + 1), "tau": 1 / (OMEGA + 1)}
+    # The bound of the proof's potential. It is true even with a constant of 1 instead of 660508.
+    sizes = {"n": F.n, "alpha": ALPHA, "omega": OMEGA, "constant": 1.0}
+    lbar = theory.lbar(F.smoothness, F.lmax, **sizes, **both)
+    runs = [run(two_direction(Simulated(F.n, s), lbar=lbar, **both), iterations) for s in range(3)]
+    energy = F.gap(F.x0) + (lbar + F.mu) / 2 * float(F.solution @ F.solution)
+    assert sum(F.gap(each.solution) for each in runs) / 3 <= energy * runs[0].rho
+    # Gamma grows at least as fast as in the theory: by a factor of 1 + 1/Q per iteration.
+    pace = min(runs[0].constants.theta_min, math.sqrt(F.mu / (4 * both["p"] * lbar)))
+    assert runs[0].gamma >= math.exp(both["p"] * pace * iterations / 2)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "dtype", "reached"),
+    [
+        (600, torch.float64, 1e-10),
+        (600, torch.float32, 1e-10),
+        *(
+            pytest.param(200_000, dtype, gap, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
+            for dtype, gap in ((torch.float64, 1e-25), (torch.float32, 1e-10))
+        ),
+    ],
+)
+def test_it_converges_and_stays_there(iterations, dtype, reached):
+    a, b, x0 = (tensor.to(dtype) for tensor in (F.a, F.b, F.x0))
+    options = {"lbar": 4 * F.smoothness, "mu": F.mu}
+    method = TwoDirectionMethod(lambda x: a @ x - b, x0, Simulated(F.n), UP, DOWN, **options)
+    run(method, iterations)
+    assert method.solution.dtype == dtype
+    assert F.gap(method.solution.double()) < reached * F.gap(F.x0)
+
+
+# --- Messages -------------------------------------------------------------------------------------
+
+
+class Recorded(Simulated):
+    """A simulation that records the bytes of downlink messages."""
+
+    def __init__(self, n, seed=0):
+        super().__init__(n, seed)
+        self.wires = []
+
+    def down(self, vector, compressor=DENSE, call=0):
+        parts = fields_of(compressor, vector, Key(self.seed, call), "downlink")
+        layout = compressor.layout(vector.numel(), vector.dtype)
+        self.wires.append(message_of(parts, layout))
+        return super().down(vector, compressor, call)
+
+    def take(self, compressor, numel, call=0):
+        layout = compressor.layout(numel, torch.float64)
+        parts = codecs.received(self.wires.pop(0), layout)
+        out = torch.empty(numel, dtype=torch.float64)
+        return decoded(compressor, parts, out, Key(self.seed, call), "downlink")
+
+
+def test_a_worker_rebuilds_w_z_and_k_from_messages_alone():
+    server = Recorded(F.n)
+    coin = [t % 3 == 1 for t in range(200)]
+    method = two_direction(server, coin=coin.__getitem__)
+    w = z = F.x0
+    rho, k = 1.0, server.take(Identity(), D)
+    for t, heads in enumerate(coin):
+        method.step()
+        lr = learning_rates(rho, method.constants)
+        y = lr.theta * w + (1 - lr.theta) * z
+        w = lr.step(k, w, y) + server.take(DOWN, D, t)
+        if heads:
+            k, z = server.take(Identity(), D), server.take(Identity(), D)
+        rho = lr.rho
+        for name, own in {"w": w, "z": z, "k": k}.items():
+            assert torch.equal(own, getattr(method, name)), (name, t)
+    assert not server.wires
+
+
+def test_messages_are_unbiased_and_workers_draw_independently():
+    server = Simulated(3)
+    vectors = torch.randn(3, 30, dtype=torch.float64, generator=torch.manual_seed(0))
+    up = RandK(k=4, unbiased=True)
+    messages = [server.encode(vectors, up, call) for call in range(4000)]
+    drawn = {tuple(row.nonzero().flatten().tolist()) for m in messages[:2] for row in m.decoded}
+    assert len(drawn) == 6
+    means = torch.stack([server.up(message)[0] for message in messages])
+    torch.testing.assert_close(means.mean(0), vectors.mean(0), rtol=0, atol=0.15)
+
+
+def test_counts():
+    method = run(two_direction(Simulated(F.n, 3), p=0.25), 400)
+    traffic = method.server.traffic
+    # Dense messages show how often the coin was heads.
+    tossed, rest = divmod(traffic.down_coordinates - D - 3 * 400, 2 * D)
+    assert rest == 0
+    assert abs(tossed / 400 - 0.25) < 0.1
+    # The last iteration's second uplink message is not sent yet: the next iteration would send it.
+    assert traffic.up_coordinates == D + 2 * 3 * 400 - 3
+    assert traffic.round_trips == 401
+    method.finish_iteration()
+    method.finish_iteration()  # the second call does nothing
+    assert traffic.up_coordinates == D + 2 * 3 * 400
+    # Gradients at z are computed once after z has moved, and then cached.
+    assert method.evaluations == 1 + 400 + tossed
+    dense, both, single = (wire.framed(8 * count) for count in (D, 2 * 3, 3))
+    assert traffic.up_bytes == dense + 399 * both + 2 * single
+    kept = wire.framed(wire.nbytes(DOWN.layout(D, torch.float64)))
+    assert traffic.down_bytes == 400 * kept + (1 + 2 * tossed) * dense
+
+
+def test_finish_iteration_changes_only_when_a_message_is_sent_and_runs_repeat():
+    plain, settled, other = two_direction(), two_direction(), two_direction(Simulated(F.n, 1))
+    for _ in range(50):
+        for method in (plain, settled, other):
+            method.step()
+        settled.finish_iteration()
+    plain.finish_iteration()
+    for name in "uwzxkvh":
+        assert torch.equal(getattr(plain, name), getattr(settled, name)), name
+    assert not torch.equal(plain.x, other.x)
+
+
+# --- Parameters of the theory ---------------------------------------------------------------------
+
+
+def test_probabilities():
+    # mu_r = 0.5 * 650 / 65 = 5 < omega + 1, so p = 1 / (omega + 1).
+    even = theory.priced_probabilities(9.0, d=650, k_up=65, k_down=65, r=0.5)
+    assert (even.p, even.tau) == pytest.approx((0.1, 0.1 ** (1 / 3) / 10 ** (2 / 3)))
+    # mu_r = 0.9 * 6500 / (0.1 * 650 + 0.9 * 65) = 47.4 > omega + 1, so p = 1 / mu_r.
+    dear = theory.priced_probabilities(9.0, d=6500, k_up=650, k_down=65, r=0.9)
+    assert dear.p == pytest.approx((65 + 58.5) / 5850)
+    free = theory.priced_probabilities(0.0, d=650, k_up=650, k_down=65, r=0.0)
+    assert (free.p, free.tau) == (1.0, 1.0)
+
+
+# In each case another term is the maximum: L/a; L p/(a tau); both square roots; both Lmax.
+TERMS = [
+    ({"omega": 0.0, "alpha": 0.5, "p": 0.1, "tau": 1.0}, 2.0 / 0.5),
+    ({"omega": 0.0, "alpha": 0.5, "p": 1.0, "tau": 0.1}, 2.0 / (0.5 * 0.1)),
+    ({"omega": 3.0, "alpha": 0.1, "p": 1.0, "tau": 1.0}, math.sqrt(10 * 3) / (0.1 * 0.25 * 2)),
+    (
+        {"omega": 30.0, "alpha": 0.1, "p": 0.01, "tau": 1.0},
+        math.sqrt(10 * 0.01 * 30) / (0.1 * math.sqrt(4 / 31)),
+    ),
+    ({"omega": 30.0, "alpha": 1.0, "p": 1.0, "tau": 0.1}, 5.0 * 30 * 31**2 / 4),
+    ({"omega": 30.0, "alpha": 1.0, "p": 0.001, "tau": 0.001}, 5.0 * 30 / 4),
+]
+
+
+@pytest.mark.parametrize(("case", "expected"), TERMS)
+def test_lbar_is_the_largest_of_its_terms(case, expected):
+    assert theory.lbar(2.0, 5.0, n=4, constant=1.0, **case) == pytest.approx(expected)
+    assert theory.lbar(2.0, 5.0, n=4, **case) == pytest.approx(660508 * expected)
+
+
+# --- One table of refusals ------------------------------------------------------------------------
+
+REFUSED = [
+    ({"mu": -0.1}, "mu"),
+    ({"mu": 40.0}, "mu"),
+    ({"mu": math.nan}, "mu"),
+    ({"lbar": 0.0}, "lbar"),
+    ({"lbar": math.inf}, "lbar"),
+    ({"p": 0.0}, "p"),
+    ({"p": 1.5}, "p"),
+    ({"tau": "much"}, "tau"),
+    ({"gamma0": 0.0}, "gamma0"),
+    ({"gamma0": 1e-300}, "gamma0"),
+    ({"alpha": 0.0}, "alpha"),
+    ({"alpha": 0.5}, "alpha"),  # better than topk(k=3) guarantees
+    ({"omega": 1.0}, "omega"),
+    ({"omega": math.inf}, "omega"),
+    ({"up": TopK(k=3)}, "up"),
+    ({"up": Cast("bf16")}, "up"),
+    ({"up": "randk"}, "up"),
+    ({"up": RandK(k=13, unbiased=True)}, "up"),
+    ({"down": UP}, "down"),
+    ({"down": TopK(k=3, scope="tensor")}, "down"),
+    ({"down": TopK(k=13)}, "down"),
+]
+CALLS = [
+    *((lambda changes=changes: two_direction(**changes), field) for changes, field in REFUSED),
+    *((lambda n=n: Simulated(n), "n") for n in (0, -1, 2.0, True)),
+    *(
+        (lambda x0=x0: TwoDirectionMethod(F.gradients, x0, Simulated(4), UP, DOWN), "x0")
+        for x0 in (torch.zeros(2, 3), torch.zeros(3).int(), torch.zeros(0), [0.0], F.x0 / 0)
+    ),
+    *(
+        (lambda g=g: TwoDirectionMethod(g, F.x0, Simulated(4), UP, DOWN, lbar=4.0, mu=0.0), None)
+        for g in (lambda x: None, lambda x: x, lambda x: F.a[:, 0].float())
+    ),
+    (lambda: theory.priced_probabilities(-1.0, d=65, k_up=1, k_down=1, r=0.5), "omega"),
+    (lambda: theory.priced_probabilities(9.0, d=6.5, k_up=1, k_down=1, r=0.5), "d"),
+    (lambda: theory.priced_probabilities(9.0, d=65, k_up=6, k_down=6, r=1.1), "r"),
+    (lambda: theory.priced_probabilities(9.0, d=65, k_up=6, k_down=0, r=0.5), "k_down"),
+    (lambda: theory.lbar(1.0, 1.0, n=4, alpha=0.1, omega=9.0, p=0.1, tau=0.0), "tau"),
+]
+
+
+@pytest.mark.parametrize(("call", "field"), CALLS)
+def test_refusals(call, field):
+    with pytest.raises(SpecError) as caught:
+        call()
+    assert caught.value.field == field
+
+
+def test_constants_can_be_worse_than_the_compressors_declare():
+    assert two_direction(alpha=0.1, omega=9.0).constants.beta == pytest.approx(0.1)

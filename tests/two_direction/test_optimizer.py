@@ -1,0 +1,388 @@
+"""The torch optimizer: equals the method, resumes bit for bit, raises on every rank."""
+
+import copy
+import re
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector
+
+from tests.support.outcomes import assert_refused, reloaded
+from tests.support.ranks import on_threads
+from torchcomp.compressors import RandK, TopK
+from torchcomp.errors import CheckpointError, NonFiniteError, RankMismatchError, SpecError
+from torchcomp.two_direction import Simulated, TwoDirection, TwoDirectionMethod
+
+UP, DOWN = "randk(0.2, unbiased=True)", "topk(0.2)"
+MU = 1e-2
+
+
+def model():
+    net = nn.Linear(6, 3, dtype=torch.float64)
+    for parameter in net.parameters():
+        nn.init.zeros_(parameter)
+    return net
+
+
+def shard(rank):
+    generator = torch.Generator().manual_seed(rank)
+    features = torch.randn(20, 6, dtype=torch.float64, generator=generator)
+    return features, torch.randint(0, 3, (20,), generator=generator)
+
+
+def loss_of(net, rank):
+    features, labels = shard(rank)
+    loss = cross_entropy(net(features), labels)
+    return loss + MU / 2 * sum(p.square().sum() for p in net.parameters())
+
+
+class Run:
+    """One rank's training."""
+
+    def __init__(self, state=None, params=None, **changes):
+        self.net, self.calls = model(), 0
+        options = {"up": UP, "down": DOWN, "lbar": 4.0, "mu": MU, **changes}
+        self.optimizer = TwoDirection(
+            self.net.parameters() if params is None else params, **options
+        )
+        if state is not None:
+            self.optimizer.load_state_dict(state)
+
+    def closure(self):
+        self.optimizer.zero_grad()
+        loss = loss_of(self.net, dist.get_rank())
+        loss.backward()
+        self.calls += 1
+        return loss
+
+    def train(self, steps):
+        for _ in range(steps):
+            assert isinstance(self.optimizer.step(self.closure), torch.Tensor)
+        return self
+
+    @property
+    def x(self):
+        return parameters_to_vector(self.net.parameters()).detach().clone()
+
+
+def end(steps, cut=None, edit=lambda state: None, **changes):
+    """Return x, traffic and calls after some steps, with a resume in between."""
+    run = Run(**changes).train(steps if cut is None else cut)
+    if cut is not None:
+        state = copy.deepcopy(run.optimizer.state_dict())
+        edit(state)
+        run = Run(state, **changes).train(steps - cut)
+    return run.x, run.optimizer.traffic, run.calls
+
+
+def test_it_equals_the_method():
+    def gradients(x):
+        rows = []
+        for rank in range(4):
+            net = model()
+            nn.utils.vector_to_parameters(x, net.parameters())
+            loss_of(net, rank).backward()
+            rows.append(torch.cat([p.grad.reshape(-1) for p in net.parameters()]))
+        return torch.stack(rows)
+
+    server, x0 = Simulated(4), torch.zeros(21, dtype=torch.float64)
+    compressors = RandK(0.2, unbiased=True), TopK(0.2)
+    method = TwoDirectionMethod(gradients, x0, server, *compressors, lbar=4.0, mu=MU)
+    for _ in range(40):
+        method.step()
+    for x, traffic, calls in on_threads(4, end, 40):
+        assert torch.equal(x, method.solution)
+        assert traffic == server.traffic
+        assert calls == method.evaluations
+
+
+def test_parameters_are_updated_in_place():
+    """Tensors that share their memory see the updates, and channels_last is kept."""
+
+    def shared():
+        weight = torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last)
+        weight.requires_grad_()
+        view = weight.detach()
+        optimizer = TwoDirection([weight], UP, DOWN, lbar=1.0, mu=0.0)
+        target = torch.arange(24.0).view(2, 3, 2, 2)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = (weight - target).square().mean()
+            loss.backward()
+            return loss.item()
+
+        losses = [optimizer.step(closure) for _ in range(60)]
+        assert losses[-1] < 0.5 * losses[0]
+        assert torch.equal(view, weight)
+        assert weight.is_contiguous(memory_format=torch.channels_last)
+
+    on_threads(2, shared)
+
+
+# --- Checkpoints ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cut", "edit"),
+    [
+        (0, lambda state: None),  # before the first step
+        (1, lambda state: None),
+        (17, lambda state: None),
+        # The gradients at z can be computed again.
+        (9, lambda state: state["slots"].pop("grad_z", None)),
+    ],
+)
+def test_a_resumed_run_is_the_same_bit_for_bit(cut, edit):
+    whole, resumed = on_threads(2, end, 30), on_threads(2, partial(end, 30, cut, edit))
+    for (x, traffic, _), (again, same, _) in zip(whole, resumed, strict=True):
+        assert torch.equal(x, again)
+        assert traffic == same
+
+
+def test_loading_restores_traffic_and_parameters_by_name_as_weights_only():
+    def load():
+        run = Run()
+        fresh = run.optimizer.state_dict()
+        later, x = reloaded(run.train(1).optimizer.state_dict()), run.x
+        sent = run.optimizer.traffic.nbytes
+        run.optimizer.load_state_dict(fresh)
+        assert run.optimizer.traffic.nbytes == 0 < sent
+        run.train(2)
+        run.optimizer.load_state_dict(later)
+        assert run.optimizer.traffic.nbytes == sent
+        assert torch.equal(run.x, x)
+        named = Run(params=model().named_parameters())
+        named.optimizer.step(lambda: loss_backward(named.optimizer))
+        tensors = named.optimizer.state_dict()["slots"]["h_i"]["tensors"]
+        assert tensors.keys() == {"weight", "bias"}
+
+    on_threads(2, load)
+
+
+def loss_backward(optimizer):
+    loss = sum(p.square().sum() + p.sum() for p in optimizer.param_groups[0]["params"])
+    loss.backward()
+    return loss
+
+
+def refuses_to_load(state_of, options):
+    run = Run(**options).train(1)
+    state = Run().train(3).optimizer.state_dict()
+    before = run.x
+    try:
+        run.optimizer.load_state_dict(state_of(state))
+    finally:
+        assert torch.equal(run.x, before)
+        run.train(1)
+
+
+def changed(**values):
+    def change(state):
+        state = copy.deepcopy(state)
+        for name, value in values.items():
+            (state if name in state else state["two_direction"])[name] = value
+        return state
+
+    return change
+
+
+OTHER_STATES = [
+    (lambda state: {**state, "rank": 1 - state["rank"]}, {}, "rank"),
+    (lambda state: state, {"lbar": 5.0}, "lbar=5.0"),
+    (lambda state: state, {"seed": 1}, "seed 0"),
+    (changed(step=1000), {}, "round trips"),
+    (changed(step=0), {}, "step 0"),
+    (changed(evaluations=2), {}, "2 evaluations"),
+    (changed(rho=2.0), {}, "rho 2.0"),
+    (changed(slots={}), {}, "'h'"),
+    (changed(two_direction=None), {}, "unknown"),
+    (lambda state: None, {}, "NoneType"),
+    (lambda state: {}, {}, "'version'"),
+    (lambda state: torch.optim.SGD(model().parameters()).state_dict(), {}, "'version'"),
+]
+
+
+@pytest.mark.parametrize(("state_of", "options", "word"), OTHER_STATES)
+def test_another_state_is_refused_and_changes_nothing(state_of, options, word):
+    assert_refused(2, partial(refuses_to_load, state_of, options), CheckpointError, word)
+
+
+def paths(value, path=()):
+    """Yield the path of every entry of a state."""
+    for key, each in value.items() if isinstance(value, dict) else ():
+        yield (*path, key)
+        yield from paths(each, (*path, key))
+
+
+def damages(state, path):
+    """Yield copies of the state, each with another damage of one entry."""
+    for damage in ("missing", "another type", "negative", "NaN"):
+        broken = copy.deepcopy(state)
+        holder = broken
+        for key in path[:-1]:
+            holder = holder[key]
+        value = holder.pop(path[-1])
+        if damage == "another type":
+            holder[path[-1]] = object()
+        elif damage == "negative" and type(value) in (int, float):
+            holder[path[-1]] = -1
+        elif damage == "NaN" and isinstance(value, (torch.Tensor, float)):
+            holder[path[-1]] = value * torch.nan
+        elif damage != "missing" or path == ("slots", "grad_z"):
+            continue
+        yield broken
+
+
+def test_any_damaged_entry_is_refused():
+    def load():
+        run = Run().train(3)
+        state, tried = run.optimizer.state_dict(), 0
+        for path in paths(state):
+            for broken in damages(state, path):
+                with pytest.raises(CheckpointError):
+                    run.optimizer.load_state_dict(broken)
+                tried += 1
+        assert tried > 100
+        run.train(1)
+
+    on_threads(2, load)
+
+
+# --- Closures that fail ---------------------------------------------------------------------------
+
+
+def sparse(run, loss):
+    loss.backward()
+    run.net.weight.grad = run.net.weight.grad.to_sparse()
+    return loss
+
+
+def raises(run, loss):
+    raise KeyError("labels")
+
+
+FAULTS = [
+    (lambda run, loss: loss.backward(), "None"),
+    (lambda run, loss: loss.backward() or loss * torch.nan, "nan"),
+    (lambda run, loss: loss, "loss.backward()"),
+    (sparse, "sparse"),
+    (raises, "KeyError('labels')"),
+]
+
+
+@pytest.mark.parametrize(("fault", "word"), FAULTS)
+def test_a_fault_of_one_rank_raises_on_every_rank_and_names_the_worker(fault, word):
+    def body():
+        run = Run().train(1)
+        before = run.x
+
+        def bad():
+            run.optimizer.zero_grad()
+            return fault(run, loss_of(run.net, 1))
+
+        try:
+            run.optimizer.step(bad if dist.get_rank() == 1 else run.closure)
+        finally:
+            assert torch.equal(run.x, before)
+
+    match = rf"worker 1 \(.*closure.*{re.escape(word)}"
+    assert_refused(3, body, NonFiniteError, match=match)
+
+
+def survives_a_fault(at, steps):
+    """Make rank 1's closure raise in call number `at`, and then repeat the step."""
+    run, failures, calls = Run(), [], []
+
+    def closure():
+        calls.append(None)
+        if len(calls) == at and dist.get_rank() == 1:
+            raise ConnectionError("labels")
+        return run.closure()
+
+    for _ in range(steps):
+        try:
+            run.optimizer.step(closure)
+        except NonFiniteError as error:
+            failures.append(error)
+            run.optimizer.step(closure)
+    return run.x, failures, len(calls)
+
+
+def test_a_fault_in_any_call_changes_nothing():
+    steps = 8
+    expected, _, calls = on_threads(2, survives_a_fault, 0, steps)[1]
+    # Some calls are at a z that has moved. They belong to the previous iteration.
+    assert calls > 1 + steps
+    for at in range(1, calls + 1):
+        for rank, (x, failures, _) in enumerate(on_threads(2, survives_a_fault, at, steps)):
+            (error,) = failures
+            assert "ConnectionError('labels')" in str(error)
+            assert isinstance(error.__cause__, ConnectionError) == (rank == 1)
+            assert torch.equal(x, expected)
+
+
+def test_a_gradient_that_is_not_deterministic_is_found_on_request():
+    def noisy():
+        run = Run(check_deterministic=True)
+        noise = torch.Generator().manual_seed(0)
+
+        def closure():
+            run.optimizer.zero_grad()
+            loss = loss_of(run.net, 0) + torch.rand((), generator=noise) * run.net.bias.sum()
+            loss.backward()
+            return loss
+
+        run.optimizer.step(closure)
+
+    match = r"worker 0 \(.*deterministic.*worker 1 \(.*deterministic"
+    assert_refused(2, noisy, NonFiniteError, match=match)
+    on_threads(2, lambda: Run(check_deterministic=True).train(2))
+
+
+# --- One table of refusals ------------------------------------------------------------------------
+
+
+def mixed():
+    return [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+
+
+def groups(**options):
+    return [{"params": [p], **options} for p in model().parameters()]
+
+
+REFUSED = [
+    (lambda rank: {"up": "ef(topk(0.2))"}, SpecError, "up", "ef(topk(0.2))"),
+    (lambda rank: {"up": DOWN}, SpecError, "up", "omega"),
+    (lambda rank: {"down": UP}, SpecError, "down", "alpha"),
+    (lambda rank: {"mu": -1.0}, SpecError, "mu", "-1.0"),
+    (lambda rank: {"samples": 0}, SpecError, "samples", "0"),
+    (lambda rank: {"params": mixed()}, SpecError, None, "torch.float64"),
+    (lambda rank: {"params": groups()}, SpecError, None, "2"),
+    (lambda rank: {"params": groups(lr=0.1)[:1]}, SpecError, None, "lr"),
+    (lambda rank: {"samples": 19 + rank}, RankMismatchError, None, "samples"),
+    (lambda rank: {"params": [torch.zeros(21 + rank)]}, RankMismatchError, None, "coordinates"),
+    (lambda rank: {"mu": -1.0 if rank else MU}, RankMismatchError, None, "-1.0"),
+]
+
+
+@pytest.mark.parametrize(("change", "error", "field", "word"), REFUSED)
+def test_refusals(change, error, field, word):
+    assert_refused(2, lambda: Run(**change(dist.get_rank())), error, word, field=field)
+
+
+def test_calls_at_the_wrong_time_and_different_parameters_are_refused():
+    with pytest.raises(SpecError, match="init_process_group"):
+        Run()
+    assert_refused(1, lambda: Run().optimizer.add_param_group(groups()[0]), SpecError, "add")
+
+    def start():
+        run = Run()
+        nn.init.constant_(run.net.bias, dist.get_rank())
+        run.train(1)
+
+    assert_refused(2, start, RankMismatchError, "parameters", "rank 0", "rank 1")
