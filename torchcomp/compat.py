@@ -94,12 +94,8 @@ PRIVATE = {
 
 PRIVATE_OF_FRAMEWORKS = {
     "lightning": {
-        "_FabricModule": "the type of a model that Fabric prepared, for an error message",
         "_ddp_comm_hook": "tells whether the strategy installs its own communication hook",
         "_forward_module": "the DDP model inside a model that Fabric prepared",
-    },
-    "accelerate": {
-        "_is_accelerate_prepared": "tells whether Accelerate prepared a model, for an error",
     },
     "torchft": {
         "_commit_failures": "tells whether the manager has voted on a step",

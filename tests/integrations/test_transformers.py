@@ -32,5 +32,5 @@ def test_a_trainer_without_ddp_is_refused():
     with pytest.raises(torchcomp.UnsupportedModelError, match="accelerate launch"):
         callback.on_train_begin(None, None, None)
     trainer = Trainer(nn.Linear(2, 2), TrainingArguments(use_cpu=True, report_to="none"))
-    with pytest.raises(torchcomp.UnsupportedModelError, match=r"CompressionCallback\(trainer, "):
+    with pytest.raises(torchcomp.UnsupportedModelError, match="docs/integrations"):
         torchcomp.register(trainer, "mean")

@@ -69,28 +69,20 @@ class Options:
                     "inside is for the exchange inside a node: pass nodes as well, or leave it out",
                     "inside",
                 )
-
         if self.manager is not None:
             check_manager(self.manager)
-            self._require_fit_for_manager()
-
-    def _require_fit_for_manager(self) -> None:
-        if self.check == "late":
-            raise late_does_not_fit("a manager, which decides on a step when it ends")
-        for name in ("nodes", "replicate"):
-            if getattr(self, name) is not None:
-                raise SpecError(
-                    f"{name} does not fit manager: a manager's ranks come and go one by one. Leave "
-                    "one of the two out",
-                    name,
-                )
+            if self.check == "late":
+                raise late_does_not_fit("a manager, which decides on a step when it ends")
+            for name in ("nodes", "replicate"):
+                if getattr(self, name) is not None:
+                    raise SpecError(
+                        f"{name} does not fit manager: a manager's ranks come and go one by one. "
+                        "Leave one of the two out",
+                        name,
+                    )
 
     def late(self, device: torch.device) -> bool:
-        """Return whether the host checks a step when the next one begins.
-
-        Args:
-            device: of the gradients.
-        """
+        """Return whether the host checks a step of gradients on `device` when the next begins."""
         if self.check == "auto":
             return device.type != "cpu" and self.manager is None
         return self.check == "late"
@@ -101,11 +93,7 @@ class Options:
         return None if self.inside is None else torch.bfloat16
 
     def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
-        """Return the learning rates of the parameters, or None without `lr_inside`.
-
-        Raises:
-            SpecError: if a parameter is in no optimizer of `lr_inside`, or in several.
-        """
+        """Return the learning rates of the parameters, or None without `lr_inside`."""
         return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
 
 

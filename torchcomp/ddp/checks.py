@@ -3,10 +3,11 @@
 Each check raises UnsupportedModelError, or SpecError for an argument.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,15 +31,12 @@ AFTER_CLOSE = (
 def check_is_ddp(model: object) -> None:
     """Require a DistributedDataParallel model of torch."""
     # torchft's class derives from it, and installs its own hook.
-    if not isinstance(model, DistributedDataParallel) or _is_torchfts(model):
+    torchfts = type(model).__module__.partition(".")[0] == "torchft"
+    if not isinstance(model, DistributedDataParallel) or torchfts:
         raise UnsupportedModelError(
             "expected a torch.nn.parallel.DistributedDataParallel model, not "
             f"{type(model).__name__}{_how_to_wrap(model)}"
         )
-
-
-def _is_torchfts(model: object) -> bool:
-    return type(model).__module__.partition(".")[0] == "torchft"
 
 
 def check_one_rank(model: DistributedDataParallel) -> None:
@@ -46,8 +44,9 @@ def check_one_rank(model: DistributedDataParallel) -> None:
     ranks = model.process_group.size()
     if ranks != 1:
         raise UnsupportedModelError(
-            f"with a manager, the ranks of its quorum exchange, but the model's own process group "
-            f"has {ranks} ranks{_TORCHFT}"
+            "with a manager, the ranks of its quorum exchange, but the model's own process group "
+            f"has {ranks} ranks. With torchft, build torch.nn.parallel.DistributedDataParallel("
+            "module, process_group=ProcessGroupDummy(0, 1))"
         )
 
 
@@ -76,19 +75,32 @@ def check_model(model: DistributedDataParallel, *, or_registered: bool = False) 
     """
     _check_options(model)
     _check_free(model, or_registered)
+    first_on: dict[torch.device, str] = {}
     for name, parameter in trained_parameters(model):
-        if parameter.is_complex():
-            raise UnsupportedModelError(
-                f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
-                "gradients. Train on torch.view_as_real of it, or use plain DDP"
-            )
-    _check_devices(model)
+        first_on.setdefault(parameter.device, name)
+        check_real(name, parameter)
+    if len(first_on) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in first_on.items())
+        raise UnsupportedModelError(
+            f"the model's parameters are on {len(first_on)} devices ({listed}), and an exchange "
+            "runs on the stream of one. Put the whole model on one device, with one process per "
+            "device, or use plain DDP"
+        )
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedModelError(
                 f"module '{name}' produces sparse gradients (sparse=True), and DDP's buckets are "
                 "dense. Build it with sparse=False"
             )
+
+
+def check_real(name: str, parameter: Tensor) -> None:
+    """Require a parameter that is not complex."""
+    if parameter.is_complex():
+        raise UnsupportedModelError(
+            f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
+            "gradients. Train on torch.view_as_real of it"
+        )
 
 
 def check_before_backward(model: DistributedDataParallel) -> None:
@@ -119,13 +131,22 @@ def check_not_sharded(model: nn.Module) -> None:
 
 def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) pairs of what DDP reduces, in registration order."""
-    ignored = model.parameters_to_ignore
+    return trained(model.module, model.parameters_to_ignore)
+
+
+def trained(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) pairs of what needs a gradient, in registration order."""
+    return [(name, each) for name, each in named(module, ignored) if each.requires_grad]
+
+
+def named(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, nn.Parameter]]:
+    """Return all (name, parameter) pairs but those that are ignored, in registration order."""
     # torch.compile puts `_orig_mod.` into the names. Remove it: a checkpoint then fits both the
     # compiled and the plain model.
     return [
         (name.replace("_orig_mod.", ""), parameter)
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        for name, parameter in module.named_parameters()
+        if name not in ignored
     ]
 
 
@@ -145,61 +166,19 @@ def bucket_caps(model: DistributedDataParallel) -> Caps:
     return listed_bucket_caps(model) or (*first, int(model.bucket_bytes_cap))
 
 
-_LIGHTNING = (
-    ". Lightning wraps the model when training starts: pass Trainer(strategy='ddp', "
-    "callbacks=[Compression(spec)]), or LocalSteps(spec), from torchcomp.integrations.lightning"
-)
-_FABRIC = ". With Fabric, pass torchcomp.integrations.fabric.ddp_model(model)"
-_TORCHFT = (
-    ". With torchft, build torch.nn.parallel.DistributedDataParallel(module, "
-    "process_group=ProcessGroupDummy(0, 1)), and pass manager=manager to torchcomp.register"
-)
-_FRAMEWORKS = {
-    # It installs a hook of its own, and DDP allows only one.
-    ("torchft", "DistributedDataParallel"): _TORCHFT,
-    ("torchft", "PureDistributedDataParallel"): _TORCHFT,
-    ("lightning", "LightningModule"): _LIGHTNING,
-    ("pytorch_lightning", "LightningModule"): _LIGHTNING,
-    ("lightning", "Trainer"): _LIGHTNING,
-    ("pytorch_lightning", "Trainer"): _LIGHTNING,
-    ("lightning", "_FabricModule"): _FABRIC,
-    ("lightning_fabric", "_FabricModule"): _FABRIC,
-    ("transformers", "Trainer"): (
-        ". The Trainer wraps the model when training begins: call trainer.add_callback("
-        "CompressionCallback(trainer, spec)), or LocalStepsCallback, from "
-        "torchcomp.integrations.transformers"
-    ),
-    ("accelerate", "Accelerator"): (
-        ". Pass the model that accelerator.prepare(...) returned, before its first backward pass"
-    ),
-    ("torch", "DDP"): (
-        ". replicate(module) offers only hooks on the module itself. Wrap it with "
-        "torch.nn.parallel.DistributedDataParallel(module) instead"
-    ),
-}
-"""What to do with a class of a framework, by its package and name: torchcomp imports none."""
+_FRAMEWORKS = "For Lightning, Accelerate and other frameworks, see docs/integrations/README.md"
 
 
 def _how_to_wrap(model: object) -> str:
     """Return advice on how to get a DDP model, as the end of an error message."""
-    for cls in type(model).__mro__:
-        advice = _FRAMEWORKS.get((cls.__module__.partition(".")[0], cls.__name__))
-        if advice is not None:
-            return advice
-    # Set by accelerator.prepare(), which wraps a model only if there are several processes.
-    if getattr(model, "_is_accelerate_prepared", False):
-        return (
-            ". Accelerate wraps a model in DistributedDataParallel only if several processes run: "
-            "start them with accelerate launch or torchrun"
-        )
     # From the most specific class to the least: all of these are nn.Modules.
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
         return ". Call this on the DDP model, before torch.compile"
-    if isinstance(model, FSDPModule):
+    if isinstance(model, nn.Module) and any(isinstance(m, FSDPModule) for m in model.modules()):
         return (
             ". FSDP2 reduces gradients over its shards itself. To compress what its replicas "
-            'exchange, shard with mesh["shard"] of a mesh of two dimensions, and pass '
-            'torchcomp.register(model, spec, replicate=mesh["replicate"])'
+            'exchange, call fully_shard on the whole model with mesh["shard"] of a mesh of two '
+            'dimensions, and torchcomp.register(model, spec, replicate=mesh["replicate"])'
         )
     if isinstance(model, FullyShardedDataParallel):
         return (
@@ -211,14 +190,8 @@ def _how_to_wrap(model: object) -> str:
             ". DataParallel runs all devices in one process. Start one process per device with "
             "torchrun, and wrap DistributedDataParallel(model.module)"
         )
-    if isinstance(model, nn.Module) and any(isinstance(m, FSDPModule) for m in model.modules()):
-        return (
-            ". fully_shard was called on modules of it, but not on the model itself: do so, and "
-            'pass torchcomp.register(model, spec, replicate=mesh["replicate"])'
-        )
-    if isinstance(model, nn.Module):
-        return ". Wrap it first: model = DistributedDataParallel(model)"
-    return ""
+    wrap = "Wrap it first: model = DistributedDataParallel(model). "
+    return f". {wrap if isinstance(model, nn.Module) else ''}{_FRAMEWORKS}"
 
 
 def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
@@ -240,19 +213,6 @@ def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
         raise UnsupportedModelError(
             f"the model already has the communication hook '{hook}', and DDP allows only one. Do "
             "not register another hook together with torchcomp"
-        )
-
-
-def _check_devices(model: DistributedDataParallel) -> None:
-    first_of: dict[torch.device, str] = {}
-    for name, parameter in trained_parameters(model):
-        first_of.setdefault(parameter.device, name)
-    if len(first_of) > 1:
-        listed = ", ".join(f"'{name}' on {device}" for device, name in first_of.items())
-        raise UnsupportedModelError(
-            f"the model's parameters are on {len(first_of)} devices ({listed}), and an exchange "
-            "runs on the stream of one. Put the whole model on one device, with one process per "
-            "device, or use plain DDP"
         )
 
 

@@ -16,11 +16,8 @@ _log = logging.getLogger(__name__)
 def log_method(averager: Averager, elements: int, planned: Traffic, between: str = "") -> None:
     """Log what was registered, and a warning if the method loses much of the gradient.
 
-    Args:
-        averager: the engine.
-        elements: number of elements of the model's trained parameters.
-        planned: the bytes of this rank in a step.
-        between: what exchanges, if it is not all ranks.
+    `elements` are those of the trained parameters, `planned` the bytes of this rank in a step.
+    `between` says what exchanges, if it is not all ranks.
     """
     aggregator = averager.aggregator
     warmup_steps = aggregator.stages[-1]

@@ -13,16 +13,11 @@ from torchcomp.bucket import Bucket
 
 
 class UnusedWatch:
-    """Track which parameters a step uses, and restore the buckets of the others.
-
-    A parameter is used if a gradient was accumulated for it since the last exchange, including
-    under ``no_sync``.
-
-    Args:
-        parameters: by name.
+    """Tracks which parameters a step uses, and restores the buckets of the others.
 
     Attributes:
-        used: names of the parameters that this rank has used since the last exchange.
+        used: names of the parameters for which this rank has accumulated a gradient since the last
+            exchange, including under ``no_sync``.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -92,12 +92,10 @@ class Collectives(ABC):
     # --- Collectives ---
 
     def all_reduce(self, values: Tensor, *, divide: bool = False) -> None:
-        """Replace `values` (1-D, contiguous) with their sum over the ranks, or with their mean.
+        """Replace `values` (1-D, contiguous) with their sum over the ranks.
 
-        Args:
-            values: of this rank.
-            divide: compute the mean, with the bits of plain DDP: each rank multiplies by the
-                reciprocal of the number of ranks before the sum.
+        With `divide`, with their mean, with the bits of plain DDP: each rank multiplies by the
+        reciprocal of the number of ranks before the sum.
         """
         with span("all_reduce") if profiler._is_profiler_enabled else OFF:
             if divide and values.dtype in self._averages:
@@ -129,12 +127,7 @@ class Collectives(ABC):
             return self._all_gather(message).view(self.world_size, -1)
 
     def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return every rank's `mine` (1-D), in rank order, concatenated.
-
-        Args:
-            mine: this rank's tensor.
-            sizes: number of elements of each rank's tensor.
-        """
+        """Return every rank's `mine` (1-D, of ``sizes[rank]`` elements), concatenated."""
         # torch's all_gather_single needs equal lengths. An all-to-all takes uneven splits.
         copies = [mine.numel()] * self.world_size
         return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
@@ -216,11 +209,13 @@ class Collectives(ABC):
         for level in self._levels:
             level._close()
 
-    def leave(self, error: BaseException) -> None:  # noqa: B027 - most exchanges have none
-        """End the connections of this level after an error, if it has connections of its own."""
+    # Most exchanges have no connections of their own.
 
-    def _close(self) -> None:  # noqa: B027 - most exchanges have none
-        """End the connections of this level, if it has connections of its own."""
+    def leave(self, error: BaseException) -> None:  # noqa: B027
+        """End the connections of this level after an error."""
+
+    def _close(self) -> None:  # noqa: B027
+        """End the connections of this level."""
 
     def count(self, load: Load) -> None:
         """Count bytes that another exchange of the same ranks moves for this one."""
@@ -236,8 +231,7 @@ class Collectives(ABC):
         """
         between = self._levels[0]
         load, between._load = between._load, Load()
-        around = 2 * (between.world_size - 1) * load.summed // between.world_size  # a ring
-        traffic = Traffic(around + load.sent, around + load.received, dense_bytes, load.control)
+        traffic = load.traffic(between.world_size, dense_bytes)
         for level in self._levels[1:]:
             load, level._load = level._load, Load()
             inside = load.traffic(level.world_size, dense_bytes)

@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
-from typing import Protocol, TypeVar
+from functools import wraps
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -27,26 +28,37 @@ ADVICE = "Look at the logs of the ranks, then restart all ranks from their last 
 _LOST, _CAUSE = "lost ", "cause "
 Reports = dict[int, str]
 Answer = TypeVar("Answer")
+P = ParamSpec("P")
 
 
 class Reporter(Protocol):
-    """An exchange whose ranks report their failures.
-
-    Attributes:
-        rank: this rank in the exchange.
-        global_ranks: the ranks of the exchange.
-        family: name under which they report, the same on all of them. Groups that are made after a
-            failure have another one.
-        witnesses: all ranks that report under this name.
-    """
+    """An exchange whose ranks report their failures; see ProcessGroupExchange."""
 
     rank: int
     global_ranks: tuple[int, ...]
-    family: str
+    family: str  # groups that are made after a failure have another one
     witnesses: tuple[int, ...]
 
 
-def explain(call: str, exchange: Reporter, error: RuntimeError) -> None:
+def explained(call: str) -> Callable[[Callable[P, Answer]], Callable[P, Answer]]:
+    """Pass an error of a method that is a collective to ``exchange.explain(call, error)``."""
+
+    def decorate(collective: Callable[P, Answer]) -> Callable[P, Answer]:
+        @wraps(collective)
+        def run(*args: P.args, **kwargs: P.kwargs) -> Answer:
+            try:
+                return collective(*args, **kwargs)
+            except Exception as error:
+                exchange: Any = args[0]
+                exchange.explain(call, error)
+                raise
+
+        return run
+
+    return decorate
+
+
+def explain(call: str, exchange: Reporter, error: Exception) -> None:
     """Raise RankFailureError if a collective lost the connection to another rank.
 
     Args:
@@ -126,12 +138,12 @@ def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:
     return dict(found)
 
 
-def _is_own(error: RuntimeError) -> bool:
+def _is_own(error: Exception) -> bool:
     """Whether the backend lacks descriptors or memory on this rank."""
     return any(os.strerror(number) in str(error) for number in (EMFILE, ENFILE, ENOMEM, ENOBUFS))
 
 
-def _is_loss(error: RuntimeError) -> bool:
+def _is_loss(error: Exception) -> bool:
     """Whether the backend lost a connection, rather than refused a tensor."""
     if isinstance(error, RankFailureError):
         return False

@@ -43,12 +43,13 @@ def register_fsdp(
     """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
     module: Any = model
     units, shards, replicas = _levels(module, replicate)
+    parameters = {name: each for unit in units for name, each in unit.parameters.items()}
     arguments: dict[str, Any] = {"spec": spec, **options.compared()}
     aggregator, lrs = replicas.build(
         "torchcomp.register", arguments, lambda: _check(units, spec, options, shards, replicas)
     )
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
-    local = {name: p.to_local() for unit in units for name, p in unit.parameters.items()}
+    local = {name: each.to_local() for name, each in parameters.items()}
     replicas.verify("torchcomp.register", {}, _SAME_START, {"parameters": digest_of(local)})
     everyone = _everyone(replicas)
     pieces = {name: p for unit in units for name, p in unit.like_pieces(shards.world_size).items()}
@@ -70,11 +71,7 @@ def register_fsdp(
         watch(averager, options.guard, Replicas(local, shards.rank))
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
-    whole = {
-        name: torch.empty(each.shape, device="meta")
-        for unit in units
-        for name, each in unit.parameters.items()
-    }
+    whole = {name: torch.empty(each.shape, device="meta") for name, each in parameters.items()}
     buckets = Buckets(averager, everyone, place, whole)
     handle = FSDPHandle(module, units, buckets, options.scaler, lrs)
     # On one rank only: the messages would be the same on all ranks.
@@ -133,7 +130,17 @@ def _check(
     replicas: Exchange,
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
-    _check_for_ddp_only(options)
+    if options.nodes is not None:
+        raise SpecError(
+            "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
+            "nodes",
+        )
+    if options.inside is not None:
+        raise SpecError(
+            "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
+            "reduce_dtype=torch.bfloat16) to fully_shard",
+            "inside",
+        )
     shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
     if shared != [dist.get_rank()]:
         raise SpecError(
@@ -160,20 +167,6 @@ def _check(
         "wire version": wire.VERSION,
     }
     return (aggregator, options.lrs(trained)), values
-
-
-def _check_for_ddp_only(options: Options) -> None:
-    if options.nodes is not None:
-        raise SpecError(
-            "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
-            "nodes",
-        )
-    if options.inside is not None:
-        raise SpecError(
-            "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
-            "reduce_dtype=torch.bfloat16) to fully_shard",
-            "inside",
-        )
 
 
 def _check_free(units: Iterable[Unit]) -> None:
