@@ -1,7 +1,8 @@
 """Exchange: the collectives of a set of ranks, and the checks of what a step receives."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import partial, wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,26 @@ _KEPT = 2**25
 """Frames of more bytes, about a bucket of DDP, are not kept in memory for their headers."""
 
 _COMPLEMENTS = bytes(255 - byte for byte in range(256))
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explained(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Pass an error of a method that is a collective to ``exchange.explain(call, error)``."""
+
+    def decorate(collective: Callable[P, R]) -> Callable[P, R]:
+        @wraps(collective)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return collective(*args, **kwargs)
+            except Exception as error:
+                exchange: Any = args[0]
+                exchange.explain(call, error)
+                raise
+
+        return run
+
+    return decorate
 
 
 class Exchange(Verifying):

@@ -231,7 +231,8 @@ class Collectives(ABC):
         """
         between = self._levels[0]
         load, between._load = between._load, Load()
-        traffic = load.traffic(between.world_size, dense_bytes)
+        around = 2 * (between.world_size - 1) * load.summed // between.world_size  # a ring
+        traffic = Traffic(around + load.sent, around + load.received, dense_bytes, load.control)
         for level in self._levels[1:]:
             load, level._load = level._load, Load()
             inside = load.traffic(level.world_size, dense_bytes)

@@ -12,8 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
-from functools import wraps
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -28,7 +27,6 @@ ADVICE = "Look at the logs of the ranks, then restart all ranks from their last 
 _LOST, _CAUSE = "lost ", "cause "
 Reports = dict[int, str]
 Answer = TypeVar("Answer")
-P = ParamSpec("P")
 
 
 class Reporter(Protocol):
@@ -38,24 +36,6 @@ class Reporter(Protocol):
     global_ranks: tuple[int, ...]
     family: str  # groups that are made after a failure have another one
     witnesses: tuple[int, ...]
-
-
-def explained(call: str) -> Callable[[Callable[P, Answer]], Callable[P, Answer]]:
-    """Pass an error of a method that is a collective to ``exchange.explain(call, error)``."""
-
-    def decorate(collective: Callable[P, Answer]) -> Callable[P, Answer]:
-        @wraps(collective)
-        def run(*args: P.args, **kwargs: P.kwargs) -> Answer:
-            try:
-                return collective(*args, **kwargs)
-            except Exception as error:
-                exchange: Any = args[0]
-                exchange.explain(call, error)
-                raise
-
-        return run
-
-    return decorate
 
 
 def explain(call: str, exchange: Reporter, error: Exception) -> None:

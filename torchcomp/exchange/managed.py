@@ -9,8 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from torchcomp.errors import RankFailureError
-from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import explained
+from torchcomp.exchange.base import Exchange, explained
 from torchcomp.exchange.private import ENDED, PrivateExchange
 
 

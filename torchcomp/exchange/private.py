@@ -14,8 +14,8 @@ from torch.distributed import distributed_c10d
 
 from torchcomp import host
 from torchcomp.errors import RankFailureError
-from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
+from torchcomp.exchange.base import Exchange, explained
+from torchcomp.exchange.failures import ADVICE, SECONDS, answered, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly
 from torchcomp.scratch import Scratch
 

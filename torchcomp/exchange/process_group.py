@@ -16,8 +16,8 @@ from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.errors import UnsupportedModelError
-from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import explain, explained, report_cause
+from torchcomp.exchange.base import Exchange, explained
+from torchcomp.exchange.failures import explain, report_cause
 from torchcomp.traffic import COPIED
 
 
