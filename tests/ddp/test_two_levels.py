@@ -146,16 +146,6 @@ def test_bf16_inside_rounds_gradients_and_means(spec: str) -> None:
     assert_replicas_equal([flat(means[-1].values()) for _, means, *_ in found])
 
 
-def test_inside_is_checked() -> None:
-    def refused(**options: Any) -> Exception:
-        return raised_by(lambda: torchcomp.register(wrap(mlp()), "mean", **options))
-
-    for options in ({"inside": "bf16"}, {"inside": "int8", "nodes": 2}, {"inside": 16, "nodes": 2}):
-        for error in on_threads(4, lambda options=options: refused(**options), catch=True):
-            assert isinstance(error, torchcomp.SpecError)
-            assert error.field == "inside"
-
-
 @pytest.mark.parametrize(("nodes", "ranks"), [(3, 6), (4, 4), (3, 3), (2, 6), (5, 10)])
 def test_any_size_of_a_node(nodes: int, ranks: int) -> None:
     # Layers of 16 and 4 rows are cut into 3 and 5 pieces.
@@ -471,13 +461,6 @@ def test_bytes_are_those_of_the_method_between_nodes() -> None:
 
 def registered(nodes: Any) -> Exception:
     return raised_by(lambda: torchcomp.register(wrap(mlp()), "ef(topk(0.1))", nodes=nodes))
-
-
-@pytest.mark.parametrize("nodes", [0, -2, 3, 1.5, True, "host", [2], "2"])
-def test_bad_nodes_are_refused_on_all_ranks(nodes: Any) -> None:
-    for error in on_threads(4, registered, nodes, catch=True):
-        assert isinstance(error, torchcomp.SpecError)
-        assert error.field == "nodes"
 
 
 @pytest.mark.parametrize("value", ["", "x", "0", "3"])

@@ -12,13 +12,16 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
 from torchcomp.errors import RankFailureError
+
+if TYPE_CHECKING:
+    from torchcomp.exchange.process_group import ProcessGroupExchange
 
 SECONDS = 1.0
 """How long a rank waits for the reports of others, and for a store that does not answer."""
@@ -29,16 +32,7 @@ Reports = dict[int, str]
 Answer = TypeVar("Answer")
 
 
-class Reporter(Protocol):
-    """An exchange whose ranks report their failures; see ProcessGroupExchange."""
-
-    rank: int
-    global_ranks: tuple[int, ...]
-    family: str  # groups that are made after a failure have another one
-    witnesses: tuple[int, ...]
-
-
-def explain(call: str, exchange: Reporter, error: Exception) -> None:
+def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> None:
     """Raise RankFailureError if a collective lost the connection to another rank.
 
     Args:
@@ -85,14 +79,14 @@ def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
         ) from None
 
 
-def report_cause(exchange: Reporter, error: BaseException) -> None:
+def report_cause(exchange: "ProcessGroupExchange", error: BaseException) -> None:
     """Tell the other ranks why this one leaves an exchange."""
     # A rank that lost a connection has reported that already.
     if not isinstance(error, RankFailureError):
         _report(exchange, f"{_CAUSE}{type(error).__name__}: {error}", wait=False)
 
 
-def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:
+def _report(exchange: "ProcessGroupExchange", text: str, *, wait: bool) -> Reports:
     """Report a failure of this rank, and return the reports of all ranks.
 
     With `wait`, it waits until a rank reports a cause, all ranks have reported, or :data:`SECONDS`
@@ -138,7 +132,7 @@ def _is_loss(error: Exception) -> bool:
     )
 
 
-def _who(exchange: Reporter, found: Reports) -> str:
+def _who(exchange: "ProcessGroupExchange", found: Reports) -> str:
     causes = [
         f"rank {rank} failed first with {text.removeprefix(_CAUSE)}"
         for rank, text in sorted(found.items())
