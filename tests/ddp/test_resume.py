@@ -30,7 +30,6 @@ from tests.support.models import (
 )
 from tests.support.outcomes import (
     assert_refused,
-    assert_replicas_equal,
     messages,
     raised_by,
     reloaded,
@@ -290,20 +289,6 @@ def _one_rank_resumes() -> None:
     if dist.get_rank() == 0:
         run.handle.load_state_dict(state)
     run.train(range(1))
-
-
-# --- Another number of ranks ----------------------------------------------------------------------
-
-
-def test_replicas_from_redistributed_states_are_bit_identical() -> None:
-    states = torchcomp.redistribute(on_threads(2, state_of), 4)
-
-    def body() -> Tensor:
-        run = Run(TOPK, mlp())
-        run.handle.load_state_dict(reloaded(states[dist.get_rank()]))
-        return weights(run.train(range(2)).model.module)
-
-    assert_replicas_equal(on_threads(4, body))
 
 
 def test_residual_of_a_parameter_that_is_unused_after_a_resume_is_kept() -> None:

@@ -134,19 +134,6 @@ def test_control_messages_are_counted_apart(spec: str, unused: bool, expected: i
         assert second.total_control_bytes_sent == 2 * (16 + 2 * expected)
 
 
-def test_no_sync_sends_nothing() -> None:
-    def body() -> None:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, "ef(topk(0.1))")
-        with model.no_sync():
-            loss_of(model(rows(0))).backward()
-        assert handle.stats.steps == handle.stats.total_bytes_sent == 0
-        loss_of(model(rows(1))).backward()
-        assert handle.stats.steps == 1
-
-    on_threads(2, body)
-
-
 def test_another_thread_reads_the_counters_of_whole_steps_only() -> None:
     def body(exchange: torchcomp.InProcessExchange) -> None:
         tensors = {"w": torch.ones(1000)}

@@ -434,19 +434,6 @@ def test_a_scaler_skips_the_step_on_all_ranks() -> None:
     assert_replicas_equal([weight for *_, weight in found])
 
 
-def test_swap() -> None:
-    def body() -> Tensor:
-        run = Run("ef(topk(0.1))", 2)
-        run.step(0)
-        run.handle.swap("powersgd(rank=1)")
-        run.step(1)
-        run.handle.swap("bidirectional(topk(0.1), topk(0.1))")
-        run.step(2)
-        return weights(run.model)
-
-    assert_replicas_equal(on_threads(4, body))
-
-
 def test_bytes_are_those_of_the_method_between_nodes() -> None:
     (_, _, _, stats), *_ = on_threads(4, lambda: averaged("ef(topk(0.1))", 2, mlp, rows))
     (_, _, _, flat_stats), *_ = on_threads(4, lambda: averaged("ef(topk(0.1))", None, mlp, rows))
@@ -457,17 +444,6 @@ def test_bytes_are_those_of_the_method_between_nodes() -> None:
     assert stats.dense_bytes_sent == flat_stats.dense_bytes_sent // 2
     assert flat_stats.inside_bytes_sent == 0
     assert messages(stats).total_inside_bytes_sent == STEPS * stats.inside_bytes_sent
-
-
-def registered(nodes: Any) -> Exception:
-    return raised_by(lambda: torchcomp.register(wrap(mlp()), "ef(topk(0.1))", nodes=nodes))
-
-
-@pytest.mark.parametrize("value", ["", "x", "0", "3"])
-def test_auto_without_torchrun_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    for error in on_threads(4, registered, "auto", catch=True):
-        assert isinstance(error, torchcomp.SpecError)
 
 
 def test_ranks_that_disagree_are_refused_and_nothing_changes() -> None:
@@ -482,19 +458,6 @@ def test_ranks_that_disagree_are_refused_and_nothing_changes() -> None:
     found = on_threads(4, body)
     assert all(isinstance(error, torchcomp.RankMismatchError) for error, _ in found)
     assert_replicas_equal([gradient for _, gradient in found])
-
-
-def test_a_mesh_of_other_ranks_is_refused() -> None:
-    errors = on_processes(4, _refused_meshes)
-    for cover, shape in errors:
-        assert isinstance(cover, torchcomp.SpecError)
-        assert isinstance(shape, torchcomp.SpecError)
-
-
-def _refused_meshes() -> tuple[Exception, Exception]:
-    part = DeviceMesh("cpu", torch.tensor([[0, 1]]))
-    line = DeviceMesh("cpu", torch.arange(4))
-    return registered(part), registered(line)
 
 
 def after_a_flush(reads: bool) -> Tensor:

@@ -5,7 +5,8 @@ error feedback sent its residual in that step, the residual would be lost. The e
 keeps the state of that parameter, and this class restores its part of DDP's bucket.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -26,8 +27,9 @@ class UnusedWatch:
         # The gradients do not show it: a used parameter's can be zero, and without zero_grad an
         # unused parameter still has an old one.
         for name, parameter in parameters.items():
-            record = _recorder(name, self.used)
-            parameter.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]
+            # The hook refers to the set only, so it does not keep this object and its copies alive.
+            note = partial(_note, self.used, name)
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def before(self, bucket: Bucket) -> None:
         """Copy one of DDP's buckets, for the parameters that this rank did not use."""
@@ -46,9 +48,5 @@ class UnusedWatch:
         self._before.clear()
 
 
-def _recorder(name: str, used: set[str]) -> Callable[[Tensor], None]:
-    # Refers to the set only, so the hook does not keep the watch and its copies alive.
-    def record(parameter: Tensor) -> None:
-        used.add(name)
-
-    return record
+def _note(used: set[str], name: str, parameter: Tensor) -> None:
+    used.add(name)
