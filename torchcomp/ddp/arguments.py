@@ -1,13 +1,17 @@
 """The arguments of `register`, and what of them does not depend on the kind of model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchcomp.aggregators import Aggregator
+from torchcomp.averager import Averager
 from torchcomp.checks import check_choice, check_flag
+from torchcomp.component import Component
 from torchcomp.ddp.manager import check_manager
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.errors import SpecError
@@ -32,9 +36,10 @@ class Options:
     guard: "Guard | bool" = False
     checksum: bool = False
 
-    def compared(self) -> dict[str, Any]:
+    def compared(self, spec: str | Component) -> dict[str, Any]:
         """Return what must match on all ranks."""
         return {
+            "spec": spec,
             "seed": self.seed,
             "check": self.check,
             # Each rank has its own optimizers and meshes.
@@ -86,6 +91,17 @@ class Options:
         if self.check == "auto":
             return device.type != "cpu" and self.manager is None
         return self.check == "late"
+
+    def averager_of(self, aggregator: Aggregator, device: torch.device) -> Callable[..., Averager]:
+        """Return what makes an averager of an exchange, parameters by name, and groups."""
+        return partial(
+            Averager,
+            aggregator,
+            seed=self.seed,
+            late=self.late(device),
+            checksum=self.checksum,
+            takes_back=self.manager is None,
+        )
 
     @property
     def inside_dtype(self) -> torch.dtype | None:

@@ -13,8 +13,10 @@ from torchcomp.traffic import Traffic
 _log = logging.getLogger(__name__)
 
 
-def log_method(averager: Averager, elements: int, planned: Traffic, between: str = "") -> None:
-    """Log what was registered, and a warning if the method loses much of the gradient.
+def log_method(
+    averager: Averager, elements: int, planned: Traffic, between: str, lrs: OptimizerLRs | None
+) -> None:
+    """Log what was registered, and warnings if the method or `lr_inside` does not fit training.
 
     `elements` are those of the trained parameters, `planned` the bytes of this rank in a step.
     `between` says what exchanges, if it is not all ranks.
@@ -38,6 +40,13 @@ def log_method(averager: Averager, elements: int, planned: Traffic, between: str
             aggregator,
             aggregator.compressor,
         )
+    if lrs is not None and lrs.unfit:
+        _log.warning(
+            "lr_inside is meant for SGD without momentum, but the optimizer is %s. A momentum "
+            "multiplies what was sent by later learning rates, and Adam divides the unit away. "
+            "Leave out lr_inside",
+            ", ".join(lrs.unfit),
+        )
 
 
 def log_auto(auto: Auto, methods: Sequence[Aggregator]) -> None:
@@ -47,14 +56,3 @@ def log_auto(auto: Auto, methods: Sequence[Aggregator]) -> None:
         auto.steps,
         ", ".join(map(str, methods)),
     )
-
-
-def log_optimizers(lrs: OptimizerLRs | None) -> None:
-    """Log a warning if the learning rate is inside the residual, but does not belong there."""
-    if lrs is not None and lrs.unfit:
-        _log.warning(
-            "lr_inside is meant for SGD without momentum, but the optimizer is %s. A momentum "
-            "multiplies what was sent by later learning rates, and Adam divides the unit away. "
-            "Leave out lr_inside",
-            ", ".join(lrs.unfit),
-        )

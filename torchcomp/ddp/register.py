@@ -1,7 +1,6 @@
 """register_ddp: install compressed gradient exchange on a DDP model."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
@@ -10,7 +9,6 @@ from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import Auto
-from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
 from torchcomp.ddp.arguments import Options, late_does_not_fit
@@ -30,7 +28,7 @@ from torchcomp.ddp.checks import (
 from torchcomp.ddp.choosing import Choosing
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.hook import DDPHandle, hook
-from torchcomp.ddp.log import log_auto, log_method, log_optimizers
+from torchcomp.ddp.log import log_auto, log_method
 from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.two_level import Levels, TwoLevel
@@ -67,10 +65,9 @@ def register_ddp(
     else:
         # A rank that joins later registers later. The first step with it compares the ranks.
         everyone = InProcessExchange.alone(device)
-    arguments: dict[str, Any] = {"spec": spec, **options.compared()}
     ranks = everyone.global_ranks
     methods, groups, lrs, nodes, auto = everyone.build(
-        "torchcomp.register", arguments, lambda: _check(model, spec, options, ranks)
+        "torchcomp.register", options.compared(spec), lambda: _check(model, spec, options, ranks)
     )
     aggregator = methods[0]
     buckets = _buckets(model, options, aggregator, groups, nodes, everyone)
@@ -94,8 +91,7 @@ def register_ddp(
         planned = planned_two_levels(aggregator, shapes, everyone.world_size, size)
         elements = sum(shape.numel for shape in shapes)
         nodes_of = f"nodes of {size} ranks" if size > 1 else ""
-        log_method(buckets.averager, elements, planned, nodes_of)
-        log_optimizers(lrs)
+        log_method(buckets.averager, elements, planned, nodes_of, lrs)
         if auto is not None:
             log_auto(auto, methods)
     return handle
@@ -111,14 +107,7 @@ def _buckets(
 ) -> Buckets:
     """Return what averages the buckets of a model."""
     device, parameters = everyone.device, dict(trained_parameters(model))
-    make = partial(
-        Averager,
-        aggregator,
-        seed=options.seed,
-        late=options.late(device),
-        checksum=options.checksum,
-        takes_back=options.manager is None,
-    )
+    make = options.averager_of(aggregator, device)
     if isinstance(everyone, InProcessExchange):
         return Managed(make, parameters, groups, options.manager, device)
     if nodes is not None:

@@ -13,12 +13,11 @@ from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import Auto
-from torchcomp.averager import Averager
 from torchcomp.checkpoint import digest_of
 from torchcomp.component import Component
 from torchcomp.ddp.arguments import Options
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.log import log_method, log_optimizers
+from torchcomp.ddp.log import log_method
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
@@ -44,9 +43,10 @@ def register_fsdp(
     module: Any = model
     units, shards, replicas = _levels(module, replicate)
     parameters = {name: each for unit in units for name, each in unit.parameters.items()}
-    arguments: dict[str, Any] = {"spec": spec, **options.compared()}
     aggregator, lrs = replicas.build(
-        "torchcomp.register", arguments, lambda: _check(units, spec, options, shards, replicas)
+        "torchcomp.register",
+        options.compared(spec),
+        lambda: _check(units, spec, options, shards, replicas),
     )
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
     local = {name: each.to_local() for name, each in parameters.items()}
@@ -54,17 +54,8 @@ def register_fsdp(
     everyone = _everyone(replicas)
     pieces = {name: p for unit in units for name, p in unit.like_pieces(shards.world_size).items()}
     groups = [unit.names for unit in units]
-    averager = Averager(
-        aggregator,
-        replicas,
-        pieces,
-        groups,
-        seed=options.seed,
-        merged=False,
-        late=options.late(replicas.device),
-        checksum=options.checksum,
-        takes_back=True,
-    )
+    make = options.averager_of(aggregator, replicas.device)
+    averager = make(replicas, pieces, groups, merged=False)
     if options.guard:
         from torchcomp.guard import Replicas, watch
 
@@ -79,8 +70,7 @@ def register_fsdp(
         shapes = [averager.shape_of(names) for names in groups]
         planned = planned_traffic(aggregator, shapes, replicas.world_size)
         elements = sum(each.numel() for each in whole.values())
-        log_method(averager, elements, planned, f"{replicas.world_size} replicas")
-        log_optimizers(lrs)
+        log_method(averager, elements, planned, f"{replicas.world_size} replicas", lrs)
     return handle
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torchcomp.bucket import BucketShape
 from torchcomp.ddp.checks import check_real, trained
 from torchcomp.errors import UnsupportedModelError
-from torchcomp.pieces import Chunk, Pieces
+from torchcomp.pieces import Pieces
 
 _HOW_TO_SHARD = (
     'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")); '
@@ -53,16 +53,18 @@ class Unit:
 
     def like_pieces(self, ranks: int) -> dict[str, Tensor]:
         """Return tensors with the shape, dtype and device of this rank's shards."""
-        chunks = self.pieces(ranks).chunks
-        return {chunk.name: self._like(chunk) for chunk in chunks}
-
-    def _like(self, chunk: Chunk) -> Tensor:
-        local = self.parameters[chunk.name].to_local().detach()
-        like, memory = local.new_empty(0, dtype=self.dtype), local.untyped_storage()
-        # In the memory of the parameter where it fits: only shape, dtype and device have a meaning.
-        if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
-            return local.new_empty(chunk.shape, dtype=self.dtype)
-        return like.set_(memory, 0, chunk.shape, chunk.stride)
+        found = {}
+        for chunk in self.pieces(ranks).chunks:
+            local = self.parameters[chunk.name].to_local().detach()
+            memory = local.untyped_storage()
+            if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
+                like = local.new_empty(chunk.shape, dtype=self.dtype)
+            else:
+                # In the memory of the parameter: only shape, dtype and device have a meaning.
+                like = local.new_empty(0, dtype=self.dtype)
+                like.set_(memory, 0, chunk.shape, chunk.stride)
+            found[chunk.name] = like
+        return found
 
     @property
     def hook(self) -> Any:
