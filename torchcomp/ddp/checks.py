@@ -69,9 +69,7 @@ def check_not_joined(model: DistributedDataParallel | None) -> None:
 def check_model(model: DistributedDataParallel, *, or_registered: bool = False) -> None:
     """Require a DDP model with supported options and parameters, and without another hook.
 
-    Args:
-        model: the model.
-        or_registered: whether the hook of torchcomp.register is allowed, unless it is closed.
+    With `or_registered`, it may have that of torchcomp.register, unless it is closed.
     """
     _check_options(model)
     _check_free(model, or_registered)

@@ -4,10 +4,10 @@ The manager decides who takes part in a step and whether it counts, and heals ra
 module follows it:
 
 1. Before the first bucket: if there is another quorum, go on with its ranks.
-2. Each bucket is averaged as usual. If a collective fails, the manager is told, and the rest of the
-   step is left out. ``should_commit()`` is then False.
-3. After the last bucket, the step is undecided until the next one begins. Only then is it known
-   whether the manager has counted it. If not, the state goes back to that before the step.
+2. If a collective fails, the manager is told, and the rest of the step is left out.
+   ``should_commit()`` is then False.
+3. After the last bucket, the step is undecided until the next one begins. If the manager has not
+   counted it, the state then goes back to that before the step.
 4. A rank that heals takes the position of a healthy one: step, method, groups. It keeps its own
    residual, which is zero if it has just started.
 """

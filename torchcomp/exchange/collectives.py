@@ -79,14 +79,10 @@ class Collectives(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order.
+        """Return every rank's picklable `value`, in rank order, to all ranks or to rank `dst` only.
 
-        This pickles and is slow. Use it for error messages and checkpoints, not in every step.
-
-        Args:
-            value: the value of this rank.
-            dst: the only rank that receives the values; the others get an empty list. With None,
-                every rank receives them.
+        The others get an empty list. This pickles and is slow: use it for error messages and
+        checkpoints, not in every step.
         """
 
     # --- Collectives ---
@@ -109,8 +105,7 @@ class Collectives(ABC):
 
         Args:
             values: 1-D, contiguous; one part for each rank, in rank order, all of the same length.
-            dtype: dtype of the sum, by default that of `values`. gloo adds in it; NCCL adds in the
-                dtype of `values`.
+            dtype: of the sum, by default that of `values`, in which NCCL adds in any case.
         """
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
@@ -222,12 +217,9 @@ class Collectives(ABC):
         self._load.add(load)
 
     def take_traffic(self, dense_bytes: int) -> Traffic:
-        """Return the bytes since the last call, and reset the counters.
+        """Return the bytes since the last call, those inside a node apart; reset the counters.
 
-        After a :meth:`split`, messages inside the node are counted apart.
-
-        Args:
-            dense_bytes: bytes that plain DDP would have sent instead.
+        `dense_bytes` are those that plain DDP would have sent instead.
         """
         between = self._levels[0]
         load, between._load = between._load, Load()
@@ -241,10 +233,7 @@ class Collectives(ABC):
         return traffic
 
     def gather_all(self, value: Any) -> list[Any]:
-        """Return the picklable `value` of every rank; after a :meth:`split`, of all levels.
-
-        In rank order if there is one level. With two, in any order, the same on all ranks.
-        """
+        """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
         values = [value]
         for level in self._levels:
             values = [each for listed in level.gather_objects(values) for each in listed]

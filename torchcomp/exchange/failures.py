@@ -33,13 +33,7 @@ Answer = TypeVar("Answer")
 
 
 def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> None:
-    """Raise RankFailureError if a collective lost the connection to another rank.
-
-    Args:
-        call: the collective, for the error.
-        exchange: whose collective it is.
-        error: what the backend raised.
-    """
+    """Raise RankFailureError if the error of a collective is the loss of another rank."""
     if _is_own(error):
         report_cause(exchange, error)
     elif _is_loss(error):
@@ -56,11 +50,8 @@ def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
     """Return what `ask` returns or raises, if it does so within some seconds.
 
     For calls whose own timeout does not end them: a store behind a lost link does not answer, and
-    gloo waits for several timeouts for a rank that is stopped while it connects.
-
-    Raises:
-        dist.DistStoreError: otherwise. `ask` then goes on in a thread, for which the process does
-            not wait when it ends.
+    gloo waits for several timeouts for a rank that is stopped while it connects. Otherwise, this
+    raises dist.DistStoreError, and `ask` goes on in a thread that does not outlive the process.
     """
     answer: Future[Answer] = Future()
 
@@ -89,8 +80,7 @@ def report_cause(exchange: "ProcessGroupExchange", error: BaseException) -> None
 def _report(exchange: "ProcessGroupExchange", text: str, *, wait: bool) -> Reports:
     """Report a failure of this rank, and return the reports of all ranks.
 
-    With `wait`, it waits until a rank reports a cause, all ranks have reported, or :data:`SECONDS`
-    have passed.
+    With `wait`, until a rank reports a cause, all have reported, or :data:`SECONDS` have passed.
     """
     found: Reports = {}
 

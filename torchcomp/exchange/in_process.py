@@ -110,10 +110,7 @@ def run_in_process(
         exchanges: exchanges to use again, with their counters; by default new ones.
 
     Returns:
-        The results of `body`, in rank order.
-
-    Raises:
-        Exception: the exception of `body`, from the lowest rank that raised one.
+        The results of `body`, in rank order. An exception is that of the lowest rank that raised.
     """
     ranks = exchanges or InProcessExchange.ranks(world_size)
     board = ranks[0]._board

@@ -35,6 +35,8 @@ class ProcessGroupExchange(Exchange):
         witnesses: the global ranks that report there.
     """
 
+    _objects_on: torch.device | None = None  # by default, the device of the messages
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -57,6 +59,9 @@ class ProcessGroupExchange(Exchange):
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.backend = backends.get(self.device.type, "")
+        # States can be large: they take no memory of an accelerator if the group has gloo as well.
+        if backends.get("cpu") == "gloo":
+            self._objects_on = torch.device("cpu")
         self._averages = averaged_exactly(self.backend, self.world_size)
 
     @cached_property
@@ -134,8 +139,9 @@ class ProcessGroupExchange(Exchange):
         # Not torch's, which for NCCL uses the current device: the same one on all ranks of a script
         # that never called torch.cuda.set_device.
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        pickled = pickled.to(self.device)
-        length = torch.tensor([pickled.numel()], dtype=torch.int64, device=self.device)
+        device = self._objects_on or self.device
+        pickled = pickled.to(device)
+        length = torch.tensor([pickled.numel()], dtype=torch.int64, device=device)
         lengths = self._all_gather(length).tolist()
         receivers = [rank for rank in range(self.world_size) if dst in (None, rank)]
         sizes = [pickled.numel() * (rank in receivers) for rank in range(self.world_size)]

@@ -20,9 +20,7 @@ class Verifying(Collectives):
         advice: str = "",
         on_level: dict[str, Any] | None = None,
     ) -> None:
-        """Verify that `values` match across ranks, and raise on every rank if they do not.
-
-        After a :meth:`split`, this covers all ranks of both levels.
+        """Verify that `values` match on all ranks of all levels, or raise on every rank.
 
         Args:
             what: the call that is verified, for the error.
