@@ -36,7 +36,6 @@ from tests.support.models import (
 from tests.support.ranks import on_processes, on_threads
 
 TOPK = "ef(topk(0.1))"
-BIDIRECTIONAL = tuple(spec for spec in CONSERVING if spec.startswith("bidirectional"))
 Build = Callable[[], DistributedDataParallel]
 Batches = Callable[[int], list[Batch]]
 
@@ -231,52 +230,6 @@ def test_conserves_to_the_rounding_of_a_float32_residual(
             3, train, lambda: wrap(mlp(dtype)), lambda step: [(rows(step, dtype),)], spec
         )
         assert_conserved(accounts, tolerance=2e-6)
-
-
-def test_swap_keeps_the_residual_or_flushes_it() -> None:
-    def body() -> Account:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, TOPK)
-        account = Account()
-        step = iter(range(100))
-
-        def advance(steps: int) -> None:
-            for _ in range(steps):
-                account.step(model, (rows(next(step)),))
-
-        advance(3)
-        norms = handle.residual_norms()
-        # The residual is kept: the sentence names the new method, and no flush.
-        assert "ef(randk(0.2))" in (sentence := handle.swap("ef(randk(0.2))"))
-        assert "ef(identity)" not in sentence
-        assert handle.residual_norms() == norms
-        advance(3)
-        for spec in BIDIRECTIONAL:
-            handle.swap(spec)
-            advance(2)
-            assert any(handle.residual_norms("server_error").values())
-        handle.swap("ef(randk(0.2))")
-        assert handle.residual_norms("server_error") == {}
-        advance(1)
-        # The residual is flushed: the next step sends it with ef(identity).
-        assert "ef(identity)" in handle.swap("mean")
-        assert residual_norm(handle) > 0
-        advance(1)
-        assert residual_norm(handle) == 0
-        assert kept(handle.state_dict()) == {}
-        advance(2)
-        # There is no residual, so the sentence names no method.
-        assert "ef(" not in handle.swap(TOPK)
-        advance(3)
-        handle.swap("mean")
-        handle.swap(TOPK)
-        advance(1)
-        assert str(handle.method) == TOPK
-        return account.close(handle)
-
-    accounts = on_threads(4, body)
-    assert_conserved(accounts)
-    assert_residual(accounts)
 
 
 def test_swap_flushes_the_residual_of_unused_parameters_when_they_are_used() -> None:

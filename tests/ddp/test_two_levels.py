@@ -352,36 +352,6 @@ def test_another_number_of_ranks_and_of_nodes_loses_nothing(
     assert_replicas_equal([weight for *_, weight in found])
 
 
-def test_a_gathered_state_is_converted_on_loading() -> None:
-    def save() -> Any:
-        run = Run("ef(topk(0.1))", 2)
-        run.step(0)
-        return run.handle.gather_state_dict(dst=None)
-
-    def load(state: Any, nodes: Any) -> Any:
-        run = Run("ef(topk(0.1))", nodes)
-        run.handle.load_gathered(state)
-        return run.handle.state_dict()
-
-    state = on_threads(4, save)[0]
-    for ranks, nodes in ((4, 2), (4, None), (4, 4), (3, 3), (2, None)):
-        assert_close(unsent(on_threads(ranks, load, state, nodes)), unsent(state["states"]))
-
-
-def test_the_state_of_other_nodes_is_refused() -> None:
-    def save(nodes: Any) -> Any:
-        return Run("ef(topk(0.1))", nodes).handle.state_dict()
-
-    def load(nodes: Any, states: list[Any]) -> Exception:
-        run = Run("ef(topk(0.1))", nodes)
-        return raised_by(lambda: run.handle.load_state_dict(states[dist.get_rank()]))
-
-    for saved, here in ((2, 4), (2, None), (None, 2)):
-        for error in on_threads(4, load, here, on_threads(4, save, saved), catch=True):
-            assert isinstance(error, torchcomp.CheckpointError)
-            assert "redistribute" in str(error)
-
-
 def test_a_sum_beyond_float16_is_a_mean_within_it() -> None:
     def body() -> Tensor:
         model = wrap(nn.Linear(4, 4, bias=False).half())
