@@ -192,7 +192,7 @@ REFUSED: dict[str, tuple[str, Callable[[State], Any]]] = {
     "None": (r"state dict.* NoneType$", lambda s: None),
     "list": (r"state dict.* list$", lambda s: [1, 2]),
     "other model": (
-        r"'6\.bias' [^;]*\bmodel\b.*'0\.weight' .*\[16, 16\].* \[8, 16\]",
+        r"'1\.weight' [^;]*\bmodel\b.*'2\.weight' [^;]*\bcheckpoint\b",
         of_another_model,
     ),
     "other method": (r"spec .*'ef\(topk\(0\.1\)\)'.* 'bidirectional\(", lambda s: state_of(TOPK)),

@@ -45,7 +45,7 @@ EXCEPTIONS = {
     "batchnorm.py _forward_passes": "after training",
     "batchnorm.py _reached": "after training",
     "exchange/collectives.py Collectives.same": "verifies settings",
-    "exchange/private.py PrivateExchange.gather_objects": "for errors and checkpoints",
+    "exchange/process_group.py ProcessGroupExchange.gather_objects": "for errors and checkpoints",
     "jointspar/jointspar.py JointSpar._measured_costs": "once, after the warm-up",
     "jointspar/skip.py _seconds": "the caller asks for a time",
     "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",

@@ -1,7 +1,7 @@
 """Exchange: the collectives of a set of ranks, and the checks of what a step receives."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial, wraps
+from functools import wraps
 from typing import Any, ParamSpec, TypeVar
 
 import torch
@@ -131,7 +131,8 @@ class Exchange(Verifying):
         """
         # As in `same`: the complements find the minimum.
         bounds = self.max_at_end([*digest, *digest.translate(_COMPLEMENTS)])
-        return partial(_are_equal, bounds)
+        count = len(digest)
+        return lambda: bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
         """Combine the checks of this step over the ranks, with one message and one wait.
@@ -217,9 +218,3 @@ class Exchange(Verifying):
             level._headers.clear()
             level._asked.clear()
             level.must_conclude = False
-
-
-def _are_equal(bounds: Sequence[int]) -> bool:
-    """Whether the maxima of numbers, and of their complements to 255, are those of one rank."""
-    count = len(bounds) // 2
-    return bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])

@@ -28,13 +28,14 @@ SECONDS = 1.0
 
 ADVICE = "Look at the logs of the ranks, then restart all ranks from their last checkpoint"
 _LOST, _CAUSE = "lost ", "cause "
+_LACKS = (EMFILE, ENFILE, ENOMEM, ENOBUFS)  # of this rank
 Reports = dict[int, str]
 Answer = TypeVar("Answer")
 
 
 def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> None:
     """Raise RankFailureError if the error of a collective is the loss of another rank."""
-    if _is_own(error):
+    if any(os.strerror(number) in str(error) for number in _LACKS):
         report_cause(exchange, error)
     elif _is_loss(error):
         text = str(error).partition(" This is typically")[0]
@@ -100,11 +101,6 @@ def _report(exchange: "ProcessGroupExchange", text: str, *, wait: bool) -> Repor
     with suppress(Exception):
         answered(SECONDS + 1, talk)
     return dict(found)
-
-
-def _is_own(error: Exception) -> bool:
-    """Whether the backend lacks descriptors or memory on this rank."""
-    return any(os.strerror(number) in str(error) for number in (EMFILE, ENFILE, ENOMEM, ENOBUFS))
 
 
 def _is_loss(error: Exception) -> bool:
