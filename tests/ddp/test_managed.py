@@ -536,7 +536,7 @@ def on_alone(**options: Any) -> DistributedDataParallel:
         (single(_group_world_size=2), {}, "manager"),
         (single(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")), {}, "manager"),
         (single(), {"check": "late"}, "check"),
-        (single(), {"nodes": 2}, "nodes"),
+        (single(), {"nodes": 1}, "nodes"),
         (single(), {"spec": "auto"}, None),
     ],
     ids=["no manager", "async", "group of 2", "spares", "late", "nodes", "auto"],
