@@ -4,8 +4,9 @@ import io
 import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -28,13 +29,11 @@ from torchcomp.compressors import TopK
 
 TOPK = "ef(topk(0.1))"
 FRAMEWORKS = r" docs/integrations/README\.md$"
+CLOSED_WORLD = torch.version.cuda is not None and not torch.cuda.is_available()
+DDP_OPTIONS = signature(DistributedDataParallel).parameters
 
 
-def registering(build: Callable[[], Any], spec: Any = TOPK, **options: Any) -> Callable[[], Any]:
-    return lambda: torchcomp.register(build(), spec, **options)
-
-
-# --- The model ------------------------------------------------------------------------------------
+# --- What is refused on all ranks: models, then arguments -----------------------------------------
 
 
 def sharded() -> nn.Module:
@@ -50,78 +49,175 @@ def stand_in(module: str, name: str, base: type = nn.Module) -> Callable[[], Any
     return type("Mine", (framework,), {})
 
 
+def registered() -> DistributedDataParallel:
+    model = wrap(mlp())
+    torchcomp.register(model, TOPK)
+    return model
+
+
+def hooked_by_pytorch() -> DistributedDataParallel:
+    model = wrap(mlp())
+    model.register_comm_hook(None, default_hooks.allreduce_hook)
+    return model
+
+
+def trained(steps: int = 1, **options: Any) -> DistributedDataParallel:
+    model = wrap(seeded(Branches().double()), **options)
+    for step in range(steps):
+        loss_of(model(rows(step), ("left", "right"))).backward()
+    return model
+
+
+def python_reducer() -> DistributedDataParallel:
+    import torch._dynamo
+
+    with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
+        return wrap(mlp())
+
+
+def optimizer_in_backward() -> DistributedDataParallel:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the import itself warns about torch.jit.script
+        from torch.distributed.optim import _apply_optimizer_in_backward
+
+    module = mlp()
+    _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
+    return wrap(module)
+
+
+def delayed_all_reduce() -> DistributedDataParallel:
+    module = mlp()
+    bias = module[6].bias
+    options = {
+        "delay_all_reduce_named_params": [("6.bias", bias)],
+        "param_to_hook_all_reduce": bias,
+    }
+    return wrap(module, bucket_cap_mb=None, **options)
+
+
+def sparse(cls: type[nn.Module]) -> DistributedDataParallel:
+    return wrap(nn.ModuleDict({"words": cls(5, 3, sparse=True), "head": nn.Linear(3, 1)}))
+
+
+def complex_parameter() -> DistributedDataParallel:
+    module = mlp()
+    module.register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
+    return wrap(module)
+
+
+def plain() -> DistributedDataParallel:
+    return wrap(mlp())
+
+
+class Case(NamedTuple):
+    """A call of register that raises: its model and arguments, and what its error has."""
+
+    build: Callable[[], Any]
+    match: str
+    spec: Any = TOPK
+    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    error: type[Exception] = UnsupportedModelError
+    field: str | None = None
+    ranks: int = 2
+
+
+def no_ddp(build: Callable[[], Any], message: str) -> Case:
+    return Case(build, rf"torch\.nn\.parallel\.DistributedDataParallel .*{message}")
+
+
+def bad(match: str, spec: Any = TOPK, field: str | None = None, **options: Any) -> Case:
+    return Case(plain, match, spec, options, SpecError, field)
+
+
+AFTER_BACKWARD = r"backward .*DistributedDataParallel\(\.\.\.\)"
+REFUSED = {
+    "module": no_ddp(mlp, r"\bSequential\b.* DistributedDataParallel\(model\)"),
+    "None": no_ddp(lambda: None, r"\bNoneType\b"),
+    "str": no_ddp(lambda: "ddp", r"\bstr\b"),
+    "compiled": no_ddp(lambda: torch.compile(plain()), r"\bOptimizedModule\b.* torch\.compile"),
+    "sharded": no_ddp(sharded, r"\bFSDPSequential\b.*\breplicate=mesh\b"),
+    "DataParallel": no_ddp(
+        lambda: nn.DataParallel(mlp()), r" DataParallel\b.* torchrun.*\(model\.module\)"
+    ),
+    "framework": no_ddp(stand_in("lightning.pytorch.core", "LightningModule"), FRAMEWORKS),
+    "trainer": no_ddp(stand_in("lightning.pytorch.trainer", "Trainer", object), FRAMEWORKS),
+    "registered": Case(
+        registered,
+        r"torchcomp\.register\('ef\(topk\(0\.1\)\)'\).* handle\.swap\(spec\).* sync\.close",
+        "mean",
+    ),
+    "hooked": Case(hooked_by_pytorch, "'allreduce_hook'"),
+    "trained": Case(trained, AFTER_BACKWARD),
+    "trained, static": Case(partial(trained, static_graph=True), AFTER_BACKWARD),
+    "trained, unused": Case(partial(trained, find_unused_parameters=True), AFTER_BACKWARD),
+    "trained long": Case(partial(trained, 3), AFTER_BACKWARD),
+    "python_reducer": Case(python_reducer, "'python_reducer' .*'ddp_optimizer'", ranks=1),
+    "in backward": Case(optimizer_in_backward, "_apply_optimizer_in_backward"),
+    "delayed": Case(delayed_all_reduce, "delay_all_reduce_named_params"),
+    "Embedding": Case(partial(sparse, nn.Embedding), "'words' .*sparse=True.* sparse=False"),
+    "EmbeddingBag": Case(partial(sparse, nn.EmbeddingBag), "'words' .*sparse=True.* sparse=False"),
+    "complex": Case(complex_parameter, r"'phase' .*torch\.complex64.* torch\.view_as_real"),
+    "typo": bad(r"'topq'.* 'topk'.*\n  ef\(topq\(0\.1\)\)\n     \^", "ef(topq(0.1))"),
+    "ratio": bad(r"topk: ratio .*0 .*1.* 2\.0", "ef(topk(2.0))"),
+    "option": bad("'memory_dtyp'.* 'memory_dtype'", "ef(topk(0.1), memory_dtyp='fp32')"),
+    "sum": bad(r'ef: exchange="allreduce" .*\btopk\b.* "sharded"', "ef(topk(0.1), exchange='sum')"),
+    "biased": bad(
+        r"ef .*contractive.* randk\(0\.1, unbiased=True\)", "ef(randk(0.1, unbiased=True))"
+    ),
+    "schedule": bad(r"schedule.* torchcomp\.LocalSGD\(", "qsr(alpha=0.0175, h_base=4)"),
+    "empty": bad("empty", ""),
+    "no spec": bad("None$", None),
+    **{
+        f"seed {seed!r}": bad(r"seed .*0 .*2\^63 - 1.* " + re.escape(repr(seed)), seed=seed)
+        for seed in (-1, 1.5, True, "7", None, 2**63)
+    },
+    "scaler": bad(r"scaler .*torch\.amp\.GradScaler.* bool$", scaler=True),
+    "check": bad("'never'", field="check", check="never"),
+    "inside, alone": bad("nodes", field="inside", inside="bf16"),
+    "inside int8": bad("'int8'", field="inside", inside="int8", nodes=2),
+    "inside 16": bad("16", field="inside", inside=16, nodes=2),
+    "replicate": bad("fully_shard", field="replicate", replicate=2),
+    **{
+        f"nodes {nodes!r}": bad("nodes", field="nodes", nodes=nodes)
+        for nodes in (0, -2, 3, 1.5, True, "host", [2], "2")
+    },
+}
+if not CLOSED_WORLD:  # in a CUDA build, DDP creates a CUDA stream for mixed_precision
+    mixed = partial(wrap, mixed_precision=_MixedPrecision(torch.bfloat16))
+    REFUSED["mixed_precision"] = Case(
+        lambda: mixed(mlp(torch.float32)), r"mixed_precision .*torch\.autocast", ranks=1
+    )
+if "skip_all_reduce_unused_params" in DDP_OPTIONS:  # since torch 2.7
+    options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
+    skipping = partial(wrap, **options)
+    REFUSED["skipping"] = Case(lambda: skipping(mlp()), "skip_all_reduce_unused_params")
+
+
 # torch.compile imports a module of torch that calls a deprecated function of torch.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (mlp, r"\bSequential\b.* DistributedDataParallel\(model\)"),
-        (lambda: None, r"\bNoneType\b"),
-        (lambda: "ddp", r"\bstr\b"),
-        (lambda: torch.compile(wrap(mlp())), r"\bOptimizedModule\b.* torch\.compile"),
-        (sharded, r"\bFSDPSequential\b.*\breplicate=mesh\b"),
-        (lambda: nn.DataParallel(mlp()), r" DataParallel\b.* torchrun.*\(model\.module\)"),
-        (stand_in("lightning.pytorch.core", "LightningModule"), FRAMEWORKS),
-        (stand_in("lightning.pytorch.trainer", "Trainer", object), FRAMEWORKS),
-    ],
-    ids=range(8),
-)
-def test_not_a_ddp_module(build: Callable[[], Any], message: str) -> None:
-    expected = rf"torch\.nn\.parallel\.DistributedDataParallel .*{message}"
-    assert_refused(2, registering(build), UnsupportedModelError, match=expected)
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_on_all_ranks(case: str) -> None:
+    build, match, spec, options, error, field, ranks = REFUSED[case]
 
-
-def test_second_registration() -> None:
     def body() -> None:
-        model = wrap(mlp())
-        torchcomp.register(model, TOPK)
-        torchcomp.register(model, "mean")
+        torchcomp.register(build(), spec, **options)
 
-    message = r"torchcomp\.register\('ef\(topk\(0\.1\)\)'\).* handle\.swap\(spec\).* sync\.close"
-    assert_refused(2, body, UnsupportedModelError, match=message)
+    assert_refused(ranks, body, error, match=match, field=field)
 
 
-def test_registration_after_a_hook_of_pytorch() -> None:
+def test_late_does_not_fit_parameters_that_are_not_used() -> None:
     def body() -> None:
-        model = wrap(mlp())
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
-        torchcomp.register(model, TOPK)
+        torchcomp.register(wrap(mlp(), find_unused_parameters=True), TOPK, check="late")
 
-    assert_refused(2, body, UnsupportedModelError, match="'allreduce_hook'")
+    assert_refused(2, body, SpecError, "find_unused_parameters=True", "check='now'", field="check")
 
 
 def test_hook_of_pytorch_after_registration() -> None:
     def body() -> None:
-        model = wrap(mlp())
-        torchcomp.register(model, TOPK)
-        model.register_comm_hook(None, default_hooks.allreduce_hook)
+        registered().register_comm_hook(None, default_hooks.allreduce_hook)
 
     # PyTorch's own error, from register_comm_hook.
     assert_refused(2, body, RuntimeError, match="register_comm_hook")
-
-
-@pytest.mark.parametrize("option", ["static_graph", "find_unused_parameters", "none"])
-def test_registration_after_the_first_backward(option: str) -> None:
-    def body() -> None:
-        model = wrap(seeded(Branches().double()), **({} if option == "none" else {option: True}))
-        loss_of(model(rows(0), ("left", "right"))).backward()
-        torchcomp.register(model, TOPK)
-
-    assert_refused(
-        2, body, UnsupportedModelError, match=r"backward .*DistributedDataParallel\(\.\.\.\)"
-    )
-
-
-def test_registration_after_many_steps() -> None:
-    def body() -> None:
-        model = wrap(mlp())
-        for step in range(3):
-            loss_of(model(rows(step))).backward()
-        torchcomp.register(model, TOPK)
-
-    assert_refused(
-        2, body, UnsupportedModelError, match=r"backward .*DistributedDataParallel\(\.\.\.\)"
-    )
 
 
 def test_registration_after_evaluation_and_no_sync_is_fine() -> None:
@@ -138,100 +234,13 @@ def test_registration_after_evaluation_and_no_sync_is_fine() -> None:
     assert min(on_threads(2, body)) > 0
 
 
-@pytest.mark.skipif(
-    torch.version.cuda is not None and not torch.cuda.is_available(),
-    reason="in a CUDA build, DDP creates a CUDA stream for mixed_precision",
-)
-def test_mixed_precision_of_ddp() -> None:
-    def build() -> DistributedDataParallel:
-        return wrap(mlp(torch.float32), mixed_precision=_MixedPrecision(torch.bfloat16))
-
-    message = r"mixed_precision .*torch\.autocast"
-    assert_refused(1, registering(build), UnsupportedModelError, match=message)
-
-
-def test_python_reducer() -> None:
-    def build() -> DistributedDataParallel:
-        import torch._dynamo
-
-        with torch._dynamo.config.patch(optimize_ddp="python_reducer"):
-            return wrap(mlp())
-
-    assert_refused(
-        1, registering(build), UnsupportedModelError, match="'python_reducer' .*'ddp_optimizer'"
-    )
-
-
-def test_optimizer_in_backward() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the import itself warns about torch.jit.script
-        from torch.distributed.optim import _apply_optimizer_in_backward
-
-    def build() -> DistributedDataParallel:
-        module = mlp()
-        _apply_optimizer_in_backward(torch.optim.SGD, module.parameters(), {"lr": 0.1})
-        return wrap(module)
-
-    assert_refused(
-        2, registering(build), UnsupportedModelError, match="_apply_optimizer_in_backward"
-    )
-
-
-def test_delayed_all_reduce() -> None:
-    def build() -> DistributedDataParallel:
-        module = mlp()
-        bias = module[6].bias
-        options = {
-            "delay_all_reduce_named_params": [("6.bias", bias)],
-            "param_to_hook_all_reduce": bias,
-        }
-        return wrap(module, bucket_cap_mb=None, **options)
-
-    assert_refused(
-        2, registering(build), UnsupportedModelError, match="delay_all_reduce_named_params"
-    )
-
-
-@pytest.mark.skipif(
-    "skip_all_reduce_unused_params" not in signature(DistributedDataParallel).parameters,
-    reason="this torch has no such option",
-)
-def test_reduction_that_skips_unused_parameters() -> None:
-    def build() -> DistributedDataParallel:
-        return wrap(mlp(), find_unused_parameters=True, skip_all_reduce_unused_params=True)
-
-    assert_refused(
-        2, registering(build), UnsupportedModelError, match="skip_all_reduce_unused_params"
-    )
-
-
 def test_uneven_inputs_of_join() -> None:
     def body() -> None:
-        model = wrap(mlp())
-        torchcomp.register(model, TOPK)
+        model = registered()
         with model.join():
             loss_of(model(rows(0))).backward()
 
     assert_refused(2, body, UnsupportedModelError, match=r"model\.join\(\)")
-
-
-@pytest.mark.parametrize("cls", [nn.Embedding, nn.EmbeddingBag])
-def test_sparse_gradients(cls: type[nn.Module]) -> None:
-    def build() -> DistributedDataParallel:
-        return wrap(nn.ModuleDict({"words": cls(5, 3, sparse=True), "head": nn.Linear(3, 1)}))
-
-    message = "'words' .*sparse=True.* sparse=False"
-    assert_refused(2, registering(build), UnsupportedModelError, match=message)
-
-
-def test_complex_parameter() -> None:
-    def build() -> DistributedDataParallel:
-        module = mlp()
-        module.register_parameter("phase", nn.Parameter(torch.ones(3, dtype=torch.complex64)))
-        return wrap(module)
-
-    message = r"'phase' .*torch\.complex64.* torch\.view_as_real"
-    assert_refused(2, registering(build), UnsupportedModelError, match=message)
 
 
 INSTALLERS = {
@@ -272,47 +281,13 @@ def test_a_frozen_parameter_on_another_device_takes_no_part(call: str, device: s
     assert on_threads(2, body) == [device, device]
 
 
-# --- The arguments --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        (
-            "ef(topq(0.1))",
-            r"'topq'.* 'topk'.*\n  ef\(topq\(0\.1\)\)\n     \^",
-        ),
-        ("ef(topk(2.0))", r"topk: ratio .*0 .*1.* 2\.0"),
-        ("ef(topk(nan))", r"topk: ratio .*0 .*1.* nan"),
-        ("ef(topk(0.1), memory_dtyp='fp32')", "'memory_dtyp'.* 'memory_dtype'"),
-        ("ef(topk(0.1), exchange='sum')", r'ef: exchange="allreduce" .*\btopk\b.* "sharded"'),
-        ("ef(randk(0.1, unbiased=True))", r"ef .*contractive.* randk\(0\.1, unbiased=True\)"),
-        ("qsr(alpha=0.0175, h_base=4)", r"schedule.* torchcomp\.LocalSGD\("),
-        ("", "empty"),
-        (None, "None$"),
-    ],
-)
-def test_spec_that_is_wrong_on_all_ranks(spec: Any, message: str) -> None:
-    assert_refused(2, registering(lambda: wrap(mlp()), spec), SpecError, match=message)
-
-
-@pytest.mark.parametrize("seed", [-1, 1.5, True, "7", None, 2**63])
-def test_bad_seed(seed: Any) -> None:
-    message = r"seed .*0 .*2\^63 - 1.* " + re.escape(repr(seed))
-    assert_refused(2, registering(lambda: wrap(mlp()), seed=seed), SpecError, match=message)
-
-
-@pytest.mark.parametrize("scaler", [True, "scaler"])
-def test_bad_scaler(scaler: Any) -> None:
-    message = rf"scaler .*torch\.amp\.GradScaler.* {type(scaler).__name__}$"
-    assert_refused(2, registering(lambda: wrap(mlp()), scaler=scaler), SpecError, match=message)
-
-
 def test_errors_are_raised_before_a_process_group_is_created() -> None:
     """If one rank has raised, the others would wait for it forever when they create a group."""
     # Not by its path as a string: there, Python 3.10 takes `register` for the function.
     with mock.patch("torchcomp.ddp.register.transport") as transport:
-        assert_refused(2, registering(lambda: wrap(mlp()), "topq(0.1)"), SpecError, match="'topq'")
+        assert_refused(
+            2, lambda: torchcomp.register(plain(), "topq(0.1)"), SpecError, match="'topq'"
+        )
     transport.assert_not_called()
 
 
@@ -335,7 +310,7 @@ def mismatches() -> list[Exception]:
         raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK, seed=7 if odd else 3)),
         raised_by(lambda: torchcomp.register(wrap(mlp()), "topq(0.1)" if odd else TOPK)),
         raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK, seed=-5 if odd else 0)),
-        raised_by(local_steps if odd else registering(lambda: wrap(mlp()))),
+        raised_by(local_steps if odd else lambda: torchcomp.register(plain(), TOPK)),
     ]
 
 
@@ -369,7 +344,7 @@ def test_error_of_different_models_lists_the_parameters() -> None:
 
     assert_refused(
         2,
-        registering(build),
+        lambda: torchcomp.register(build(), TOPK),
         RankMismatchError,
         match="parameters: .*'head0.weight'.*'head1.weight'",
     )

@@ -295,14 +295,10 @@ def test_a_pass_that_is_thrown_away_is_as_one_under_no_sync(loop: Callable[..., 
     assert_as_under_no_sync(loop, TOPK)
 
 
+@pytest.mark.parametrize("loop", [several_in_a_row, accumulated_and_thrown_away])
 @pytest.mark.parametrize("spec", METHODS[1:])
-def test_with_every_kind_of_slot(spec: str) -> None:
-    assert_as_under_no_sync(several_in_a_row, spec)
-
-
-@pytest.mark.parametrize("spec", METHODS[1:])
-def test_several_steps_go_back_together(spec: str) -> None:
-    assert_as_under_no_sync(accumulated_and_thrown_away, spec)
+def test_with_every_kind_of_slot(loop: Callable[..., None], spec: str) -> None:
+    assert_as_under_no_sync(loop, spec)
 
 
 @pytest.mark.parametrize("loop", LOOPS[:4], ids=lambda loop: loop.__name__)
@@ -310,26 +306,19 @@ def test_with_gradients_that_are_views_of_buckets(loop: Callable[..., None]) -> 
     assert_as_under_no_sync(loop, TOPK, ddp={"gradient_as_bucket_view": True})
 
 
-def test_with_two_levels() -> None:
-    assert_as_under_no_sync(several_in_a_row, TOPK, nodes=1)
-
-
-def test_with_a_late_check() -> None:
-    assert_as_under_no_sync(several_in_a_row, TOPK, check="late")
+@pytest.mark.parametrize("options", [{"nodes": 1}, {"check": "late"}], ids=str)
+def test_with_options(options: dict[str, Any]) -> None:
+    assert_as_under_no_sync(several_in_a_row, TOPK, **options)
 
 
 def with_a_scaler(quiet: bool) -> Any:
+    """With a scaler that skips a step and changes its scale."""
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-    return outcome(with_scaled_losses, TOPK, quiet, scaler=scaler)
-
-
-def test_with_a_grad_scaler_that_skips_a_step_and_changes_its_scale() -> None:
-    ours, quiet = (on_threads(2, with_a_scaler, quiet) for quiet in (False, True))
-    for (one, slots, _), (other, others, _) in zip(ours, quiet, strict=True):
-        assert same((one, slots), (other, others))
+    return outcome(with_scaled_losses, TOPK, quiet, scaler=scaler)[:2]
 
 
 def unused_branches(skip: bool) -> Any:
+    """With parameters that a step does not use."""
     model = wrap(seeded(Branches().double()), find_unused_parameters=True)
     handle, optimizer = torchcomp.register(model, TOPK), sgd(model)
     for step in range(STEPS):
@@ -345,19 +334,13 @@ def unused_branches(skip: bool) -> Any:
     return weights(model), handle.state_dict()["slots"]
 
 
-def test_with_parameters_that_a_step_does_not_use() -> None:
-    ours, skipped = (on_threads(2, unused_branches, skip) for skip in (False, True))
-    for one, other in zip(ours, skipped, strict=True):
-        assert same(one, other)
-
-
 def test_over_gloo() -> None:
     ours, quiet = (on_processes(2, outcome, several_in_a_row, TOPK, q) for q in (False, True))
-    for one, other in zip(ours, quiet, strict=True):
-        assert same(one, other)
+    assert same(ours, quiet)
 
 
 def saved_after_it(quiet: bool) -> Any:
+    """A state that is saved after it is that before it."""
     model = wrap(mlp())
     handle = torchcomp.register(model, TOPK)
     thrown_away(model, model.no_sync if quiet else contextlib.nullcontext)
@@ -367,13 +350,7 @@ def saved_after_it(quiet: bool) -> Any:
     return state["slots"], state["step"], told, handle.state_dict()["slots"]
 
 
-def test_a_state_that_is_saved_after_it_is_that_before_it() -> None:
-    ours, quiet = (on_threads(2, saved_after_it, quiet) for quiet in (False, True))
-    for one, other in zip(ours, quiet, strict=True):
-        assert same(one, other)
-
-
-def flushed(quiet: bool, passes: int) -> Any:
+def flushed(quiet: bool, passes: int = 1) -> Any:
     """Throw away the passes that would have sent what a swap has left."""
     model = wrap(mlp())
     handle, optimizer = torchcomp.register(model, TOPK), sgd(model)
@@ -394,11 +371,8 @@ def flushed(quiet: bool, passes: int) -> Any:
     return weights(model), state["slots"], state["step"], state["flushing"]
 
 
-@pytest.mark.parametrize("passes", [1, 2])
-def test_a_residual_that_a_swap_has_left_is_sent_in_a_step_that_counts(passes: int) -> None:
-    ours, quiet = (on_threads(2, flushed, quiet, passes) for quiet in (False, True))
-    for one, other in zip(ours, quiet, strict=True):
-        assert same(one, other)
+def flushed_in_two_passes(quiet: bool) -> Any:
+    return flushed(quiet, 2)
 
 
 def at_other_learning_rates(quiet: bool) -> Any:
@@ -421,43 +395,19 @@ def at_other_learning_rates(quiet: bool) -> Any:
     return weights(model), handle.state_dict()["slots"]
 
 
-def test_what_is_kept_follows_the_learning_rates() -> None:
-    ours, quiet = (on_threads(2, at_other_learning_rates, quiet) for quiet in (False, True))
-    for one, other in zip(ours, quiet, strict=True):
-        assert same(one, other)
-
-
-class Weight(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(20, 20, generator=torch.Generator().manual_seed(0)))
-
-    def forward(self, step: int, sign: float) -> Tensor:
-        generator = torch.Generator().manual_seed(1000 * step + 10 * dist.get_rank() + (sign > 0))
-        noise = torch.randn(20, 20, generator=generator)
-        return (self.w * (sign + 0.3 * noise)).sum()
-
-
-def movement(spec: str) -> float:
-    """How far a step moves the weights down. The thrown-away gradient points up."""
-    model = DistributedDataParallel(Weight())
-    torchcomp.register(model, spec)
-    optimizer, before = torch.optim.SGD(model.parameters(), lr=1.0), weights(model)
-    for step in range(60):
-        optimizer.zero_grad()
-        model(step, 1.0).backward()
-        optimizer.step()
-        model(step, -1.0).backward()
-        optimizer.zero_grad()
-    return float((before - weights(model)).mean()) / 60
-
-
-@pytest.mark.parametrize(
-    "spec", ["ef(topk(0.1))", 'ef(quantize("int8"))', "powersgd(rank=1)", *METHODS[3:4]]
+RUNS = (
+    with_a_scaler,
+    unused_branches,
+    saved_after_it,
+    flushed,
+    flushed_in_two_passes,
+    at_other_learning_rates,
 )
-def test_training_moves_as_with_plain_ddp(spec: str) -> None:
-    for moved in on_threads(2, movement, spec):
-        assert 0.8 < moved < 1.1  # with plain DDP 1
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_a_run_is_the_same_with_them_and_without(run: Callable[[bool], Any]) -> None:
+    assert same(on_threads(2, run, False), on_threads(2, run, True))
 
 
 # --- What counts as before ------------------------------------------------------------------------

@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import torchcomp
 from tests.support.models import gradients, kept, loss_of, mlp, rows, wrap
 from tests.support.outcomes import assert_refused, raised_by, same
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import Guard, NonFiniteError, RankFailureError, RankMismatchError, SpecError
+from torchcomp import Guard, NonFiniteError, RankFailureError, RankMismatchError
 
 TOPK = "ef(topk(0.1))"
 
@@ -63,25 +62,6 @@ def fails_late() -> None:
 def test_a_nan_raises_in_the_next_backward_pass() -> None:
     on_threads(2, fails_late)
     on_processes(2, fails_late)
-
-
-def unused() -> nn.Module:
-    return wrap(mlp(), find_unused_parameters=True)
-
-
-@pytest.mark.parametrize(
-    ("build", "options", "words"),
-    [
-        (lambda: wrap(mlp()), {"check": "never"}, ["'never'", "late", "now"]),
-        (unused, {"check": "late"}, ["find_unused_parameters=True", "check='now'"]),
-    ],
-    ids=["unknown", "unused"],
-)
-def test_what_does_not_fit(
-    build: Callable[[], Any], options: dict[str, Any], words: list[str]
-) -> None:
-    call = lambda: torchcomp.register(build(), TOPK, **options)  # noqa: E731
-    assert_refused(2, call, SpecError, *words, field="check")
 
 
 def after_a_nan(build: Callable[..., torch.optim.Optimizer]) -> tuple[list[Any], list[Any]]:

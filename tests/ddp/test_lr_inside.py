@@ -14,12 +14,10 @@ import torchcomp
 from tests.support.cases import thorough
 from tests.support.logs import messages_of
 from tests.support.models import kept, mlp, wrap
-from tests.support.outcomes import assert_close, assert_refused, caught, flat, same
+from tests.support.outcomes import assert_close, assert_refused, caught, flat
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import RankFailureError, RankMismatchError, SpecError
-
-BIDIRECTIONAL = "bidirectional(topk(0.2), topk(0.2))"
 
 
 class Linear(nn.Module):
@@ -142,21 +140,6 @@ def test_a_step_that_the_scaler_skips_changes_no_residual() -> None:
     assert all(skipped for *_, skipped in outcomes)
     left = sum(unsent for _, unsent, *_ in outcomes) / 2
     assert_close(outcomes[0][0] - left, sum(each[2] for each in outcomes) / 2)
-
-
-def test_a_resumed_run_is_the_same_bit_for_bit() -> None:
-    def body(resumes: bool) -> tuple[Tensor, dict[str, Tensor], Tensor]:
-        run = Run(BIDIRECTIONAL).train(0, 1, 2)
-        if resumes:
-            before, run = run, Run(BIDIRECTIONAL, seed=3)
-            run.model.module.load_state_dict(before.model.module.state_dict())
-            run.scheduler.load_state_dict(before.scheduler.state_dict())
-            run.optimizer.load_state_dict(before.optimizer.state_dict())
-            run.handle.load_state_dict(before.handle.state_dict())
-        run.train(3, 4, 5)
-        return weights(run), kept(run.handle.state_dict()), run.server()
-
-    assert same(on_threads(2, body, True), on_threads(2, body, False))
 
 
 def test_several_optimizers_train_the_parts_of_a_model() -> None:

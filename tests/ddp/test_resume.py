@@ -28,11 +28,15 @@ from tests.support.models import (
     weights,
     wrap,
 )
-from tests.support.outcomes import assert_replicas_equal, messages, raised_by, reloaded, same
+from tests.support.outcomes import (
+    assert_refused,
+    messages,
+    raised_by,
+    reloaded,
+    same,
+)
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import CheckpointError, RankMismatchError
-from torchcomp.saved_slots import save_slot
-from torchcomp.state import Kind, Slot
 
 TOPK = "ef(topk(0.1))"
 STEPS = 8
@@ -127,23 +131,6 @@ def test_resumed_channels_last_run_is_bit_identical() -> None:
     on_threads(3, body)
 
 
-def test_residual_of_channels_last_weights_is_saved_in_their_shape() -> None:
-    """A model with contiguous weights can load it."""
-
-    def body() -> None:
-        run = Run('ef(topk(0.1, scope="tensor"))', convolutions()).train(range(3), images)
-        error = kept(run.handle.state_dict())
-        contiguous = convolutions().to(memory_format=torch.contiguous_format)
-        other = Run('ef(topk(0.1, scope="tensor"))', contiguous, snapshot=run.snapshot())
-        restored = kept(other.handle.state_dict())
-        for name, parameter in contiguous.named_parameters():
-            assert error[name].shape == parameter.shape
-            assert error[name].is_contiguous()
-            assert torch.equal(restored[name], error[name])
-
-    on_threads(2, body)
-
-
 def test_state_is_a_copy_keyed_by_parameter_name() -> None:
     def body() -> None:
         run = Run(TOPK, mlp()).train(range(2))
@@ -158,15 +145,6 @@ def test_state_is_a_copy_keyed_by_parameter_name() -> None:
         run.train(range(4, 6))
         for name in names:
             assert torch.equal(kept(state)[name], kept(before)[name])
-
-    on_threads(2, body)
-
-
-def test_state_before_the_first_step_resumes() -> None:
-    def body() -> None:
-        whole = Run(TOPK, mlp())
-        resumed = Run(TOPK, mlp(), snapshot=whole.snapshot())
-        assert_same_outcome(whole.train(range(3)), resumed.train(range(3)))
 
     on_threads(2, body)
 
@@ -189,145 +167,89 @@ def test_state_saved_while_a_swap_flushes_the_residual_resumes() -> None:
 # --- Checkpoints of another run -------------------------------------------------------------------
 
 
-def state_of(spec: str = TOPK, module: nn.Module | None = None) -> State:
-    run = Run(spec, module or mlp())
-    run.train(range(2))
-    return run.handle.state_dict()
-
-
-def refusal(spec: str, module: nn.Module, state: State) -> str:
-    """Load `state` into a run, require a CheckpointError and no change, and return its message."""
-    run = Run(spec, module)
-    before = run.handle.state_dict()
-    error = raised_by(lambda: run.handle.load_state_dict(state))
-    assert isinstance(error, CheckpointError), repr(error)
-    assert same(run.handle.state_dict(), before)
-    return str(error)
-
-
-def refuses(message: str, body: Callable[[], str]) -> None:
-    """Require that the :func:`refusal` on every rank matches the regular expression `message`."""
-    for rank, text in enumerate(on_threads(2, body)):
-        assert re.search(message, text), f"rank {rank}: {text}"
-
-
-def test_error_of_another_model_has_names_and_shapes() -> None:
-    def body() -> str:
-        other = nn.Sequential(nn.Linear(16, 8), nn.Tanh(), nn.Linear(8, 4)).double()
-        return refusal(TOPK, other, state_of())
-
-    refuses(r"'6\.bias' [^;]*\bmodel\b.*'0\.weight' .*\[16, 16\].* \[8, 16\].*\b3 more\b", body)
-
-
-def test_error_of_a_checkpoint_without_a_parameter_of_the_model_names_it() -> None:
-    def body() -> str:
-        smaller = nn.Sequential(nn.Linear(16, 16)).double()
-        return refusal(TOPK, mlp(), state_of(module=smaller))
-
-    refuses(r"'2\.weight' [^;]*\bcheckpoint\b", body)
-
-
-def test_error_of_another_method_has_both_methods() -> None:
-    message = r"spec .*'ef\(topk\(0\.1\)\)'.* 'ef\(topk\(0\.2\)\)'"
-    refuses(message, lambda: refusal("ef(topk(0.2))", mlp(), state_of()))
-
-
-def test_error_of_another_world_size_has_both_sizes_and_advice() -> None:
-    states = on_threads(3, state_of)
-    message = r"world_size .*\b3\b.* \b2\b.* torchcomp\.redistribute"
-    refuses(message, lambda: refusal(TOPK, mlp(), states[dist.get_rank()]))
-
-
-def test_error_of_another_rank_has_both_ranks() -> None:
-    states = on_threads(2, state_of)
-
-    def body() -> str:
-        own, other = dist.get_rank(), 1 - dist.get_rank()
-        message = refusal(TOPK, mlp(), states[other])
-        assert re.search(rf"\brank .*\b{other}\b.* \b{own}\b", message), message
-        return message
-
-    on_threads(2, body)
-
-
-@pytest.mark.parametrize("key", ["version", "spec", "slots", "groups", "traffic"])
-def test_error_of_a_checkpoint_without_a_key_names_it(key: str) -> None:
-    def body() -> str:
-        state = state_of()
-        del state[key]
-        return refusal(TOPK, mlp(), state)
-
-    refuses(f"'{key}'", body)
-
-
-def test_error_of_a_residual_of_another_shape_has_both_shapes() -> None:
-    def body() -> str:
-        state = state_of()
-        kept(state)["0.weight"] = kept(state)["0.weight"][:5]
-        return refusal(TOPK, mlp(), state)
-
-    refuses(r"slots\['error'\]\.tensors\['0\.weight'\] .*\(16, 16\).* \(5, 16\)", body)
-
-
 BIDIRECTIONAL = 'bidirectional(topk(0.1), topk(0.1), selection="exact")'
 SERVER = "server_error"
-DAMAGES = {
-    "no residual": (r"slots\['error'\]", lambda s: s["slots"].pop("error")),
-    "incomplete residual": (r"slots\['error'\].* '0\.bias'", lambda s: kept(s).pop("0.bias")),
+
+
+def state_of(spec: str = TOPK, module: nn.Module | None = None) -> State:
+    return Run(spec, module or mlp()).train(range(2)).handle.state_dict()
+
+
+def of_another_model(state: State) -> State:
+    return state_of(BIDIRECTIONAL, nn.Sequential(nn.Linear(16, 8), nn.Linear(8, 4)).double())
+
+
+def damaged(spoil: Callable[[State], Any]) -> Callable[[State], Any]:
+    def change(state: State) -> State:
+        spoil(state)
+        return state
+
+    return change
+
+
+# tests/test_checkpoint.py has the form of a state value by value.
+REFUSED: dict[str, tuple[str, Callable[[State], Any]]] = {
+    "None": (r"state dict.* NoneType$", lambda s: None),
+    "list": (r"state dict.* list$", lambda s: [1, 2]),
+    "other model": (
+        r"'1\.weight' [^;]*\bmodel\b.*'2\.weight' [^;]*\bcheckpoint\b",
+        of_another_model,
+    ),
+    "other method": (r"spec .*'ef\(topk\(0\.1\)\)'.* 'bidirectional\(", lambda s: state_of(TOPK)),
+    "other rank": (r"\brank\b", lambda s: {**s, "rank": 1 - s["rank"]}),
+    "no groups": (r"'groups'", damaged(lambda s: s.pop("groups"))),
+    "no residual": (r"slots\['error'\]", damaged(lambda s: s["slots"].pop("error"))),
+    "other shape": (
+        r"slots\['error'\]\.tensors\['0\.weight'\] .*\(16, 16\).* \(5, 16\)",
+        damaged(lambda s: kept(s).update({"0.weight": kept(s)["0.weight"][:5]})),
+    ),
     "incomplete server residual": (
         rf"slots\['{SERVER}'\].* '",
-        lambda s: kept(s, SERVER).pop(next(iter(kept(s, SERVER)))),
+        damaged(lambda s: kept(s, SERVER).pop(next(iter(kept(s, SERVER))))),
     ),
-    "unknown name in server residual": (
+    "unknown name": (
         rf"slots\['{SERVER}'\].*'x'",
-        lambda s: kept(s, SERVER).update(x=torch.ones(0)),
+        damaged(lambda s: kept(s, SERVER).update(x=torch.ones(0))),
     ),
-    "unknown name in buckets": (r"\bbuckets\b.*'x'", lambda s: s["buckets"][0].append("x")),
-    "missing group": (r"\bgroups\b.*'\d\.(weight|bias)'", lambda s: s["groups"].pop()),
     "name in two groups": (
         r"\bgroups\b.*'6\.bias'",
-        lambda s: s["groups"].append(["6.bias"]),
+        damaged(lambda s: s["groups"].append(["6.bias"])),
     ),
     "other strides": (
         r"'\d\.weight' .*strides.*\d+.* \d+",
-        lambda s: [p["stride"].reverse() for p in s["parameters"].values()],
+        damaged(lambda s: [p["stride"].reverse() for p in s["parameters"].values()]),
     ),
-    "NaN": (r"slots\['error'\].*'0\.weight'.*NaN", lambda s: kept(s)["0.weight"].fill_(torch.nan)),
+    "NaN": (
+        r"slots\['error'\].*'0\.weight'.*NaN",
+        damaged(lambda s: kept(s)["0.weight"].fill_(torch.nan)),
+    ),
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_loading_a_damaged_checkpoint_raises_and_changes_nothing(damage: str) -> None:
-    message, spoil = DAMAGES[damage]
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_state_that_does_not_fit_raises_and_changes_nothing(case: str) -> None:
+    match, change = REFUSED[case]
 
     def body() -> None:
         run = Run(BIDIRECTIONAL, mlp()).train(range(2))
-        state = run.handle.state_dict()
-        spoil(state)
-        before, stats = run.outcome()[1], run.handle.stats
-        with pytest.raises(CheckpointError, match=message):
-            run.handle.load_state_dict(state)
-        assert torch.equal(run.outcome()[1], before)
+        before, stats = run.handle.state_dict(), run.handle.stats
+        with pytest.raises(CheckpointError, match=match):
+            run.handle.load_state_dict(change(run.handle.state_dict()))
+        assert same(run.handle.state_dict(), before)
         assert run.handle.stats == stats
         run.train(range(2, 3))
 
     on_threads(2, body)
 
 
-@pytest.mark.parametrize("state", [None, [1, 2]])
-def test_error_of_a_state_that_is_not_a_dict_has_its_type(state: Any) -> None:
-    refuses(rf"state dict.* {type(state).__name__}$", lambda: refusal(TOPK, mlp(), state))
+def test_error_of_another_world_size_has_both_sizes_and_advice() -> None:
+    states = on_threads(3, state_of)
 
+    def body() -> None:
+        Run(TOPK, mlp()).handle.load_state_dict(states[dist.get_rank()])
 
-def test_a_residual_before_its_first_step_is_saved_as_zeros() -> None:
-    parameters = dict(nn.Linear(3, 2).half().named_parameters())
-    slot = Slot("error", Kind.DEBT, ("weight", "bias"), (6, 2), torch.float32)
-    saved = save_slot(slot, {"weight": torch.ones(6)}, parameters)
-    assert {name: e.tolist() for name, e in saved.items()} == {
-        "weight": [[1.0] * 3] * 2,
-        "bias": [0.0] * 2,
-    }
-    assert saved["bias"].dtype == torch.float32
+    match = r"world_size .*\b3\b.* \b2\b.* torchcomp\.redistribute"
+    assert_refused(2, body, CheckpointError, match=match)
 
 
 def ranks_of_different_steps() -> str:
@@ -367,45 +289,6 @@ def _one_rank_resumes() -> None:
     if dist.get_rank() == 0:
         run.handle.load_state_dict(state)
     run.train(range(1))
-
-
-# --- Another number of ranks ----------------------------------------------------------------------
-
-
-def test_redistribute_raises_for_states_that_are_not_of_one_run() -> None:
-    states = on_threads(2, state_of)
-    later = {**states[1], "step": 9}
-    cases = [
-        (([], 2), "states"),
-        ((states, 0), r"world_size .*\b1\b"),
-        ((states[:1], 2), r"\b2 ranks.*\[0\]"),
-        ((states[:1] * 2, 2), r"\[0, 0\]"),
-        (([states[0], later], 2), r"\bstep\b"),
-    ]
-    for arguments, message in cases:
-        with pytest.raises(CheckpointError, match=message):
-            torchcomp.redistribute(*arguments)
-
-
-def test_replicas_from_redistributed_states_are_bit_identical() -> None:
-    states = torchcomp.redistribute(on_threads(2, state_of), 4)
-
-    def body() -> Tensor:
-        run = Run(TOPK, mlp())
-        run.handle.load_state_dict(reloaded(states[dist.get_rank()]))
-        return weights(run.train(range(2)).model.module)
-
-    assert_replicas_equal(on_threads(4, body))
-
-
-def test_redistribute_does_not_change_the_old_states() -> None:
-    states = on_threads(2, state_of)
-    copies = copy.deepcopy(states)
-    fresh = torchcomp.redistribute(states, 2)
-    kept(fresh[0])["0.weight"].zero_()
-    for state, copied in zip(states, copies, strict=True):
-        assert torch.equal(kept(state)["0.weight"], kept(copied)["0.weight"])
-    assert not torch.equal(kept(fresh[1])["0.weight"], kept(fresh[0])["0.weight"])
 
 
 def test_residual_of_a_parameter_that_is_unused_after_a_resume_is_kept() -> None:

@@ -1,7 +1,6 @@
 """Statistics: counted bytes equal those of the plan, and norms are those of the residual."""
 
 import logging
-import math
 
 import pytest
 import torch
@@ -10,15 +9,9 @@ import torch.distributed as dist
 import torchcomp
 from tests.support.models import (
     METHODS,
-    Branches,
-    convolutions,
-    images,
-    kept,
     loss_of,
     mlp,
-    residual_norm,
     rows,
-    seeded,
     wrap,
 )
 from tests.support.ranks import on_threads, with_fake_ranks
@@ -80,24 +73,6 @@ def test_counted_bytes_equal_the_plan_on_64_ranks(
     with_fake_ranks(64, counted, spec, 64)
 
 
-@pytest.mark.parametrize("spec", [spec for spec in METHODS if sized_by_values(spec)])
-def test_bytes_of_exact_selections_are_near_the_plan(spec: str) -> None:
-    def body() -> tuple[int, torchcomp.Stats]:
-        model = wrap(mlp(torch.float32, width=64), bucket_cap_mb=None)
-        plan = torchcomp.explain(spec, model=model, world_size=3, rank=dist.get_rank())
-        handle = torchcomp.register(model, spec)
-        # Compare the second step: the first one has no threshold to start the search from.
-        for step in range(2):
-            loss_of(model(rows(step, torch.float32, width=64))).backward()
-        return plan.bytes_sent + plan.bytes_received, handle.stats
-
-    outcomes = on_threads(3, body)
-    planned = sum(plan for plan, _ in outcomes)
-    counted_bytes = sum(stats.bytes_sent + stats.bytes_received for _, stats in outcomes)
-    assert counted_bytes == pytest.approx(planned, rel=0.1)
-    assert sum(s.bytes_sent for _, s in outcomes) == sum(s.bytes_received for _, s in outcomes)
-
-
 def test_counted_bytes_of_topk_are_those_of_its_entries() -> None:
     """10 % of 884 values in one group are 89: 4 bytes and 3 bits each, and 89 + 110 bits."""
 
@@ -139,47 +114,6 @@ def test_control_messages_are_counted_apart(spec: str, unused: bool, expected: i
         assert first.control_bytes_sent == 2 * (16 + expected)
         assert second.control_bytes_sent == 2 * expected
         assert second.total_control_bytes_sent == 2 * (16 + 2 * expected)
-
-
-def test_no_sync_sends_nothing() -> None:
-    def body() -> None:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, "ef(topk(0.1))")
-        with model.no_sync():
-            loss_of(model(rows(0))).backward()
-        assert handle.stats.steps == handle.stats.total_bytes_sent == 0
-        loss_of(model(rows(1))).backward()
-        assert handle.stats.steps == 1
-
-    on_threads(2, body)
-
-
-def test_residual_norms_are_those_of_the_residual_by_parameter() -> None:
-    def body() -> None:
-        model = wrap(convolutions())
-        handle = torchcomp.register(model, "ef(topk(0.1))")
-        for step in range(STEPS):
-            loss_of(model(images(step))).backward()
-        error = kept(handle.state_dict())
-        norms = handle.residual_norms()
-        assert set(norms) == set(error) == {name for name, _ in model.module.named_parameters()}
-        for name, tensor in error.items():
-            assert norms[name] == pytest.approx(float(tensor.norm()), rel=1e-12)
-        assert residual_norm(handle) == pytest.approx(math.hypot(*norms.values()), rel=1e-12)
-        assert residual_norm(handle) > 0
-
-    on_threads(2, body)
-
-
-def test_a_method_without_a_residual_reports_no_norms() -> None:
-    def body() -> None:
-        model = wrap(seeded(Branches().double()), find_unused_parameters=True)
-        handle = torchcomp.register(model, "topk(0.1)")
-        loss_of(model(rows(0), ("left",))).backward()
-        assert residual_norm(handle) == 0.0
-        assert handle.residual_norms() == {}
-
-    on_threads(2, body)
 
 
 def test_another_thread_reads_the_counters_of_whole_steps_only() -> None:
@@ -244,12 +178,9 @@ def test_as_dict_has_every_counter_and_the_ratios() -> None:
         "torchcomp/total_traffic_ratio": 15.5,
     }
     assert set(stats.as_dict(prefix="")) >= {"steps", "traffic_ratio"}
-
-
-def test_as_dict_has_no_ratio_before_anything_was_sent() -> None:
-    scalars = torchcomp.Stats(3, *[0] * 11).as_dict("")
-    assert scalars["steps"] == 3
-    assert not {"traffic_ratio", "total_traffic_ratio"} & set(scalars)
+    before = torchcomp.Stats(3, *[0] * 11).as_dict("")  # before anything was sent
+    assert before["steps"] == 3
+    assert not {"traffic_ratio", "total_traffic_ratio"} & set(before)
 
 
 @pytest.mark.parametrize("nodes", [None, 2])

@@ -146,16 +146,6 @@ def test_bf16_inside_rounds_gradients_and_means(spec: str) -> None:
     assert_replicas_equal([flat(means[-1].values()) for _, means, *_ in found])
 
 
-def test_inside_is_checked() -> None:
-    def refused(**options: Any) -> Exception:
-        return raised_by(lambda: torchcomp.register(wrap(mlp()), "mean", **options))
-
-    for options in ({"inside": "bf16"}, {"inside": "int8", "nodes": 2}, {"inside": 16, "nodes": 2}):
-        for error in on_threads(4, lambda options=options: refused(**options), catch=True):
-            assert isinstance(error, torchcomp.SpecError)
-            assert error.field == "inside"
-
-
 @pytest.mark.parametrize(("nodes", "ranks"), [(3, 6), (4, 4), (3, 3), (2, 6), (5, 10)])
 def test_any_size_of_a_node(nodes: int, ranks: int) -> None:
     # Layers of 16 and 4 rows are cut into 3 and 5 pieces.
@@ -362,36 +352,6 @@ def test_another_number_of_ranks_and_of_nodes_loses_nothing(
     assert_replicas_equal([weight for *_, weight in found])
 
 
-def test_a_gathered_state_is_converted_on_loading() -> None:
-    def save() -> Any:
-        run = Run("ef(topk(0.1))", 2)
-        run.step(0)
-        return run.handle.gather_state_dict(dst=None)
-
-    def load(state: Any, nodes: Any) -> Any:
-        run = Run("ef(topk(0.1))", nodes)
-        run.handle.load_gathered(state)
-        return run.handle.state_dict()
-
-    state = on_threads(4, save)[0]
-    for ranks, nodes in ((4, 2), (4, None), (4, 4), (3, 3), (2, None)):
-        assert_close(unsent(on_threads(ranks, load, state, nodes)), unsent(state["states"]))
-
-
-def test_the_state_of_other_nodes_is_refused() -> None:
-    def save(nodes: Any) -> Any:
-        return Run("ef(topk(0.1))", nodes).handle.state_dict()
-
-    def load(nodes: Any, states: list[Any]) -> Exception:
-        run = Run("ef(topk(0.1))", nodes)
-        return raised_by(lambda: run.handle.load_state_dict(states[dist.get_rank()]))
-
-    for saved, here in ((2, 4), (2, None), (None, 2)):
-        for error in on_threads(4, load, here, on_threads(4, save, saved), catch=True):
-            assert isinstance(error, torchcomp.CheckpointError)
-            assert "redistribute" in str(error)
-
-
 def test_a_sum_beyond_float16_is_a_mean_within_it() -> None:
     def body() -> Tensor:
         model = wrap(nn.Linear(4, 4, bias=False).half())
@@ -444,19 +404,6 @@ def test_a_scaler_skips_the_step_on_all_ranks() -> None:
     assert_replicas_equal([weight for *_, weight in found])
 
 
-def test_swap() -> None:
-    def body() -> Tensor:
-        run = Run("ef(topk(0.1))", 2)
-        run.step(0)
-        run.handle.swap("powersgd(rank=1)")
-        run.step(1)
-        run.handle.swap("bidirectional(topk(0.1), topk(0.1))")
-        run.step(2)
-        return weights(run.model)
-
-    assert_replicas_equal(on_threads(4, body))
-
-
 def test_bytes_are_those_of_the_method_between_nodes() -> None:
     (_, _, _, stats), *_ = on_threads(4, lambda: averaged("ef(topk(0.1))", 2, mlp, rows))
     (_, _, _, flat_stats), *_ = on_threads(4, lambda: averaged("ef(topk(0.1))", None, mlp, rows))
@@ -467,24 +414,6 @@ def test_bytes_are_those_of_the_method_between_nodes() -> None:
     assert stats.dense_bytes_sent == flat_stats.dense_bytes_sent // 2
     assert flat_stats.inside_bytes_sent == 0
     assert messages(stats).total_inside_bytes_sent == STEPS * stats.inside_bytes_sent
-
-
-def registered(nodes: Any) -> Exception:
-    return raised_by(lambda: torchcomp.register(wrap(mlp()), "ef(topk(0.1))", nodes=nodes))
-
-
-@pytest.mark.parametrize("nodes", [0, -2, 3, 1.5, True, "host", [2], "2"])
-def test_bad_nodes_are_refused_on_all_ranks(nodes: Any) -> None:
-    for error in on_threads(4, registered, nodes, catch=True):
-        assert isinstance(error, torchcomp.SpecError)
-        assert error.field == "nodes"
-
-
-@pytest.mark.parametrize("value", ["", "x", "0", "3"])
-def test_auto_without_torchrun_is_refused(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", value)
-    for error in on_threads(4, registered, "auto", catch=True):
-        assert isinstance(error, torchcomp.SpecError)
 
 
 def test_ranks_that_disagree_are_refused_and_nothing_changes() -> None:
@@ -499,19 +428,6 @@ def test_ranks_that_disagree_are_refused_and_nothing_changes() -> None:
     found = on_threads(4, body)
     assert all(isinstance(error, torchcomp.RankMismatchError) for error, _ in found)
     assert_replicas_equal([gradient for _, gradient in found])
-
-
-def test_a_mesh_of_other_ranks_is_refused() -> None:
-    errors = on_processes(4, _refused_meshes)
-    for cover, shape in errors:
-        assert isinstance(cover, torchcomp.SpecError)
-        assert isinstance(shape, torchcomp.SpecError)
-
-
-def _refused_meshes() -> tuple[Exception, Exception]:
-    part = DeviceMesh("cpu", torch.tensor([[0, 1]]))
-    line = DeviceMesh("cpu", torch.arange(4))
-    return registered(part), registered(line)
 
 
 def after_a_flush(reads: bool) -> Tensor:

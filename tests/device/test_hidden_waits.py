@@ -52,7 +52,7 @@ EXCEPTIONS = {
     "batchnorm.py _forward_passes": "after training",
     "batchnorm.py _reached": "after training",
     "exchange/collectives.py Collectives.same": "verifies settings",
-    "exchange/private.py PrivateExchange.gather_objects": "for errors and checkpoints",
+    "exchange/process_group.py ProcessGroupExchange.gather_objects": "for errors and checkpoints",
     "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",
     "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
     "nonfinite.py FiniteWatch.error": "the step has failed",

@@ -1,15 +1,13 @@
 """Exchanges: equal results and equal byte counts among threads and over process groups."""
 
 import operator
-from contextlib import contextmanager
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.support.outcomes import caught
-from tests.support.ranks import on_processes, on_threads, with_fake_ranks
+from tests.support.ranks import on_processes, on_threads
 from torchcomp import (
     InProcessExchange,
     ProcessGroupExchange,
@@ -267,34 +265,6 @@ def test_build_raises_on_every_rank_if_the_built_values_differ(kind):
     for error in refusals(kind, 2, body):
         assert type(error) is RankMismatchError
         assert "s0 on rank 0, s1 on rank 1" in str(error)
-
-
-@pytest.mark.parametrize("device", ["cuda:3", "cpu"])
-def test_objects_are_gathered_on_the_device_of_the_exchange(device):
-    """torch takes the current device, which is the same on all ranks of a careless script."""
-    current, used = [], []
-
-    @contextmanager
-    def chosen(device):
-        current.append(device)
-        yield
-        current.pop()
-
-    def gather(*arguments, **options):
-        used.append(list(current))
-
-    def body():
-        exchange = ProcessGroupExchange(None, device)
-        exchange.gather_objects("x")
-        exchange.gather_objects("x", dst=0)
-
-    with (
-        mock.patch.object(torch.cuda, "device", chosen),
-        mock.patch.object(dist, "all_gather_object", gather),
-        mock.patch.object(dist, "gather_object", gather),
-    ):
-        with_fake_ranks(2, body)
-    assert used == [[torch.device(device)] if "cuda" in device else []] * 2
 
 
 # --- Ranks of one process -------------------------------------------------------------------------

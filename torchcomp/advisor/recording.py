@@ -20,8 +20,7 @@ from torchcomp.bucket import Bucket, BucketShape, Group
 from torchcomp.checks import check_count
 from torchcomp.component import Component
 from torchcomp.compressors.sparse import Sparsifier
-from torchcomp.ddp.reordering import Reordering
-from torchcomp.ddp.two_level import Completed
+from torchcomp.ddp.reordering import Completed, Reordering
 from torchcomp.errors import SpecError
 from torchcomp.exchange import run_in_process
 from torchcomp.means import exact_mean
@@ -173,13 +172,11 @@ class _TwoLevels:
         }
         self._averager = averager = Averager(method, self._between, pieces, groups)
         shapes = [BucketShape.of(group, parameters) for group in averager.buckets]
-        self._completed = Completed()
-        self._shapes = shapes if averager.grouped else None
+        self._completed = Completed(shapes if averager.grouped else None)
 
     def step(self, buckets: Sequence[Bucket]) -> _Taken:
         """Take a step; return its activities by bucket, job and lane."""
         self._averager.begin()
-        self._completed.begin(self._shapes)
         taken = []
         for bucket in buckets:
             completed = self._completed.add(bucket)

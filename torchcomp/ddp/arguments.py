@@ -1,13 +1,17 @@
 """The arguments of `register`, and what of them does not depend on the kind of model."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from torchcomp.aggregators import Aggregator
+from torchcomp.averager import Averager
 from torchcomp.checks import check_choice, check_flag
+from torchcomp.component import Component
 from torchcomp.ddp.manager import check_manager
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
 from torchcomp.errors import SpecError
@@ -32,9 +36,10 @@ class Options:
     guard: "Guard | bool" = False
     checksum: bool = False
 
-    def compared(self) -> dict[str, Any]:
+    def compared(self, spec: str | Component) -> dict[str, Any]:
         """Return what must match on all ranks."""
         return {
+            "spec": spec,
             "seed": self.seed,
             "check": self.check,
             # Each rank has its own optimizers and meshes.
@@ -69,31 +74,34 @@ class Options:
                     "inside is for the exchange inside a node: pass nodes as well, or leave it out",
                     "inside",
                 )
-
         if self.manager is not None:
             check_manager(self.manager)
-            self._require_fit_for_manager()
-
-    def _require_fit_for_manager(self) -> None:
-        if self.check == "late":
-            raise late_does_not_fit("a manager, which decides on a step when it ends")
-        for name in ("nodes", "replicate"):
-            if getattr(self, name) is not None:
-                raise SpecError(
-                    f"{name} does not fit manager: a manager's ranks come and go one by one. Leave "
-                    "one of the two out",
-                    name,
-                )
+            if self.check == "late":
+                raise late_does_not_fit("a manager, which decides on a step when it ends")
+            for name in ("nodes", "replicate"):
+                if getattr(self, name) is not None:
+                    raise SpecError(
+                        f"{name} does not fit manager: a manager's ranks come and go one by one. "
+                        "Leave one of the two out",
+                        name,
+                    )
 
     def late(self, device: torch.device) -> bool:
-        """Return whether the host checks a step when the next one begins.
-
-        Args:
-            device: of the gradients.
-        """
+        """Return whether the host checks a step of gradients on `device` when the next begins."""
         if self.check == "auto":
             return device.type != "cpu" and self.manager is None
         return self.check == "late"
+
+    def averager_of(self, aggregator: Aggregator, device: torch.device) -> Callable[..., Averager]:
+        """Return what makes an averager of an exchange, parameters by name, and groups."""
+        return partial(
+            Averager,
+            aggregator,
+            seed=self.seed,
+            late=self.late(device),
+            checksum=self.checksum,
+            takes_back=self.manager is None,
+        )
 
     @property
     def inside_dtype(self) -> torch.dtype | None:
@@ -101,11 +109,7 @@ class Options:
         return None if self.inside is None else torch.bfloat16
 
     def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
-        """Return the learning rates of the parameters, or None without `lr_inside`.
-
-        Raises:
-            SpecError: if a parameter is in no optimizer of `lr_inside`, or in several.
-        """
+        """Return the learning rates of the parameters, or None without `lr_inside`."""
         return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
 
 

@@ -25,11 +25,11 @@ class Buckets:
     bucket calls :meth:`begin` before it, and that of the last one :meth:`finish` after it.
 
     Args:
-        averager: the engine. Its ranks are all ranks or, with two levels, those of equal position
-            in all nodes.
+        averager: the engine. With two levels, its ranks are those of equal position in all nodes,
+            and its parameters pieces.
         everyone: exchange among all ranks over the user's group, for between two steps.
         place: where this rank is.
-        parameters: of the model, by name. The averager has pieces of them if there are two levels.
+        parameters: of the model, by name.
         executors: where jobs run, from the first to the last that a bucket passes.
 
     Attributes:
@@ -70,9 +70,8 @@ class Buckets:
             needed = averager.grouped or self._one_order
             self._reordering = Reordering(shapes, self._one_order) if needed else None
             self._changes = averager.changes
-        reordering = self._reordering
-        if reordering is not None and (self._one_order or reordering.pending):
-            reordering.begin()
+        if self._reordering is not None:
+            self._reordering.begin()
 
     def average(self, bucket: Bucket) -> None:
         """Average a bucket of DDP in place, now or when the rest of its group has come."""
@@ -83,11 +82,7 @@ class Buckets:
             self.averager.average(group)
 
     def finish(self, end: Callable[..., bool]) -> None:
-        """End the step, after its last bucket.
-
-        Args:
-            end: :meth:`.Averager.finish`, with what is known of the step.
-        """
+        """End the step, after its last bucket, with :meth:`.Averager.finish`."""
         end()
 
     # Around a step, in the thread of the backward pass.
@@ -154,11 +149,10 @@ class Buckets:
         return False
 
     def close(self, timeout: float | None = None) -> None:
-        """End threads and, without a timeout, connections. Can be called more than once.
+        """End threads and connections. Can be called more than once.
 
-        Args:
-            timeout: seconds after which it no longer waits for jobs. Connections then remain,
-                because a job that another rank never joins would keep them, and this call, waiting.
+        With a timeout in seconds, it waits no longer for jobs. Connections then remain, because a
+        job that another rank never joins would keep them, and this call, waiting.
         """
         end = None if timeout is None else time.monotonic() + timeout
         # The last one first: each waits for the stream of the one before it.

@@ -3,10 +3,11 @@
 Each check raises UnsupportedModelError, or SpecError for an argument.
 """
 
+from collections.abc import Container
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,15 +31,12 @@ AFTER_CLOSE = (
 def check_is_ddp(model: object) -> None:
     """Require a DistributedDataParallel model of torch."""
     # torchft's class derives from it, and installs its own hook.
-    if not isinstance(model, DistributedDataParallel) or _is_torchfts(model):
+    torchfts = type(model).__module__.partition(".")[0] == "torchft"
+    if not isinstance(model, DistributedDataParallel) or torchfts:
         raise UnsupportedModelError(
             "expected a torch.nn.parallel.DistributedDataParallel model, not "
             f"{type(model).__name__}{_how_to_wrap(model)}"
         )
-
-
-def _is_torchfts(model: object) -> bool:
-    return type(model).__module__.partition(".")[0] == "torchft"
 
 
 def check_one_rank(model: DistributedDataParallel) -> None:
@@ -71,25 +69,36 @@ def check_not_joined(model: DistributedDataParallel | None) -> None:
 def check_model(model: DistributedDataParallel, *, or_registered: bool = False) -> None:
     """Require a DDP model with supported options and parameters, and without another hook.
 
-    Args:
-        model: the model.
-        or_registered: whether the hook of torchcomp.register is allowed, unless it is closed.
+    With `or_registered`, it may have that of torchcomp.register, unless it is closed.
     """
     _check_options(model)
     _check_free(model, or_registered)
+    first_on: dict[torch.device, str] = {}
     for name, parameter in trained_parameters(model):
-        if parameter.is_complex():
-            raise UnsupportedModelError(
-                f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
-                "gradients. Train on torch.view_as_real of it, or use plain DDP"
-            )
-    _check_devices(model)
+        first_on.setdefault(parameter.device, name)
+        check_real(name, parameter)
+    if len(first_on) > 1:
+        listed = ", ".join(f"'{name}' on {device}" for device, name in first_on.items())
+        raise UnsupportedModelError(
+            f"the model's parameters are on {len(first_on)} devices ({listed}), and an exchange "
+            "runs on the stream of one. Put the whole model on one device, with one process per "
+            "device, or use plain DDP"
+        )
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedModelError(
                 f"module '{name}' produces sparse gradients (sparse=True), and DDP's buckets are "
                 "dense. Build it with sparse=False"
             )
+
+
+def check_real(name: str, parameter: Tensor) -> None:
+    """Require a parameter that is not complex."""
+    if parameter.is_complex():
+        raise UnsupportedModelError(
+            f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
+            "gradients. Train on torch.view_as_real of it"
+        )
 
 
 def check_before_backward(model: DistributedDataParallel) -> None:
@@ -120,13 +129,22 @@ def check_not_sharded(model: nn.Module) -> None:
 
 def trained_parameters(model: DistributedDataParallel) -> list[tuple[str, nn.Parameter]]:
     """Return (name, parameter) pairs of what DDP reduces, in registration order."""
-    ignored = model.parameters_to_ignore
+    return trained(model.module, model.parameters_to_ignore)
+
+
+def trained(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, nn.Parameter]]:
+    """Return (name, parameter) pairs of what needs a gradient, in registration order."""
+    return [(name, each) for name, each in named(module, ignored) if each.requires_grad]
+
+
+def named(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, nn.Parameter]]:
+    """Return all (name, parameter) pairs but those that are ignored, in registration order."""
     # torch.compile puts `_orig_mod.` into the names. Remove it: a checkpoint then fits both the
     # compiled and the plain model.
     return [
         (name.replace("_orig_mod.", ""), parameter)
-        for name, parameter in model.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
+        for name, parameter in module.named_parameters()
+        if name not in ignored
     ]
 
 
@@ -193,19 +211,6 @@ def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
         raise UnsupportedModelError(
             f"the model already has the communication hook '{hook}', and DDP allows only one. Do "
             "not register another hook together with torchcomp"
-        )
-
-
-def _check_devices(model: DistributedDataParallel) -> None:
-    first_of: dict[torch.device, str] = {}
-    for name, parameter in trained_parameters(model):
-        first_of.setdefault(parameter.device, name)
-    if len(first_of) > 1:
-        listed = ", ".join(f"'{name}' on {device}" for device, name in first_of.items())
-        raise UnsupportedModelError(
-            f"the model's parameters are on {len(first_of)} devices ({listed}), and an exchange "
-            "runs on the stream of one. Put the whole model on one device, with one process per "
-            "device, or use plain DDP"
         )
 
 

@@ -2,12 +2,10 @@
 
 In a GAN, the backward pass of the generator's loss also reaches the discriminator, and `zero_grad`
 then erases the gradients there. SAM does so with its first pass, and a script may drop a step whose
-loss is a spike. Plain DDP forgets such gradients. A residual would keep the part that was not sent,
+loss is a spike. Plain DDP forgets such gradients; a residual would keep the part that was not sent,
 and apply it later. Therefore a step does not count if its gradients were cleared before an
-optimizer of these parameters stepped.
-
-The next backward pass looks whether they were, just before it accumulates its first gradient. It
-does not look if an optimizer has stepped since the last step, as usual.
+optimizer of these parameters stepped. Unless one has stepped, as usual, the next backward pass
+looks whether they were, just before it accumulates its first gradient.
 """
 
 import logging
@@ -38,12 +36,7 @@ class Discarded:
     """Finds out whether the last step of an averager was thrown away, and takes it back.
 
     Where no optimizer of the parameters is seen to step, such as with an update written by hand or
-    in a CUDA graph, every step counts.
-
-    Args:
-        averager: the engine.
-        parameters: whose gradients are averaged, by name.
-        speaks: whether this rank logs the first step that is taken back.
+    in a CUDA graph, every step counts. A rank that `speaks` logs the first step that is taken back.
 
     Attributes:
         open: whether the last step can have been thrown away: it counts, and no optimizer has
@@ -106,13 +99,10 @@ class Discarded:
             self._cleared = not _any_nonzero(gradients)
 
     def settle(self, *, in_backward: bool) -> None:
-        """Take the last step back if it was thrown away.
+        """Take the last step back if it was thrown away. All ranks do so before the same step.
 
-        All ranks call this before the same step, with the same outcome.
-
-        Args:
-            in_backward: whether a backward pass has begun the next step. It has called
-                :meth:`look` already, unless it has computed no gradient of a parameter yet.
+        A backward pass that has begun the next step has called :meth:`look` already, unless it has
+        computed no gradient of a parameter yet.
         """
         if self._hooks or not in_backward:
             self.look()
@@ -138,7 +128,7 @@ class Discarded:
             averager.keep_before()
 
     def interrupted(self) -> None:
-        """Note that a backward pass raised: an optimizer that runs it has ended its step."""
+        """A backward pass raised, and an optimizer that ran it has ended its step."""
         self._is_stepping = False
 
     def _take_back(self, averager: Averager) -> None:
@@ -148,9 +138,9 @@ class Discarded:
             self._speaks = False
             _log.info(
                 "gradients were cleared before an optimizer stepped on them, so step %d does not "
-                "count, and the residual is that before it. This is not logged again. If a loop "
-                "does this regularly, as for a GAN or SAM, run such backward passes under "
-                "model.no_sync(): they then exchange nothing",
+                "count, and the residual is that before it. This is not logged again. A loop that "
+                "does this regularly, as for a GAN or SAM, can run such passes under "
+                "model.no_sync(), which exchanges nothing",
                 averager.step + 1,
             )
 
@@ -166,12 +156,8 @@ class Discarded:
         self.open = unused and (counts or averager.steps_kept > 0)
 
     def _gradients(self) -> list[Tensor]:
-        gradients = [each.grad for each in self._parameters]
-        return [
-            each.to_local() if isinstance(each, DTensor) else each
-            for each in gradients
-            if each is not None
-        ]
+        found = [each.grad for each in self._parameters if each.grad is not None]
+        return [each.to_local() if isinstance(each, DTensor) else each for each in found]
 
 
 def _versions(gradients: Sequence[Tensor]) -> list[tuple[int, int]]:

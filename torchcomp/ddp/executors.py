@@ -12,6 +12,7 @@ from torchcomp.errors import ON_ALL_RANKS
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 
 Job = Callable[[], object]
+Leave = Callable[[BaseException], None]
 
 AT_EXIT_SECONDS = 2.0
 """How long a process that ends waits for unfinished jobs.
@@ -22,9 +23,7 @@ which is 30 minutes by default.
 
 
 class Executor:
-    """Runs jobs in the order of submission, until one of them raises.
-
-    This base class runs them immediately, without overlap.
+    """Runs jobs in the order of submission, until one raises; this base class without overlap.
 
     Args:
         leave: called with an error that other ranks may not have, and who would wait for this one.
@@ -33,7 +32,7 @@ class Executor:
         failure: the exception of the job that raised, or None. The owner reads and resets it.
     """
 
-    def __init__(self, leave: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(self, leave: Leave | None = None) -> None:
         self.failure: BaseException | None = None
         self._leave = leave
 
@@ -45,11 +44,7 @@ class Executor:
         """Wait until the host has run every submitted job."""
 
     def close(self, timeout: float | None = None) -> None:
-        """Finish the submitted jobs and release threads. Can be called more than once.
-
-        Args:
-            timeout: seconds after which the host no longer waits for jobs. None waits for all.
-        """
+        """Finish the submitted jobs, or wait `timeout` seconds for them; release threads."""
 
     def fail(self, error: BaseException) -> None:
         """Run no further job, because of this error."""
@@ -69,22 +64,22 @@ class Executor:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream for an exchange."""
-    # High priority: otherwise, the many small kernels of an exchange would queue behind the large
-    # ones of the backward pass, and the exchange would end after it.
+    """Return a new stream for an exchange, of high priority.
+
+    Otherwise, the many small kernels of an exchange would queue behind the large ones of the
+    backward pass, and the exchange would end after it.
+    """
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class StreamExecutor(Executor):
     """Enqueues each job on a side stream of one CUDA device, from the calling thread.
 
-    NCCL collectives run when the stream reaches them. The host therefore returns to the backward
-    pass immediately, and its kernels run in parallel with the exchange.
+    The host returns to the backward pass immediately, and its kernels run in parallel with the
+    exchange.
     """
 
-    def __init__(
-        self, device: torch.device, leave: Callable[[BaseException], None] | None = None
-    ) -> None:
+    def __init__(self, device: torch.device, leave: Leave | None = None) -> None:
         super().__init__(leave)
         self._stream = side_stream(device)
         self._caller: torch.cuda.Stream | None = None
@@ -112,7 +107,7 @@ class ThreadExecutor(Executor):
     worker thread with a queue has neither problem.
     """
 
-    def __init__(self, leave: Callable[[BaseException], None] | None = None) -> None:
+    def __init__(self, leave: Leave | None = None) -> None:
         super().__init__(leave)
         self._jobs: queue.Queue[tuple[Job, bool] | None] = queue.Queue()
         self._thread = threading.Thread(target=self._work, name="torchcomp-exchange", daemon=True)
@@ -139,12 +134,7 @@ class ThreadExecutor(Executor):
 
 
 def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Exchange, Executor]:
-    """Return an exchange among the ranks of `group` and its executor. All of the ranks call this.
-
-    Args:
-        group: the process group of the DDP model; None is the default group.
-        device: device of the gradients.
-    """
+    """Return an exchange among the ranks of `group`, which all call this, and its executor."""
     users = ProcessGroupExchange(group, device)
     if not _in_thread(users):
         return users, executor_for(users, users.leave)
@@ -154,15 +144,8 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
     return private, executor_for(users, private.leave)
 
 
-def executor_for(
-    exchange: ProcessGroupExchange, leave: Callable[[BaseException], None]
-) -> Executor:
-    """Return an executor for exchanges among the ranks of the user's group.
-
-    Args:
-        exchange: among these ranks, over the user's group.
-        leave: see :class:`Executor`.
-    """
+def executor_for(exchange: ProcessGroupExchange, leave: Leave) -> Executor:
+    """Return an executor for exchanges like that over the user's group."""
     if exchange.device.type == "cuda":
         return StreamExecutor(exchange.device, leave)
     return ThreadExecutor(leave) if _in_thread(exchange) else Executor(leave)

@@ -1,11 +1,14 @@
 """Handle: the user's interface to the compressed exchange of one model."""
 
+import math
 import threading
 import weakref
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
@@ -13,7 +16,9 @@ from torchcomp.component import Component
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import AT_EXIT_SECONDS
+from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.one_process import OfOneProcess
+from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.exchange import Exchange
 from torchcomp.gathering import Gatherable
 from torchcomp.redistribution import Place
@@ -24,8 +29,6 @@ SCALER_ADVICE = (
     "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "
     "torchcomp.JointSpar"
 )
-
-
 _NO_GUARD = SimpleNamespace(report=None, alarms=())
 
 
@@ -45,13 +48,26 @@ class Handle(OfOneProcess, Gatherable):
     choice: Any = None
     _after_close = "Register the model again to continue training"  # advice in errors
 
-    def __init__(self, buckets: Buckets) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        buckets: Buckets,
+        parameters: Mapping[str, Tensor],
+        scaler: "torch.amp.GradScaler | None",
+        lrs: OptimizerLRs | None,
+    ) -> None:
         self._buckets = buckets
         self.averager = buckets.averager
         self.guard: Any = buckets.averager.observer or _NO_GUARD
         self._closed = False
         self.seconds_waited = 0.0
+        self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
+        # Replaces the gradients of a step that does not count, if only the device knows that. A
+        # scaler skips the step because of the infinity. Without one, the optimizer gets zeros.
+        self._void_value = 0.0 if self._loss_scale is None else math.inf
         self._discarded: Discarded | None = None
+        if buckets.gathers:  # a manager decides on each step itself
+            self._discarded = Discarded(self.averager, parameters, buckets.everyone.rank == 0)
         self._running = False
         self._step_before = 0  # steps before the backward pass that is running
         # Of the last forward pass. On CUDA, backward passes run in another one.
@@ -74,10 +90,7 @@ class Handle(OfOneProcess, Gatherable):
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank after its last step: bytes of that step, and in total.
-
-        Any thread can read them at any time, for example one that logs during a backward pass.
-        """
+        """Counters of this rank after its last step. Any thread can read them at any time."""
         return self.averager.stats
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
@@ -165,9 +178,9 @@ class Handle(OfOneProcess, Gatherable):
     def leave(self) -> None:
         """Say that the next step of this rank is its last one, with ``register(manager=...)``.
 
-        At the end of that step, its residual passes to the ranks that stay, in equal parts, so that
-        nothing is lost. That takes one dense all-reduce. The rank can exit as soon as :attr:`left`
-        is True. Until then it goes on training: a step that the manager does not count is repeated.
+        At the end of that step, its residual passes to the ranks that stay, in equal parts, with
+        one dense all-reduce. The rank goes on training until :attr:`left` is True: a step that the
+        manager does not count is repeated.
 
         Raises:
             RuntimeError: without a manager, or after :meth:`close`.
@@ -248,6 +261,14 @@ class Handle(OfOneProcess, Gatherable):
             self.averager.abandoned = False
         self._buckets.start()
         self._step_before, self._running = self.averager.step, True
+
+    def _begin_step(self) -> tuple[float, dict[str, float] | None]:
+        """Settle the last step; return the loss scale and the learning rates of this one."""
+        if self._discarded is not None and self._discarded.open:
+            self._discarded.settle(in_backward=True)
+            self._step_before = self.averager.step
+        scale = 1.0 if self._loss_scale is None else self._loss_scale.read()
+        return scale, None if self._lrs is None else self._lrs.read()
 
     def _abandon(self) -> None:
         """Discard the step of a backward pass that raised.

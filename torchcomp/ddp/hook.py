@@ -2,7 +2,6 @@
 
 # DDP inspects the hook's signature, so this module must not postpone the evaluation of annotations.
 
-import math
 import threading
 import time
 import weakref
@@ -19,10 +18,8 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
-from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import after_backward
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
-from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.unused import UnusedWatch
 from torchcomp.kernels.swap import fill_where
@@ -47,7 +44,7 @@ class DDPHandle(Handle):
         scaler: "torch.amp.GradScaler | None",
         lrs: OptimizerLRs | None = None,
     ) -> None:
-        super().__init__(buckets)
+        super().__init__(model, buckets, buckets.parameters, scaler, lrs)
         # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
         # model alive.
         self._model = weakref.ref(model)
@@ -58,15 +55,8 @@ class DDPHandle(Handle):
         self._received: list[tuple[Tensor, Future]] = []  # DDP's buckets of this backward pass
         self._checked = False
         model.register_forward_pre_hook(self._before_forward)
-        self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
         may_leave_unused = bool(model.find_unused_parameters) and not model.static_graph
         self._unused = UnusedWatch(buckets.parameters) if may_leave_unused else None
-        if buckets.gathers:  # a manager decides on each step itself
-            speaks = buckets.everyone.rank == 0
-            self._discarded = Discarded(self.averager, buckets.parameters, speaks)
-        # Replaces the gradients of a step that does not count, if only the device knows that. A
-        # scaler skips the step because of the infinity. Without one, the optimizer gets zeros.
-        self._void_value = 0.0 if self._loss_scale is None else math.inf
         self._end_step = partial(
             self.averager.finish,
             may_skip=self._loss_scale is not None,
@@ -126,11 +116,7 @@ class DDPHandle(Handle):
         self._enter_pass()
         self._received = []
         try:
-            if self._discarded is not None and self._discarded.open:
-                self._discarded.settle(in_backward=True)
-                self._step_before = self.averager.step
-            scale = 1.0 if self._loss_scale is None else self._loss_scale.read()
-            return scale, None if self._lrs is None else self._lrs.read()
+            return self._begin_step()
         except Exception as error:
             # Kept, as that of a job: raised here, it would leave DDP in the middle of a step.
             self._buckets.executors[0].fail(error)

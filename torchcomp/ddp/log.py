@@ -11,14 +11,13 @@ from torchcomp.traffic import Traffic
 _log = logging.getLogger(__name__)
 
 
-def log_method(averager: Averager, elements: int, planned: Traffic, between: str = "") -> None:
-    """Log what was registered, and a warning if the method loses much of the gradient.
+def log_method(
+    averager: Averager, elements: int, planned: Traffic, between: str, lrs: OptimizerLRs | None
+) -> None:
+    """Log what was registered, and warnings if the method or `lr_inside` does not fit training.
 
-    Args:
-        averager: the engine.
-        elements: number of elements of the model's trained parameters.
-        planned: the bytes of this rank in a step.
-        between: what exchanges, if it is not all ranks.
+    `elements` are those of the trained parameters, `planned` the bytes of this rank in a step.
+    `between` says what exchanges, if it is not all ranks.
     """
     aggregator = averager.aggregator
     warmup_steps = aggregator.stages[-1]
@@ -39,10 +38,6 @@ def log_method(averager: Averager, elements: int, planned: Traffic, between: str
             aggregator,
             aggregator.compressor,
         )
-
-
-def log_optimizers(lrs: OptimizerLRs | None) -> None:
-    """Log a warning if the learning rate is inside the residual, but does not belong there."""
     if lrs is not None and lrs.unfit:
         _log.warning(
             "lr_inside is meant for SGD without momentum, but the optimizer is %s. A momentum "

@@ -11,16 +11,11 @@ from torchcomp.ddp.one_process import OfOneProcess
 
 
 class LossScale(OfOneProcess):
-    """Read the loss scale of each step.
+    """Reads the loss scale of each step from an enabled scaler.
 
-    ``scaler.get_scale()`` waits until the device has done everything that was launched so far. In
-    the first bucket of a backward pass that is the forward pass and a part of the backward pass,
-    and the thread that waits is the one that must launch the rest. Therefore :meth:`fetch` starts
-    a copy to the host when a forward pass begins. :meth:`read` waits for this copy only, which the
-    device finished long before.
-
-    Args:
-        scaler: the scaler of the training loop, which is enabled.
+    ``scaler.get_scale()`` waits until the device has done everything that was launched so far, in
+    the thread that must launch the rest of the backward pass. Therefore :meth:`fetch` starts a copy
+    to the host when a forward pass begins, and :meth:`read` waits for this copy only.
     """
 
     def __init__(self, scaler: "torch.amp.GradScaler") -> None:
@@ -32,10 +27,7 @@ class LossScale(OfOneProcess):
     def of(
         cls, scaler: "torch.amp.GradScaler | None", model: torch.nn.Module
     ) -> "LossScale | None":
-        """Return the loss scale of a model's steps; None if the loop does not scale its losses.
-
-        A scaler skips steps that overflow.
-        """
+        """Return the loss scale of a model's steps; None if the loop does not scale its losses."""
         if scaler is None or not scaler.is_enabled():
             return None
         scale = cls(scaler)
@@ -45,10 +37,7 @@ class LossScale(OfOneProcess):
     # Compiled apart, because a compiled forward pass cannot start the copy.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def fetch(self, module: Any = None, args: Any = None) -> None:
-        """Start a copy of the scale to the host, if it changed since the last copy.
-
-        This is a forward pre-hook, which needs neither the module nor its arguments.
-        """
+        """In a forward pass: start a copy to the host, if the scale changed since the last one."""
         scale = self._scaler._get_scale_async()
         # The scaler has no tensor before the first loss. One on the CPU can be read at any time.
         if scale is None or host.can_read(scale) or self._is_fetched(scale):

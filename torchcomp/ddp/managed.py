@@ -4,10 +4,10 @@ The manager decides who takes part in a step and whether it counts, and heals ra
 module follows it:
 
 1. Before the first bucket: if there is another quorum, go on with its ranks.
-2. Each bucket is averaged as usual. If a collective fails, the manager is told, and the rest of the
-   step is left out. ``should_commit()`` is then False.
-3. After the last bucket, the step is undecided until the next one begins. Only then is it known
-   whether the manager has counted it. If not, the state goes back to that before the step.
+2. If a collective fails, the manager is told, and the rest of the step is left out.
+   ``should_commit()`` is then False.
+3. After the last bucket, the step is undecided until the next one begins. If the manager has not
+   counted it, the state then goes back to that before the step.
 4. A rank that heals takes the position of a healthy one: step, method, groups. It keeps its own
    residual, which is zero if it has just started.
 """
@@ -42,7 +42,7 @@ class Managed(Buckets):
         parameters: of the model, by name.
         groups: names of the parameters that are compressed together.
         manager: the ``torchft.Manager``.
-        device: device of the gradients.
+        device: of the gradients.
     """
 
     gathers = False
@@ -61,8 +61,8 @@ class Managed(Buckets):
         ranks = self._ranks(0, 1, None)
         averager = make(ranks, parameters, groups, vote=self._ballot.counts)
         executor = StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
-        alone, place = InProcessExchange.alone(device), Place.in_order(0)
-        super().__init__(averager, alone, place, parameters, [executor])
+        alone = InProcessExchange.alone(device)
+        super().__init__(averager, alone, Place.in_order(0), parameters, [executor])
         self._quorum: int | None = None
         self._failed, self._leaving = False, False
         self._last_step: int | None = None
@@ -199,15 +199,10 @@ class Managed(Buckets):
 def change_ranks(averager: Averager, exchange: Exchange, *, same_ranks: bool = False) -> None:
     """Go on over another exchange, without sending any values.
 
-    If its ranks are others, this rank keeps its residual, and its server residual is added to it.
-    Both are multiplied by the ratio of the numbers of ranks. If a rank that joins has none, and all
-    others go on, the mean over the ranks of what is unsent does not change. Estimates start again
-    on all ranks, because a rank that joins has none.
-
-    Args:
-        averager: the engine.
-        exchange: the collectives.
-        same_ranks: whether its ranks are those of the last exchange. The state then stays.
+    With `same_ranks`, the state stays. Otherwise, this rank keeps its residual, and its server
+    residual is added to it. Both are multiplied by the ratio of the numbers of ranks: if a rank
+    that joins has none, and all others go on, the mean over the ranks of what is unsent does not
+    change. Estimates start again on all ranks, because a rank that joins has none.
     """
     averager.settle()
     state, before, running = averager.state, averager.exchange, averager.running
@@ -241,10 +236,7 @@ def peer_state(averager: Averager) -> dict[str, Any]:
 def load_peer_state(averager: Averager, peer: Mapping[str, Any], met: bool) -> None:
     """Take over the :func:`peer_state` of another rank. This rank keeps its own residual.
 
-    Args:
-        averager: the engine.
-        peer: of the other rank.
-        met: whether that rank has counted the last step that this one has taken.
+    `met` says whether that rank has counted the last step that this one has taken.
     """
     averager.settle()
     if met and averager.flushing and not peer["flushing"]:

@@ -16,11 +16,7 @@ _NEEDED = (
 
 
 def check_manager(manager: Any) -> None:
-    """Require a torchft Manager with settings under which every step has equal ranks.
-
-    Raises:
-        SpecError: if it is none, or has other settings.
-    """
+    """Require a torchft Manager with settings under which every step has equal ranks."""
     missing = [name for name in _NEEDED if not callable(getattr(manager, name, None))]
     if missing:
         raise SpecError(
@@ -44,10 +40,7 @@ def check_manager(manager: Any) -> None:
 
 
 class Ballot:
-    """Whether the manager has counted the last step.
-
-    Args:
-        manager: the ``torchft.Manager``.
+    """What a ``torchft.Manager`` has decided on the last step.
 
     Attributes:
         quorum: the quorum of the last step, or None.
@@ -90,13 +83,10 @@ class Ballot:
             )
 
     def heal(self, step: int, quorum: int | None) -> bool:
-        """Note the last step of the rank that heals this one.
+        """Note the last step of the rank that heals this one. Return whether both met in it.
 
-        If it is the one that this rank still waits for, then others have counted it. What this rank
-        sent in it was applied, also if its own vote was no.
-
-        Returns:
-            Whether it is.
+        Then others have counted it: what this rank sent in it was applied, also if its own vote was
+        no.
         """
         met = self._before is not None and (step, quorum) == (self._step, self.quorum)
         if self._before is not None:

@@ -14,11 +14,7 @@ Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class OptimizerLRs:
-    """Reads the learning rate of every parameter.
-
-    Args:
-        optimizers: the optimizers that train the parameters.
-        parameters: the parameters by name.
+    """Reads the learning rate of every parameter, by name, from the optimizers that train them.
 
     Raises:
         SpecError: if `optimizers` are not optimizers with a learning rate, or if a parameter is in
@@ -30,35 +26,34 @@ class OptimizerLRs:
         given: Any = optimizers
         self._optimizers = list(given) if isinstance(given, list | tuple) else [given]
         self._names = {id(parameter): name for name, parameter in parameters.items()}
+        problem = self._problem(parameters)
+        if problem is not None:
+            raise SpecError(f"lr_inside {problem}", "lr_inside")
+
+    def _problem(self, parameters: Mapping[str, Tensor]) -> str | None:
         for each in self._optimizers:
             if not isinstance(each, torch.optim.Optimizer):
-                raise SpecError(
-                    "lr_inside must be the torch.optim.Optimizer of the training loop, or a list "
-                    f"of them, not {type(each).__name__}",
-                    "lr_inside",
+                return (
+                    "must be the torch.optim.Optimizer of the training loop, or a list of them, "
+                    f"not {type(each).__name__}"
                 )
             if any("lr" not in group for group in each.param_groups):
-                raise SpecError(
-                    f"lr_inside: {type(each).__name__} has a parameter group without a learning "
-                    "rate ('lr'), which the residual would follow. Leave out lr_inside",
-                    "lr_inside",
+                return (
+                    f"needs a learning rate ('lr') in each parameter group, for the residual to "
+                    f"follow, and {type(each).__name__} has a group without. Leave out lr_inside"
                 )
         held = Counter(name for name, _ in self._items())
-        twice = [name for name, count in held.items() if count > 1]
-        if twice:
-            raise SpecError(
-                f"lr_inside: several optimizers train {listed(twice)}, so the residual has several "
-                "learning rates to follow there. Pass only the optimizer that takes the steps",
-                "lr_inside",
+        if twice := [name for name, count in held.items() if count > 1]:
+            return (
+                f"needs one optimizer for each parameter, and several train {listed(twice)}. Pass "
+                "only the optimizer that takes the steps"
             )
-        missing = sorted(set(parameters) - set(held))
-        if missing:
-            raise SpecError(
-                f"lr_inside: no optimizer trains {listed(missing)}, so the residual has no "
-                "learning rate to follow there. Add the parameters to the optimizer, or freeze "
-                "them before DistributedDataParallel(...)",
-                "lr_inside",
+        if missing := sorted(set(parameters) - set(held)):
+            return (
+                f"needs an optimizer for each parameter, and none trains {listed(missing)}. Add "
+                "the parameters to it, or freeze them before DistributedDataParallel(...)"
             )
+        return None
 
     def read(self) -> dict[str, Any]:
         """Return the learning rates now, by parameter name. They are not checked."""
@@ -66,10 +61,7 @@ class OptimizerLRs:
 
     @property
     def unfit(self) -> list[str]:
-        """Types of the optimizers that are not SGD without momentum.
-
-        What they apply is not the learning rate of a step times its gradient.
-        """
+        """Types of the optimizers that do not apply the learning rate times the gradient."""
         # By the options of SGD, because wrappers such as ZeroRedundancyOptimizer are no SGD.
         return [
             type(each).__name__

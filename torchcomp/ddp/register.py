@@ -1,18 +1,14 @@
 """register_ddp: install compressed gradient exchange on a DDP model."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import Auto
-from torchcomp.averager import Averager
 from torchcomp.bucket import Group, partition
 from torchcomp.component import Component
 from torchcomp.ddp.arguments import Options, late_does_not_fit
@@ -26,11 +22,12 @@ from torchcomp.ddp.checks import (
     check_model,
     check_one_rank,
     device_of,
+    named,
     trained_parameters,
 )
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.hook import DDPHandle, hook
-from torchcomp.ddp.log import log_method, log_optimizers
+from torchcomp.ddp.log import log_method
 from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.two_level import Levels, TwoLevel
@@ -47,6 +44,8 @@ _Checked = tuple[
 
 Training begins with the first of the methods. Without ``auto`` there is no other.
 """
+Everyone = ProcessGroupExchange | InProcessExchange
+"""The ranks that register together; with a manager, this one alone."""
 
 
 def register_ddp(
@@ -58,36 +57,26 @@ def register_ddp(
     # Without DDP there is no process group in which the ranks could verify anything.
     check_is_ddp(model)
     device = device_of(model)
-    # Verify in DDP's own group. Creating a group would hang if another rank has already raised.
-    everyone = _ranks_of(model, options, device)
-    arguments: dict[str, Any] = {"spec": spec, **options.compared()}
-    ranks = everyone.global_ranks
-    methods, groups, lrs, divided, auto = everyone.build(
-        "torchcomp.register", arguments, lambda: _check(model, spec, options, ranks)
-    )
-    aggregator, parameters = methods[0], dict(trained_parameters(model))
-    make = partial(
-        Averager,
-        aggregator,
-        seed=options.seed,
-        late=options.late(device),
-        checksum=options.checksum,
-        takes_back=options.manager is None,
-    )
-    buckets: Buckets
-    if isinstance(everyone, InProcessExchange):
-        buckets = Managed(make, parameters, groups, options.manager, device)
-    elif divided is None:
-        exchange, executor = transport(model.process_group, device)
-        averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
-        buckets = Buckets(averager, everyone, place, parameters, [executor])
+    everyone: Everyone
+    if options.manager is None:
+        # Verify in DDP's own group. Creating one would hang if another rank has already raised.
+        everyone = ProcessGroupExchange(model.process_group, device)
     else:
-        levels = Levels(divided, everyone)
-        buckets = TwoLevel.of(make, parameters, groups, levels, options.inside_dtype)
+        # A rank that joins later registers later. The first step with it compares the ranks.
+        everyone = InProcessExchange.alone(device)
+    ranks = everyone.global_ranks
+    methods, groups, lrs, nodes, auto = everyone.build(
+        "torchcomp.register", options.compared(spec), lambda: _check(model, spec, options, ranks)
+    )
+    aggregator = methods[0]
+    buckets = _buckets(model, options, aggregator, groups, nodes, everyone)
     if options.guard:
         from torchcomp.guard import watch
 
-        watch(buckets.averager, options.guard, _replicated(model))
+        # All parameters that the ranks have in common, frozen ones as well.
+        watch(
+            buckets.averager, options.guard, dict(named(model.module, model.parameters_to_ignore))
+        )
     if auto is None:
         handle = DDPHandle(model, buckets, options.scaler, lrs)
     else:
@@ -99,31 +88,33 @@ def register_ddp(
     setattr(model, OWNER, f"{REGISTERED}('{auto or aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
-        size = 1 if divided is None else divided.size
+        size = 1 if nodes is None else nodes.size
         shapes = [buckets.shape_of(group) for group in buckets.averager.buckets]
         planned = planned_two_levels(aggregator, shapes, everyone.world_size, size)
         elements = sum(shape.numel for shape in shapes)
         nodes_of = f"nodes of {size} ranks" if size > 1 else ""
-        log_method(buckets.averager, elements, planned, nodes_of)
-        log_optimizers(lrs)
+        log_method(buckets.averager, elements, planned, nodes_of, lrs)
     return handle
 
 
-def _replicated(model: DistributedDataParallel) -> dict[str, Tensor]:
-    """Return all parameters that the ranks have in common, frozen ones as well."""
-    named = model.module.named_parameters()
-    kept = [(name, p) for name, p in named if name not in model.parameters_to_ignore]
-    return {name.replace("_orig_mod.", ""): p for name, p in kept}  # of torch.compile
-
-
-def _ranks_of(
-    model: DistributedDataParallel, options: Options, device: torch.device
-) -> ProcessGroupExchange | InProcessExchange:
-    """Return the exchange among the ranks that register together."""
-    if options.manager is None:
-        return ProcessGroupExchange(model.process_group, device)
-    # A rank that joins later registers later. The first step with it compares the ranks.
-    return InProcessExchange.alone(device)
+def _buckets(
+    model: DistributedDataParallel,
+    options: Options,
+    aggregator: Aggregator,
+    groups: Sequence[Group],
+    nodes: Nodes | None,
+    everyone: Everyone,
+) -> Buckets:
+    """Return what averages the buckets of a model."""
+    device, parameters = everyone.device, dict(trained_parameters(model))
+    make = options.averager_of(aggregator, device)
+    if isinstance(everyone, InProcessExchange):
+        return Managed(make, parameters, groups, options.manager, device)
+    if nodes is not None:
+        return TwoLevel.of(make, parameters, groups, Levels(nodes, everyone), options.inside_dtype)
+    exchange, executor = transport(model.process_group, device)
+    averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
+    return Buckets(averager, everyone, place, parameters, [executor])
 
 
 def _check(

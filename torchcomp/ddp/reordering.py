@@ -1,21 +1,47 @@
 """Reordering: turn DDP's buckets into the groups of parameters that are compressed together.
 
 DDP rebuilds its buckets after the first iteration. The result of some methods, such as TopK of a
-bucket, depends on which parameters share a bucket. With DDP's buckets, such a result would depend
-on the iteration. A resumed run starts again with the first buckets, and would differ. These methods
-therefore work on groups that never change. All other methods use DDP's buckets directly.
+bucket, depends on which parameters share a bucket, and a resumed run starts with the first buckets
+again. These methods therefore work on groups that never change. All others use DDP's buckets.
 
-After the rebuild, most of DDP's buckets still contain the parameters of one group. Only small
-neighbours have swapped positions, such as the weight and bias of a normalisation layer. These are
-reordered in place. A group that is spread over several buckets is copied to one tensor.
+After the rebuild, most buckets still contain one group, in which small neighbours have swapped
+positions, such as the weight and bias of a normalisation layer. These are reordered in place. A
+group that is spread over several buckets is copied to one tensor.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.scratch import Scratch
+
+
+class Completed:
+    """Collects the parameters of groups from DDP's buckets. None uses DDP's buckets as the groups.
+
+    Attributes:
+        pending: parts of groups that are not complete yet.
+    """
+
+    def __init__(self, groups: Sequence[BucketShape] | None) -> None:
+        by_name = {name: shape for shape in groups or () for name in shape.names}
+        self._shapes = None if groups is None else by_name
+        self.pending: dict[Group, dict[str, Tensor]] = {}
+
+    def add(self, bucket: Bucket) -> Iterator[tuple[BucketShape, dict[str, Tensor]]]:
+        """Yield what a bucket completes, in the same order on all ranks: groups and their parts."""
+        if self._shapes is None:
+            yield bucket.shape, bucket.parts()
+            return
+        for name, part in bucket.parts().items():
+            shape = self._shapes[name]
+            parts = self.pending.setdefault(shape.names, {})
+            parts[name] = part
+            if len(parts) == len(shape.names):
+                yield shape, self.pending.pop(shape.names)
 
 
 class Reordering:
@@ -23,35 +49,31 @@ class Reordering:
 
     Args:
         groups: shapes of the groups.
-        in_order: whether to yield them in the order of `groups`, and not as they are completed.
-            Ranks whose DDP has other buckets then yield them in the same order.
-
-    Attributes:
-        pending: parts of groups that are not complete yet.
+        in_order: whether to yield them in this order, and not as they are completed. Ranks whose
+            DDP has other buckets then yield them in the same order.
     """
 
     def __init__(self, groups: Sequence[BucketShape], in_order: bool = False) -> None:
         self._in_order = in_order
         self._shapes = {shape.names: shape for shape in groups}
-        self._group_of = {name: names for names in self._shapes for name in names}
-        self._group_of_set = {frozenset(names): names for names in self._shapes}
-        self._scratch: dict[tuple[torch.dtype, torch.device], Tensor] = {}
-        self.pending: dict[Group, dict[str, Tensor]] = {}
+        self._shape_of_set = {frozenset(shape.names): shape for shape in groups}
+        self._completed = Completed(groups)
+        self._scratch: defaultdict[torch.device, Scratch] = defaultdict(Scratch)
         # With `in_order`: groups that are complete, and those not yielded yet.
         self._ready: dict[Group, Iterator[Bucket]] = {}
         self._waiting: list[Group] = []
 
     def begin(self) -> None:
         """Discard the buckets of a backward pass that did not finish."""
-        self.pending.clear()
-        self._ready.clear()
-        self._waiting = list(self._shapes)
+        self._completed.pending.clear()
+        if self._in_order:
+            self._ready.clear()
+            self._waiting = list(self._shapes)
 
     def add(self, bucket: Bucket) -> Iterable[Bucket]:
-        """Return the groups that one of DDP's buckets completes, in the same order on all ranks.
+        """Return the groups that a bucket completes, in the same order on all ranks.
 
-        The caller iterates once, and changes each bucket in place before it asks for the next one.
-        The values are then written back to DDP's buckets.
+        Each is written back to DDP's buckets when the caller, who changes it, asks for the next.
         """
         if not self._in_order and bucket.shape.names in self._shapes:
             return (bucket,)
@@ -70,15 +92,11 @@ class Reordering:
         """Yield the groups that a bucket completes, each with what yields it to the caller."""
         if bucket.names in self._shapes:
             yield bucket.names, iter((bucket,))
-        elif group := self._group_of_set.get(frozenset(bucket.names)):
-            yield group, self._in_place(self._shapes[group], bucket)
+        elif shape := self._shape_of_set.get(frozenset(bucket.names)):
+            yield shape.names, self._in_place(shape, bucket)
         else:
-            for name, part in bucket.parts().items():
-                self.pending.setdefault(self._group_of[name], {})[name] = part
-            # dict.fromkeys, not set: the order must be the same on all ranks.
-            for group in dict.fromkeys(self._group_of[name] for name in bucket.names):
-                if len(self.pending[group]) == len(group):
-                    yield group, self._staged(self._shapes[group], self.pending.pop(group))
+            for shape, parts in self._completed.add(bucket):
+                yield shape.names, self._staged(shape, parts)
 
     def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
         """Yield a bucket in the order of its group, and restore DDP's order afterwards."""
@@ -112,10 +130,5 @@ class Reordering:
 
     def _buffer(self, numel: int, like: Tensor) -> Tensor:
         """Return a scratch tensor of `numel` elements, with the dtype and device of `like`."""
-        # Groups are processed one after another, so all can share one buffer of the largest size.
-        # Preallocated, because fresh large tensors on the CPU are slow: every page faults.
-        kind = (like.dtype, like.device)
-        buffer = self._scratch.get(kind)
-        if buffer is None or buffer.numel() < numel:
-            buffer = self._scratch[kind] = like.new_empty(numel)
-        return buffer[:numel]
+        # Groups are processed one after another, so all of a device share one.
+        return self._scratch[like.device].take(numel, like.dtype, like.device)

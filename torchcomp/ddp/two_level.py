@@ -1,19 +1,19 @@
 """TwoLevel: average inside each node first, and exchange compressed messages between the nodes.
 
-A bucket is cut into equal pieces, one for each rank of a node. Three steps follow, each in its own
-lane (an executor), so that one bucket's run beside another's:
+A bucket is cut into equal pieces, one for each rank of a node. Three steps follow, each in a lane
+(an executor) of its own, so that one bucket's run beside another's:
 
 1. inside: reduce-scatter. Each rank gets the mean of its piece over the node, uncompressed.
 2. between: the averager compresses the piece, and averages it with the ranks of equal place in the
    other nodes.
 3. inside: all-gather. Each rank gets the other pieces.
 
-The result is that of the method run by nodes as if each were one rank with the mean gradient of its
+The result is that of the method among nodes, as if each were one rank with the mean gradient of its
 ranks, with a separate selection in each piece. Each lane has a process group of its own, and takes
-its jobs in the order in which DDP yields buckets. The ranks therefore make the same calls.
+its jobs in the order of DDP's buckets, so the ranks make the same calls.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 
 import torch
@@ -25,6 +25,7 @@ from torchcomp.averager import Averager
 from torchcomp.bucket import Bucket, BucketShape, Group, Names
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import Executor, executor_for
+from torchcomp.ddp.reordering import Completed
 from torchcomp.exchange import (
     Exchange,
     InsideExchange,
@@ -47,9 +48,7 @@ class Levels:
         everyone: exchange among all ranks, over the user's group, for between two steps.
         nodes: the ranks of every node.
         place: where this rank is.
-        scatter: exchange inside the node, for lane 1.
-        between: exchange among the ranks of equal place, for lane 2. It is the upper level of two.
-        gather: exchange inside the node, for lane 3.
+        scatter, between, gather: for lanes 1, 2 and 3. The second is the upper level of two.
     """
 
     def __init__(self, nodes: Nodes, everyone: ProcessGroupExchange) -> None:
@@ -87,7 +86,7 @@ class TwoLevel(Buckets):
     """Averages every bucket inside the nodes, and its pieces between them.
 
     Args:
-        averager: averages pieces between the nodes; see :meth:`of`.
+        averager: averages pieces between the nodes.
         parameters: of the model, by name.
         levels: the exchanges of this rank.
         lanes: one for each step.
@@ -111,8 +110,7 @@ class TwoLevel(Buckets):
         card = sum_bytes(nbytes, ranks) if len(levels.nodes.ranks) > 1 else 0
         self._dense_bytes = card // levels.nodes.size
         self._watch = FiniteWatch(levels.between)
-        self._groups = Completed()
-        self._shapes: list[BucketShape] = []
+        self._groups = Completed(None)
 
     @classmethod
     def of(
@@ -123,16 +121,13 @@ class TwoLevel(Buckets):
         levels: Levels,
         inside: torch.dtype | None = None,
     ) -> "TwoLevel":
-        """Return one with an averager and lanes of its own.
-
-        Args:
-            make: makes the averager of an exchange, parameters by name, and groups.
-            parameters: of the model, by name.
-            groups: names of the parameters that are compressed together.
-            levels: the exchanges of this rank.
-            inside: dtype of messages inside the node; None is that of the gradients.
-        """
-        averager = make(levels.between, _piece_parameters(parameters, levels.nodes.size), groups)
+        """Return one with lanes, and an averager that `make` makes for pieces of the parameters."""
+        # Views of the parameters, so they take no memory. Only their shapes have a meaning.
+        pieces = {
+            name: Pieces(BucketShape.of((name,), parameters), levels.nodes.size).like(parameter)
+            for name, parameter in parameters.items()
+        }
+        averager = make(levels.between, pieces, groups)
         lanes = [executor_for(levels.everyone, levels.leave) for _ in range(3)]
         return cls(averager, parameters, levels, lanes, inside)
 
@@ -151,9 +146,10 @@ class TwoLevel(Buckets):
         averager = self.averager
         averager.settle()  # the end of a flush changes the groups
         if averager.changes != self._changes:
-            self._shapes = [self.shape_of(group) for group in averager.buckets]
+            shapes = [self.shape_of(group) for group in averager.buckets]
+            self._groups = Completed(shapes if averager.grouped else None)
             self._changes = averager.changes
-        self._groups.begin(self._shapes if averager.grouped else None)
+        self._groups.pending.clear()
         self._between.submit(partial(averager.begin, scale, lrs, self._watch))
 
     def average(self, bucket: Bucket) -> None:
@@ -198,46 +194,6 @@ class TwoLevel(Buckets):
         pieces.join(rows.view(-1), parts)
 
 
-class Completed:
-    """Collects the parameters of a group from DDP's buckets."""
-
-    def __init__(self) -> None:
-        self._shapes: dict[str, BucketShape] | None = None
-        self._pending: dict[Group, dict[str, Tensor]] = {}
-
-    def begin(self, groups: Sequence[BucketShape] | None) -> None:
-        """Begin a backward pass. None uses DDP's buckets as the groups."""
-        self._pending.clear()
-        by_name = {name: shape for shape in groups or () for name in shape.names}
-        self._shapes = None if groups is None else by_name
-
-    def add(self, bucket: Bucket) -> Iterator[tuple[BucketShape, dict[str, Tensor]]]:
-        """Yield the groups that a bucket completes, in the same order on all ranks.
-
-        A group is its shape, and each parameter's part of DDP's buckets.
-        """
-        if self._shapes is None:
-            yield bucket.shape, bucket.parts()
-            return
-        for name, part in bucket.parts().items():
-            shape = self._shapes[name]
-            parts = self._pending.setdefault(shape.names, {})
-            parts[name] = part
-            if len(parts) == len(shape.names):
-                yield shape, self._pending.pop(shape.names)
-
-
 @lru_cache(maxsize=1024)
 def _pieces(shape: BucketShape, ranks: int) -> Pieces:
     return Pieces(shape, ranks)
-
-
-def _piece_parameters(parameters: Mapping[str, Tensor], ranks: int) -> dict[str, Tensor]:
-    """Return tensors with the shape, dtype and device of each parameter's piece.
-
-    They are views of the parameters, so they take no memory. Only their shapes have a meaning.
-    """
-    return {
-        name: Pieces(BucketShape.of((name,), parameters), ranks).like(parameter)
-        for name, parameter in parameters.items()
-    }

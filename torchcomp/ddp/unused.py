@@ -5,7 +5,8 @@ error feedback sent its residual in that step, the residual would be lost. The e
 keeps the state of that parameter, and this class restores its part of DDP's bucket.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 from torch import Tensor
 
@@ -13,16 +14,11 @@ from torchcomp.bucket import Bucket
 
 
 class UnusedWatch:
-    """Track which parameters a step uses, and restore the buckets of the others.
-
-    A parameter is used if a gradient was accumulated for it since the last exchange, including
-    under ``no_sync``.
-
-    Args:
-        parameters: by name.
+    """Tracks which parameters a step uses, and restores the buckets of the others.
 
     Attributes:
-        used: names of the parameters that this rank has used since the last exchange.
+        used: names of the parameters for which this rank has accumulated a gradient since the last
+            exchange, including under ``no_sync``.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -31,8 +27,9 @@ class UnusedWatch:
         # The gradients do not show it: a used parameter's can be zero, and without zero_grad an
         # unused parameter still has an old one.
         for name, parameter in parameters.items():
-            record = _recorder(name, self.used)
-            parameter.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]
+            # The hook refers to the set only, so it does not keep this object and its copies alive.
+            note = partial(_note, self.used, name)
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def before(self, bucket: Bucket) -> None:
         """Copy one of DDP's buckets, for the parameters that this rank did not use."""
@@ -51,9 +48,5 @@ class UnusedWatch:
         self._before.clear()
 
 
-def _recorder(name: str, used: set[str]) -> Callable[[Tensor], None]:
-    # Refers to the set only, so the hook does not keep the watch and its copies alive.
-    def record(parameter: Tensor) -> None:
-        used.add(name)
-
-    return record
+def _note(used: set[str], name: str, parameter: Tensor) -> None:
+    used.add(name)

@@ -2,9 +2,8 @@
 
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.in_process import InProcessExchange, run_in_process
-from torchcomp.exchange.inside import InsideExchange
 from torchcomp.exchange.managed import ManagedExchange
-from torchcomp.exchange.private import PrivateExchange, new_name
+from torchcomp.exchange.private import InsideExchange, PrivateExchange, new_name
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
 __all__ = [

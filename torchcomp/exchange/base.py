@@ -1,7 +1,8 @@
 """Exchange: the collectives of a set of ranks, and the checks of what a step receives."""
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +16,26 @@ _KEPT = 2**25
 """Frames of more bytes, about a bucket of DDP, are not kept in memory for their headers."""
 
 _COMPLEMENTS = bytes(255 - byte for byte in range(256))
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explained(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Pass an error of a method that is a collective to ``exchange.explain(call, error)``."""
+
+    def decorate(collective: Callable[P, R]) -> Callable[P, R]:
+        @wraps(collective)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return collective(*args, **kwargs)
+            except Exception as error:
+                exchange: Any = args[0]
+                exchange.explain(call, error)
+                raise
+
+        return run
+
+    return decorate
 
 
 class Exchange(Verifying):
@@ -86,8 +107,7 @@ class Exchange(Verifying):
             return
         if frames.on_host or received.nbytes > _KEPT:
             headers = headers.clone()
-        origin = Origin(frames, len(received), senders, self.global_ranks)
-        self._headers.append((headers, origin))
+        self._headers.append((headers, Origin(frames, len(received), senders, self.global_ranks)))
 
     def max_at_end(self, numbers: Iterable[int]) -> list[int]:
         """As :meth:`all_reduce_max` for the host's numbers, in the message of :meth:`conclude`.
@@ -105,20 +125,20 @@ class Exchange(Verifying):
         return combined
 
     def same_at_end(self, digest: bytes) -> Callable[[], bool]:
-        """As :meth:`same` for a short digest, with the message of the next :meth:`conclude`.
+        """As :meth:`same` for a short digest, in the message of :meth:`conclude`.
 
-        Returns:
-            A function for after `conclude`: whether all ranks have the same digest.
+        The function that is returned has the answer after it.
         """
         # As in `same`: the complements find the minimum.
         bounds = self.max_at_end([*digest, *digest.translate(_COMPLEMENTS)])
-        return partial(_are_equal, bounds)
+        count = len(digest)
+        return lambda: bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
         """Combine the checks of this step over the ranks, with one message and one wait.
 
-        If there is nothing to combine, it neither communicates nor waits. All ranks call this
-        method. After a :meth:`split`, all ranks of both levels do.
+        All ranks call this; after a :meth:`split`, all ranks of both levels. If there is nothing to
+        combine, it neither communicates nor waits.
 
         Args:
             finite: scalar bool, whether all values that this rank checked are finite. None if it
@@ -136,12 +156,7 @@ class Exchange(Verifying):
         return self.conclude_later(finite, where, advice)()
 
     def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
-        """Do as :meth:`conclude`, but wait for the result only when it is asked for.
-
-        Returns:
-            A function that waits for the result, and returns it or raises. All ranks call it. Its
-            `flags` are the result on the device.
-        """
+        """As :meth:`conclude`, but all ranks call what is returned to wait for the result."""
         received: list[tuple[Tensor, Origin]] = []
         asked: list[Asked] = []
         # Without frames, every rank has checked the whole mean, so `finite` matches already; but
@@ -203,9 +218,3 @@ class Exchange(Verifying):
             level._headers.clear()
             level._asked.clear()
             level.must_conclude = False
-
-
-def _are_equal(bounds: Sequence[int]) -> bool:
-    """Whether the maxima of numbers, and of their complements to 255, are those of one rank."""
-    count = len(bounds) // 2
-    return bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])

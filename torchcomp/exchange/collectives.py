@@ -79,25 +79,19 @@ class Collectives(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order.
+        """Return every rank's picklable `value`, in rank order, to all ranks or to rank `dst` only.
 
-        This pickles and is slow. Use it for error messages and checkpoints, not in every step.
-
-        Args:
-            value: the value of this rank.
-            dst: the only rank that receives the values; the others get an empty list. With None,
-                every rank receives them.
+        The others get an empty list. This pickles and is slow: use it for error messages and
+        checkpoints, not in every step.
         """
 
     # --- Collectives ---
 
     def all_reduce(self, values: Tensor, *, divide: bool = False) -> None:
-        """Replace `values` (1-D, contiguous) with their sum over the ranks, or with their mean.
+        """Replace `values` (1-D, contiguous) with their sum over the ranks.
 
-        Args:
-            values: of this rank.
-            divide: compute the mean, with the bits of plain DDP: each rank multiplies by the
-                reciprocal of the number of ranks before the sum.
+        With `divide`, with their mean, with the bits of plain DDP: each rank multiplies by the
+        reciprocal of the number of ranks before the sum.
         """
         with span("all_reduce") if profiler._is_profiler_enabled else OFF:
             if divide and values.dtype in self._averages:
@@ -111,8 +105,7 @@ class Collectives(ABC):
 
         Args:
             values: 1-D, contiguous; one part for each rank, in rank order, all of the same length.
-            dtype: dtype of the sum, by default that of `values`. gloo adds in it; NCCL adds in the
-                dtype of `values`.
+            dtype: of the sum, by default that of `values`, in which NCCL adds in any case.
         """
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
@@ -129,12 +122,7 @@ class Collectives(ABC):
             return self._all_gather(message).view(self.world_size, -1)
 
     def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Return every rank's `mine` (1-D), in rank order, concatenated.
-
-        Args:
-            mine: this rank's tensor.
-            sizes: number of elements of each rank's tensor.
-        """
+        """Return every rank's `mine` (1-D, of ``sizes[rank]`` elements), concatenated."""
         # torch's all_gather_single needs equal lengths. An all-to-all takes uneven splits.
         copies = [mine.numel()] * self.world_size
         return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
@@ -216,23 +204,22 @@ class Collectives(ABC):
         for level in self._levels:
             level._close()
 
-    def leave(self, error: BaseException) -> None:  # noqa: B027 - most exchanges have none
-        """End the connections of this level after an error, if it has connections of its own."""
+    # Most exchanges have no connections of their own.
 
-    def _close(self) -> None:  # noqa: B027 - most exchanges have none
-        """End the connections of this level, if it has connections of its own."""
+    def leave(self, error: BaseException) -> None:  # noqa: B027
+        """End the connections of this level after an error."""
+
+    def _close(self) -> None:  # noqa: B027
+        """End the connections of this level."""
 
     def count(self, load: Load) -> None:
         """Count bytes that another exchange of the same ranks moves for this one."""
         self._load.add(load)
 
     def take_traffic(self, dense_bytes: int) -> Traffic:
-        """Return the bytes since the last call, and reset the counters.
+        """Return the bytes since the last call, those inside a node apart; reset the counters.
 
-        After a :meth:`split`, messages inside the node are counted apart.
-
-        Args:
-            dense_bytes: bytes that plain DDP would have sent instead.
+        `dense_bytes` are those that plain DDP would have sent instead.
         """
         between = self._levels[0]
         load, between._load = between._load, Load()
@@ -246,10 +233,7 @@ class Collectives(ABC):
         return traffic
 
     def gather_all(self, value: Any) -> list[Any]:
-        """Return the picklable `value` of every rank; after a :meth:`split`, of all levels.
-
-        In rank order if there is one level. With two, in any order, the same on all ranks.
-        """
+        """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
         values = [value]
         for level in self._levels:
             values = [each for listed in level.gather_objects(values) for each in listed]

@@ -1,6 +1,7 @@
 """Conclusion: whether a step counts, combined over the ranks in one message."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch import Tensor
@@ -30,46 +31,37 @@ class Origin(NamedTuple):
         return [name for name, size in zip(names, sizes, strict=True) if size]
 
 
+@dataclass(eq=False)
 class Conclusion:
     """The result of the checks of a step on all ranks. It is called to wait for it.
 
-    Args:
+    Attributes:
         exchange: the ranks.
-        flags: those of all ranks; see below.
-        asked: the numbers that they contain, in their order.
-        differences: the bits of the headers of frames from `origins` that are not as expected;
-            None if all are.
-        origins: in the order of `differences`.
+        flags: uint8, on the exchange's device: whether a frame was not intact on any rank, whether
+            a value was not finite, and the numbers of `asked`. None if nothing was checked.
+        asked: the numbers, in their order.
+        differences: the bits of the headers of frames from `origins`, in their order, that are not
+            as expected; None if all are.
+        origins: of the frames.
         where: the step or call, for the error.
         advice: what state the failed step leaves, for the error.
-
-    Attributes:
-        flags: uint8, on the exchange's device: whether a frame was not intact on any rank, whether
-            a value was not finite, and the numbers. None if nothing was checked.
     """
 
-    def __init__(
-        self,
-        exchange: Collectives,
-        flags: Tensor | None,
-        asked: Sequence[Asked],
-        differences: Tensor | None,
-        origins: Sequence[Origin],
-        where: str,
-        advice: str,
-    ) -> None:
-        self.flags = flags
-        self._exchange, self._asked = exchange, asked
-        self._differences, self._origins = differences, origins
-        self._where, self._advice = where, advice
+    exchange: Collectives
+    flags: Tensor | None
+    asked: Sequence[Asked]
+    differences: Tensor | None
+    origins: Sequence[Origin]
+    where: str
+    advice: str
+
+    def __post_init__(self) -> None:
         # On a CPU, there is nothing to copy or to wait for.
+        flags = self.flags
         self._wait = None if flags is None or flags.is_cpu else host.copy_from(flags)
 
     def __call__(self) -> bool:
-        """Wait for the result. All ranks call this.
-
-        Returns:
-            Whether the values are finite on all ranks.
+        """Return whether the values are finite on all ranks, which all call this.
 
         Raises:
             WireError: on every rank, if a frame was not intact. It names the senders.
@@ -78,20 +70,19 @@ class Conclusion:
             return True
         flags = self.flags if self._wait is None else self._wait()  # the only wait of a step
         damaged, nonfinite, *numbers = flags.tolist()
-        for mine, maxima in self._asked:
+        for mine, maxima in self.asked:
             maxima[:], numbers = numbers[: len(mine)], numbers[len(mine) :]
         if damaged:
             raise self._error()
         return not nonfinite
 
     def _error(self) -> WireError:
-        """Return the error that names every sender of a frame that was not intact."""
         problems = set()
-        found = iter(() if self._differences is None else self._differences.tolist())
-        for origin in self._origins:
+        found = iter(() if self.differences is None else self.differences.tolist())
+        for origin in self.origins:
             for name, words in zip(origin.names(), found, strict=False):
                 if any(words):
                     finding = FINDINGS[origin.frames.finding(*words)]
                     problems.add(f"rank {name}'s message {finding}")
-        listed = "; ".join(sorted(set().union(*self._exchange.gather_all(problems))))
-        return WireError(f"cannot use a message of {self._where}: {listed}. {self._advice}")
+        listed = "; ".join(sorted(set().union(*self.exchange.gather_all(problems))))
+        return WireError(f"cannot use a message of {self.where}: {listed}. {self.advice}")

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -20,41 +20,22 @@ from torch.distributed import distributed_c10d
 
 from torchcomp.errors import RankFailureError
 
+if TYPE_CHECKING:
+    from torchcomp.exchange.process_group import ProcessGroupExchange
+
 SECONDS = 1.0
 """How long a rank waits for the reports of others, and for a store that does not answer."""
 
 ADVICE = "Look at the logs of the ranks, then restart all ranks from their last checkpoint"
 _LOST, _CAUSE = "lost ", "cause "
+_LACKS = (EMFILE, ENFILE, ENOMEM, ENOBUFS)  # of this rank
 Reports = dict[int, str]
 Answer = TypeVar("Answer")
 
 
-class Reporter(Protocol):
-    """An exchange whose ranks report their failures.
-
-    Attributes:
-        rank: this rank in the exchange.
-        global_ranks: the ranks of the exchange.
-        family: name under which they report, the same on all of them. Groups that are made after a
-            failure have another one.
-        witnesses: all ranks that report under this name.
-    """
-
-    rank: int
-    global_ranks: tuple[int, ...]
-    family: str
-    witnesses: tuple[int, ...]
-
-
-def explain(call: str, exchange: Reporter, error: RuntimeError) -> None:
-    """Raise RankFailureError if a collective lost the connection to another rank.
-
-    Args:
-        call: the collective, for the error.
-        exchange: whose collective it is.
-        error: what the backend raised.
-    """
-    if _is_own(error):
+def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> None:
+    """Raise RankFailureError if the error of a collective is the loss of another rank."""
+    if any(os.strerror(number) in str(error) for number in _LACKS):
         report_cause(exchange, error)
     elif _is_loss(error):
         text = str(error).partition(" This is typically")[0]
@@ -70,11 +51,8 @@ def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
     """Return what `ask` returns or raises, if it does so within some seconds.
 
     For calls whose own timeout does not end them: a store behind a lost link does not answer, and
-    gloo waits for several timeouts for a rank that is stopped while it connects.
-
-    Raises:
-        dist.DistStoreError: otherwise. `ask` then goes on in a thread, for which the process does
-            not wait when it ends.
+    gloo waits for several timeouts for a rank that is stopped while it connects. Otherwise, this
+    raises dist.DistStoreError, and `ask` goes on in a thread that does not outlive the process.
     """
     answer: Future[Answer] = Future()
 
@@ -93,18 +71,17 @@ def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
         ) from None
 
 
-def report_cause(exchange: Reporter, error: BaseException) -> None:
+def report_cause(exchange: "ProcessGroupExchange", error: BaseException) -> None:
     """Tell the other ranks why this one leaves an exchange."""
     # A rank that lost a connection has reported that already.
     if not isinstance(error, RankFailureError):
         _report(exchange, f"{_CAUSE}{type(error).__name__}: {error}", wait=False)
 
 
-def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:
+def _report(exchange: "ProcessGroupExchange", text: str, *, wait: bool) -> Reports:
     """Report a failure of this rank, and return the reports of all ranks.
 
-    With `wait`, it waits until a rank reports a cause, all ranks have reported, or :data:`SECONDS`
-    have passed.
+    With `wait`, until a rank reports a cause, all have reported, or :data:`SECONDS` have passed.
     """
     found: Reports = {}
 
@@ -126,12 +103,7 @@ def _report(exchange: Reporter, text: str, *, wait: bool) -> Reports:
     return dict(found)
 
 
-def _is_own(error: RuntimeError) -> bool:
-    """Whether the backend lacks descriptors or memory on this rank."""
-    return any(os.strerror(number) in str(error) for number in (EMFILE, ENFILE, ENOMEM, ENOBUFS))
-
-
-def _is_loss(error: RuntimeError) -> bool:
+def _is_loss(error: Exception) -> bool:
     """Whether the backend lost a connection, rather than refused a tensor."""
     if isinstance(error, RankFailureError):
         return False
@@ -146,7 +118,7 @@ def _is_loss(error: RuntimeError) -> bool:
     )
 
 
-def _who(exchange: Reporter, found: Reports) -> str:
+def _who(exchange: "ProcessGroupExchange", found: Reports) -> str:
     causes = [
         f"rank {rank} failed first with {text.removeprefix(_CAUSE)}"
         for rank, text in sorted(found.items())

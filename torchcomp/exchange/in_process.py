@@ -17,16 +17,11 @@ _TIMEOUT_SECONDS = 300
 
 
 class _Board:
-    """Shared memory of all ranks: each rank writes one value per call and reads all of them.
-
-    Attributes:
-        running: lock of the rank that is computing. Only one rank computes at a time.
-        barrier: where the ranks wait for each other.
-    """
+    """Shared memory of all ranks: each rank writes one value per call and reads all of them."""
 
     def __init__(self, size: int) -> None:
-        # Without this lock, a hundred threads compete for Python's interpreter lock and pass it on
-        # at every small operation. That takes several times as long.
+        # Only one rank computes at a time. A hundred threads that compete for Python's interpreter
+        # lock pass it on at every small operation, and take several times as long.
         self.running = threading.Lock()
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
         # Two rows, used alternately. A rank can be at most one call ahead of another. With one
@@ -115,10 +110,7 @@ def run_in_process(
         exchanges: exchanges to use again, with their counters; by default new ones.
 
     Returns:
-        The results of `body`, in rank order.
-
-    Raises:
-        Exception: the exception of `body`, from the lowest rank that raised one.
+        The results of `body`, in rank order. An exception is that of the lowest rank that raised.
     """
     ranks = exchanges or InProcessExchange.ranks(world_size)
     board = ranks[0]._board

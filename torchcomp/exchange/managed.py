@@ -9,7 +9,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
 from torchcomp.errors import RankFailureError
-from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.base import Exchange, explained
 from torchcomp.exchange.private import ENDED, PrivateExchange
 
 
@@ -33,40 +33,35 @@ class ManagedExchange(PrivateExchange):
     def leave(self, error: BaseException) -> None:
         """Do nothing: the manager ends the connections when it configures the group again."""
 
+    def explain(self, call: str, error: Exception) -> None:
+        """Raise RankFailureError. Any error ends the step, and the manager decides what is next."""
+        raise RankFailureError(
+            f"a collective among the {self.world_size} ranks of the manager's group failed on "
+            f"rank {self.rank}: another rank has died, or did not answer in time. The manager "
+            "does not count the step, and the next one is among the ranks that are left. The "
+            f"backend says: {error}"
+        ) from error
+
     # The process groups of torchft are Python classes, which take options and no defaults.
 
+    @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         options = AllreduceOptions()
         options.reduceOp = operation
-        try:
-            self._group.allreduce([values], options).wait()
-        except Exception as error:
-            raise self._failure(error) from error
+        self._group.allreduce([values], options).wait()
 
     def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
         # The manager asks for the failures of a step before the next one begins.
         return Exchange._start_all_reduce(self, values)
 
+    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
         options = AllgatherOptions()
-        try:
-            self._group.allgather_into_tensor_coalesced([received], [mine], options).wait()
-        except Exception as error:
-            raise self._failure(error) from error
+        self._group.allgather_into_tensor_coalesced([received], [mine], options).wait()
 
+    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
         options = AllToAllOptions()
-        try:
-            self._group.alltoall_base(received, outgoing, arriving, sizes, options).wait()
-        except Exception as error:
-            raise self._failure(error) from error
-
-    def _failure(self, error: Exception) -> RankFailureError:
-        return RankFailureError(
-            f"a collective among the {self.world_size} ranks of the manager's group failed on "
-            f"rank {self.rank}: another rank has died, or did not answer in time. The manager "
-            "does not count the step, and the next one is among the ranks that are left. The "
-            f"backend says: {error}"
-        )
+        self._group.alltoall_base(received, outgoing, arriving, sizes, options).wait()

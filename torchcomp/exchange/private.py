@@ -1,15 +1,12 @@
 """PrivateExchange: the exchange over a group of its own, beside the groups of the user."""
 
-import pickle
 import threading
 import uuid
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
@@ -17,9 +14,10 @@ from torch.distributed import distributed_c10d
 
 from torchcomp import host
 from torchcomp.errors import RankFailureError
-from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explain, report_cause
+from torchcomp.exchange.base import Exchange, explained
+from torchcomp.exchange.failures import ADVICE, SECONDS, answered, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly
+from torchcomp.scratch import Scratch
 
 
 class PrivateExchange(ProcessGroupExchange):
@@ -45,17 +43,13 @@ class PrivateExchange(ProcessGroupExchange):
     def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         rank = list(ranks).index(dist.get_rank())
         Exchange.__init__(self, rank, len(ranks), beside.device, ranks)
-        self.backend, self._own_timeout = beside.backend, beside.timeout
+        self.backend, self.timeout = beside.backend, beside.timeout
         self._averages = averaged_exactly(self.backend, self.world_size)
-        self.name = name
-        self.family = name.partition("/")[0]
+        self.name, self.family = name, name.partition("/")[0]
         self.witnesses = tuple(sorted({*beside.witnesses, *ranks}))
-        try:
-            self._connect()
-        except RuntimeError as error:
-            explain("connecting", self, error)
-            raise
+        self._connect()
 
+    @explained("connecting")
     def _connect(self) -> None:
         store = PrefixStore(self.name, distributed_c10d._get_default_store())
         if self.backend == "nccl":
@@ -88,72 +82,65 @@ class PrivateExchange(ProcessGroupExchange):
             threading.Thread(target=_keep, args=(self._group, started), daemon=True).start()
         self._group = ENDED
 
-    @property
-    def timeout(self) -> timedelta:
-        return self._own_timeout
-
     # `wait` blocks the host for gloo, and the current stream for NCCL.
 
+    @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        try:
-            self._group.allreduce([values], operation).wait()
-        except RuntimeError as error:
-            explain("all_reduce", self, error)
-            raise
+        self._group.allreduce([values], operation).wait()
 
+    @explained("all_reduce")
     def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
         # An accelerator does not wait for its host anyway.
         if not host.can_read(values):
             return super()._start_all_reduce(values)
-        try:
-            self._started = self._group.allreduce([values])
-        except RuntimeError as error:
-            explain("all_reduce", self, error)
-            raise
+        self._started = self._group.allreduce([values])
         return partial(self._wait, self._started)
 
+    @explained("all_reduce")
     def _wait(self, work: Any) -> None:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            explain("all_reduce", self, error)
-            raise
+        work.wait()
 
+    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
-        try:
-            self._group._reduce_scatter_base(mine, values).wait()
-        except RuntimeError as error:
-            explain("reduce_scatter", self, error)
-            raise
+        self._group._reduce_scatter_base(mine, values).wait()
 
+    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        try:
-            self._group._allgather_base(received, mine).wait()
-        except RuntimeError as error:
-            explain("all_gather", self, error)
-            raise
+        self._group._allgather_base(received, mine).wait()
 
+    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        try:
-            self._group.alltoall_base(received, outgoing, arriving, sizes).wait()
-        except RuntimeError as error:
-            explain("all_to_all", self, error)
-            raise
+        self._group.alltoall_base(received, outgoing, arriving, sizes).wait()
 
-    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        pickled = pickled.to(self.device)
-        length = torch.tensor([pickled.numel()], dtype=torch.int64, device=self.device)
-        lengths = self._all_gather(length).tolist()
-        receivers = [rank for rank in range(self.world_size) if dst in (None, rank)]
-        sizes = [pickled.numel() * (rank in receivers) for rank in range(self.world_size)]
-        arriving = [length * (self.rank in receivers) for length in lengths]
-        received = self._all_to_all(pickled.repeat(len(receivers)), sizes, arriving).cpu()
-        if self.rank not in receivers:
-            return []
-        return [pickle.loads(part.numpy().tobytes()) for part in torch.split(received, arriving)]
+
+class InsideExchange(PrivateExchange):
+    """The private exchange inside a node, of large uncompressed messages.
+
+    Gathered values are valid until the next call, which uses their memory again.
+    """
+
+    def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
+        super().__init__(name, ranks, beside)
+        self._sending, self._receiving = Scratch(), Scratch()
+
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        if mine.is_cuda:
+            return super()._all_gather(mine)
+        # Not gloo's all-gather, which copies what it has received once more, to fresh memory. Its
+        # ring would spare a network card, but inside a node there is none.
+        copies = self._sending.take(mine.numel() * self.world_size, mine.dtype, mine.device)
+        copies.view(self.world_size, -1).copy_(mine)
+        sizes = [mine.numel()] * self.world_size
+        return self._all_to_all(copies, sizes, sizes)
+
+    def _all_to_all(
+        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        received = self._receiving.take(sum(arriving), outgoing.dtype, outgoing.device)
+        self._all_to_all_to(received, outgoing, list(arriving), list(sizes))
+        return received
 
 
 class _Ended:

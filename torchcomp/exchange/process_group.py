@@ -1,11 +1,12 @@
 """ProcessGroupExchange: the exchange over a process group of torch.distributed.
 
-No other file but private.py calls collectives of torch.distributed.
+No other file but private.py and managed.py calls collectives of torch.distributed.
 """
 
+import pickle
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.compat import all_gather_single, reduce_scatter_single
 from torchcomp.errors import UnsupportedModelError
-from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.base import Exchange, explained
 from torchcomp.exchange.failures import explain, report_cause
 from torchcomp.traffic import COPIED
 
@@ -33,6 +34,8 @@ class ProcessGroupExchange(Exchange):
         family: name under which ranks report failures to each other, the same on all of them.
         witnesses: the global ranks that report there.
     """
+
+    _objects_on: torch.device | None = None  # by default, the device of the messages
 
     def __init__(
         self,
@@ -56,13 +59,12 @@ class ProcessGroupExchange(Exchange):
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.backend = backends.get(self.device.type, "")
+        # States can be large: they take no memory of an accelerator if the group has gloo as well.
+        if backends.get("cpu") == "gloo":
+            self._objects_on = torch.device("cpu")
         self._averages = averaged_exactly(self.backend, self.world_size)
 
-    def leave(self, error: BaseException) -> None:
-        """Tell the other ranks, who wait until the timeout: the group belongs to the user."""
-        report_cause(self, error)
-
-    @property
+    @cached_property
     def timeout(self) -> timedelta:
         """The timeout of the group's collectives, or torch's default if the backend has none."""
         group: Any = self.group or dist.group.WORLD
@@ -71,15 +73,38 @@ class ProcessGroupExchange(Exchange):
         timeout: timedelta = group._get_backend(self.device).options._timeout
         return timeout
 
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks, who wait until the timeout: the group belongs to the user."""
+        report_cause(self, error)
+
+    def explain(self, call: str, error: Exception) -> None:
+        """Raise RankFailureError if the error of a collective is the loss of a rank."""
+        explain(call, self, error)
+
+    # What a private group does in another way.
+
+    @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        try:
-            dist.all_reduce(values, operation, group=self.group)
-        except RuntimeError as error:
-            explain("all_reduce", self, error)
-            raise
+        dist.all_reduce(values, operation, group=self.group)
 
     def _all_reduce_mean(self, values: Tensor) -> None:
         self._all_reduce(values, dist.ReduceOp.AVG)
+
+    @explained("reduce_scatter")
+    def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
+        reduce_scatter_single(mine, values, group=self.group)
+
+    @explained("all_gather")
+    def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
+        all_gather_single(received, mine, group=self.group)
+
+    @explained("all_to_all")
+    def _all_to_all_to(
+        self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
+    ) -> None:
+        dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
+
+    # The same for all groups.
 
     def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         if not values.is_cuda or self.backend == "gloo":
@@ -110,48 +135,21 @@ class ProcessGroupExchange(Exchange):
         self._all_to_all_to(received, outgoing, list(arriving), list(sizes))
         return received
 
-    def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
-        try:
-            reduce_scatter_single(mine, values, group=self.group)
-        except RuntimeError as error:
-            explain("reduce_scatter", self, error)
-            raise
-
-    def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        try:
-            all_gather_single(received, mine, group=self.group)
-        except RuntimeError as error:
-            explain("all_gather", self, error)
-            raise
-
-    def _all_to_all_to(
-        self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
-    ) -> None:
-        try:
-            dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
-        except RuntimeError as error:
-            explain("all_to_all", self, error)
-            raise
-
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        values: list[Any] = [None] * self.world_size
-        receives = dst in (None, self.rank)
-        # For NCCL, torch moves the objects to the *current* device. If the script never called
-        # torch.cuda.set_device, that is the same device on all ranks, and NCCL refuses it or hangs.
-        on_device: AbstractContextManager[Any] = nullcontext()
-        if self.device.type == "cuda":
-            on_device = torch.cuda.device(self.device)
-        try:
-            with on_device:
-                if dst is None:
-                    dist.all_gather_object(values, value, group=self.group)
-                else:
-                    gathered = values if receives else None
-                    dist.gather_object(value, gathered, group=self.group, group_dst=dst)
-        except RuntimeError as error:
-            explain("gather_objects", self, error)
-            raise
-        return values if receives else []
+        # Not torch's, which for NCCL uses the current device: the same one on all ranks of a script
+        # that never called torch.cuda.set_device.
+        pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        device = self._objects_on or self.device
+        pickled = pickled.to(device)
+        length = torch.tensor([pickled.numel()], dtype=torch.int64, device=device)
+        lengths = self._all_gather(length).tolist()
+        receivers = [rank for rank in range(self.world_size) if dst in (None, rank)]
+        sizes = [pickled.numel() * (rank in receivers) for rank in range(self.world_size)]
+        arriving = [length * (self.rank in receivers) for length in lengths]
+        received = self._all_to_all(pickled.repeat(len(receivers)), sizes, arriving).cpu()
+        if self.rank not in receivers:
+            return []
+        return [pickle.loads(part.numpy().tobytes()) for part in torch.split(received, arriving)]
 
 
 def averaged_exactly(backend: str, world_size: int) -> tuple[torch.dtype, ...]:

@@ -20,9 +20,7 @@ class Verifying(Collectives):
         advice: str = "",
         on_level: dict[str, Any] | None = None,
     ) -> None:
-        """Verify that `values` match across ranks, and raise on every rank if they do not.
-
-        After a :meth:`split`, this covers all ranks of both levels.
+        """Verify that `values` match on all ranks of all levels, or raise on every rank.
 
         Args:
             what: the call that is verified, for the error.
@@ -53,31 +51,26 @@ class Verifying(Collectives):
         make: Callable[[], tuple[Built, dict[str, Any]]],
         advice: str = "",
     ) -> Built:
-        """Build an object on every rank, or raise on every rank.
+        """Build an object on every rank, or raise on every rank; see :meth:`verify`.
 
         Args:
             what: the call that builds, for the error.
-            arguments: name -> printable argument of the call on this rank; must match across
-                ranks.
-            make: returns the object, and values that must match across ranks. A value replaces
-                the argument of the same name, as a parsed spec replaces its string.
+            arguments: name -> printable argument of the call; must match on all ranks.
+            make: returns the object, and further values that must match. A value replaces the
+                argument of the same name, as a parsed spec replaces its string.
             advice: what the user can do if they do not match.
 
         Raises:
             RankMismatchError: if arguments or values differ, or `make` fails only on some ranks.
             Exception: the exception of `make`, if it fails on all ranks in the same way.
         """
-        # Do not raise yet: a rank that fails alone would leave the others waiting in `verify`.
-        problem: Exception | None = None
-        values: dict[str, Any] = {}
         try:
             built, values = make()
         except Exception as error:
-            problem = error
-        summary = "none" if problem is None else str(problem).partition("\n")[0]
-        self.verify(what, {**arguments, "error": summary, **values}, advice)
-        if problem is not None:
-            raise problem
+            # First tell the others: they would wait in `verify` for a rank that fails alone.
+            self.verify(what, {**arguments, "error": str(error).partition("\n")[0]}, advice)
+            raise
+        self.verify(what, {**arguments, "error": "none", **values}, advice)
         return built
 
 

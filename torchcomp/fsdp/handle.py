@@ -1,6 +1,5 @@
 """FSDPHandle: the all-reduce hooks of one FSDP2 model."""
 
-import math
 import threading
 from functools import partial
 from typing import Any
@@ -12,10 +11,8 @@ from torch.utils import _pytree as pytree
 from torchcomp.aggregators import Aggregator
 from torchcomp.bucket import Bucket
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import after_backward, side_stream
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
-from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
 from torchcomp.fsdp.units import Unit, units_of
@@ -44,14 +41,8 @@ class FSDPHandle(Handle):
         scaler: "torch.amp.GradScaler | None",
         lrs: OptimizerLRs | None = None,
     ) -> None:
-        super().__init__(buckets)
-        self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
-        parameters = {name: each for unit in units for name, each in unit.parameters.items()}
-        # As in DDPHandle, for the gradients of a step that does not count.
-        self._parameters = list(parameters.values())
-        self._void_value = 0.0 if self._loss_scale is None else math.inf
-        speaks = buckets.everyone.rank == 0
-        self._discarded = Discarded(self.averager, parameters, speaks)
+        self._parameters = {name: each for u in units for name, each in u.parameters.items()}
+        super().__init__(model, buckets, self._parameters, scaler, lrs)
         device = buckets.everyone.device
         self._stream = side_stream(device) if device.type == "cuda" else None
         self._pass = -1  # the backward pass in progress
@@ -144,12 +135,7 @@ class FSDPHandle(Handle):
         except (RuntimeError, UnsupportedModelError) as error:
             self._failure = error  # on all ranks
             return
-        if self._discarded is not None and self._discarded.open:
-            self._discarded.settle(in_backward=True)
-            self._step_before = self.averager.step
-        scale = 1.0 if self._loss_scale is None else self._loss_scale.read()
-        lrs = None if self._lrs is None else self._lrs.read()
-        self.averager.begin(scale, lrs, self._watch)
+        self.averager.begin(*self._begin_step(), self._watch)
 
     def _check(self, model: nn.Module) -> None:
         self._require_open("a backward pass")
@@ -195,13 +181,9 @@ class FSDPHandle(Handle):
         self._pass = -1
         if not self._begun:
             return  # FSDP2 only accumulates
-        self._finish_step()
-        self._running = False
-
-    def _finish_step(self) -> None:
         failure, self._failure = self._failure, None
         if failure is not None:
-            raise failure
+            raise failure  # and the next pass abandons this one
         stream = self._stream
         caller = None if stream is None else torch.cuda.current_stream(stream.device)
         with torch.cuda.stream(stream):
@@ -211,9 +193,10 @@ class FSDPHandle(Handle):
                 self._fill_where(self.averager.void)
         if caller is not None and stream is not None:
             caller.wait_stream(stream)
+        self._running = False
 
     def _fill_where(self, void: Tensor) -> None:
-        for parameter in self._parameters:
+        for parameter in self._parameters.values():
             gradient: Any = parameter.grad
             if gradient is not None:
                 local = gradient.to_local()

@@ -13,12 +13,11 @@ from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.auto import Auto
-from torchcomp.averager import Averager
 from torchcomp.checkpoint import digest_of
 from torchcomp.component import Component
 from torchcomp.ddp.arguments import Options
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.log import log_method, log_optimizers
+from torchcomp.ddp.log import log_method
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
@@ -43,38 +42,27 @@ def register_fsdp(
     """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
     module: Any = model
     units, shards, replicas = _levels(module, replicate)
-    arguments: dict[str, Any] = {"spec": spec, **options.compared()}
+    parameters = {name: each for unit in units for name, each in unit.parameters.items()}
     aggregator, lrs = replicas.build(
-        "torchcomp.register", arguments, lambda: _check(units, spec, options, shards, replicas)
+        "torchcomp.register",
+        options.compared(spec),
+        lambda: _check(units, spec, options, shards, replicas),
     )
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
-    local = {name: p.to_local() for unit in units for name, p in unit.parameters.items()}
+    local = {name: each.to_local() for name, each in parameters.items()}
     replicas.verify("torchcomp.register", {}, _SAME_START, {"parameters": digest_of(local)})
     everyone = _everyone(replicas)
     pieces = {name: p for unit in units for name, p in unit.like_pieces(shards.world_size).items()}
     groups = [unit.names for unit in units]
-    averager = Averager(
-        aggregator,
-        replicas,
-        pieces,
-        groups,
-        seed=options.seed,
-        merged=False,
-        late=options.late(replicas.device),
-        checksum=options.checksum,
-        takes_back=True,
-    )
+    make = options.averager_of(aggregator, replicas.device)
+    averager = make(replicas, pieces, groups, merged=False)
     if options.guard:
         from torchcomp.guard import Replicas, watch
 
         watch(averager, options.guard, Replicas(local, shards.rank))
     place = Place(everyone.rank, replicas.rank, shards.rank, shards.world_size)
     # Of whole parameters: without memory.
-    whole = {
-        name: torch.empty(each.shape, device="meta")
-        for unit in units
-        for name, each in unit.parameters.items()
-    }
+    whole = {name: torch.empty(each.shape, device="meta") for name, each in parameters.items()}
     buckets = Buckets(averager, everyone, place, whole)
     handle = FSDPHandle(module, units, buckets, options.scaler, lrs)
     # On one rank only: the messages would be the same on all ranks.
@@ -82,8 +70,7 @@ def register_fsdp(
         shapes = [averager.shape_of(names) for names in groups]
         planned = planned_traffic(aggregator, shapes, replicas.world_size)
         elements = sum(each.numel() for each in whole.values())
-        log_method(averager, elements, planned, f"{replicas.world_size} replicas")
-        log_optimizers(lrs)
+        log_method(averager, elements, planned, f"{replicas.world_size} replicas", lrs)
     return handle
 
 
@@ -133,7 +120,17 @@ def _check(
     replicas: Exchange,
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
-    _check_for_ddp_only(options)
+    if options.nodes is not None:
+        raise SpecError(
+            "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
+            "nodes",
+        )
+    if options.inside is not None:
+        raise SpecError(
+            "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
+            "reduce_dtype=torch.bfloat16) to fully_shard",
+            "inside",
+        )
     shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
     if shared != [dist.get_rank()]:
         raise SpecError(
@@ -160,20 +157,6 @@ def _check(
         "wire version": wire.VERSION,
     }
     return (aggregator, options.lrs(trained)), values
-
-
-def _check_for_ddp_only(options: Options) -> None:
-    if options.nodes is not None:
-        raise SpecError(
-            "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
-            "nodes",
-        )
-    if options.inside is not None:
-        raise SpecError(
-            "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
-            "reduce_dtype=torch.bfloat16) to fully_shard",
-            "inside",
-        )
 
 
 def _check_free(units: Iterable[Unit]) -> None:

@@ -16,8 +16,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
 from torchcomp.bucket import BucketShape
+from torchcomp.ddp.checks import check_real, trained
 from torchcomp.errors import UnsupportedModelError
-from torchcomp.pieces import Chunk, Pieces
+from torchcomp.pieces import Pieces
 
 _HOW_TO_SHARD = (
     'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")); '
@@ -52,16 +53,18 @@ class Unit:
 
     def like_pieces(self, ranks: int) -> dict[str, Tensor]:
         """Return tensors with the shape, dtype and device of this rank's shards."""
-        chunks = self.pieces(ranks).chunks
-        return {chunk.name: self._like(chunk) for chunk in chunks}
-
-    def _like(self, chunk: Chunk) -> Tensor:
-        local = self.parameters[chunk.name].to_local().detach()
-        like, memory = local.new_empty(0, dtype=self.dtype), local.untyped_storage()
-        # In the memory of the parameter where it fits: only shape, dtype and device have a meaning.
-        if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
-            return local.new_empty(chunk.shape, dtype=self.dtype)
-        return like.set_(memory, 0, chunk.shape, chunk.stride)
+        found = {}
+        for chunk in self.pieces(ranks).chunks:
+            local = self.parameters[chunk.name].to_local().detach()
+            memory = local.untyped_storage()
+            if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
+                like = local.new_empty(chunk.shape, dtype=self.dtype)
+            else:
+                # In the memory of the parameter: only shape, dtype and device have a meaning.
+                like = local.new_empty(0, dtype=self.dtype)
+                like.set_(memory, 0, chunk.shape, chunk.stride)
+            found[chunk.name] = like
+        return found
 
     @property
     def hook(self) -> Any:
@@ -114,7 +117,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         UnsupportedModelError: if a trained parameter is not sharded by FSDP2 along its first
             dimension over a mesh of one dimension, the same for all.
     """
-    named = {id(parameter): name for name, parameter in _trained_parameters(model)}
+    names = {id(parameter): name for name, parameter in trained(model)}
     units, seen = [], set()
     modules: Iterable[Any] = (each for each in model.modules() if isinstance(each, FSDPModule))
     for module in modules:
@@ -123,10 +126,10 @@ def units_of(model: nn.Module) -> list[Unit]:
         if group is None or id(group) in seen:
             continue
         seen.add(id(group))
-        trained = {name: each for each in group.fsdp_params if (name := _name(each, named))}
-        if trained:
-            parameters = {name: each.sharded_param for name, each in trained.items()}
-            units.append(Unit(module, parameters, _reduce_dtype(group, trained.values())))
+        own = {name: each for each in group.fsdp_params if (name := _name(each, names))}
+        if own:
+            parameters = {name: each.sharded_param for name, each in own.items()}
+            units.append(Unit(module, parameters, _reduce_dtype(group, own.values())))
     _check(model, units)
     return units
 
@@ -143,28 +146,18 @@ def _reduce_dtype(group: Any, trained: Iterable[Any]) -> torch.dtype:
     return functools.reduce(torch.promote_types, found)
 
 
-def _name(parameter: Any, named: dict[int, str]) -> str | None:
+def _name(parameter: Any, names: dict[int, str]) -> str | None:
     """Return the name of a parameter of FSDP2, or None if it is not trained."""
     # While a unit is gathered, its modules have other parameters: in a forward or backward pass,
     # and for the root module also after an evaluation.
     gathered = getattr(parameter, "unsharded_param", None)
-    return named.get(id(parameter.sharded_param)) or named.get(id(gathered))
-
-
-def _trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Return (name, parameter) pairs of what is trained, in registration order."""
-    # As for DDP, a checkpoint fits both the compiled and the plain model.
-    return [
-        (name.replace("_orig_mod.", ""), parameter)
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    ]
+    return names.get(id(parameter.sharded_param)) or names.get(id(gathered))
 
 
 def _check(model: nn.Module, units: Iterable[Unit]) -> None:
     managed = {name: each for unit in units for name, each in unit.parameters.items()}
     meshes = set()
-    for name, _ in _trained_parameters(model):
+    for name, _ in trained(model):
         parameter = managed.get(name)
         if parameter is None:
             raise UnsupportedModelError(
@@ -183,11 +176,7 @@ def _check(model: nn.Module, units: Iterable[Unit]) -> None:
                 f"parameter '{name}' is sharded as {parameter.placements[0]}, and torchcomp needs "
                 "shards along the first dimension: leave out shard_placement_fn"
             )
-        if parameter.is_complex():
-            raise UnsupportedModelError(
-                f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
-                "gradients. Train on torch.view_as_real of it"
-            )
+        check_real(name, parameter)
         if parameter.is_meta:
             raise UnsupportedModelError(
                 f"parameter '{name}' is on the meta device. Call model.to_empty(device=...) and "
