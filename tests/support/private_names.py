@@ -16,7 +16,6 @@ PRIVATE = {
     "torch._C": {
         "_distributed_c10d": "declares the type of DDP's buckets",
         "_current_graph_task_id": "tells whether a backward pass is running",
-        "_will_engine_execute_node": "tells whether a backward pass computes a gradient",
     },
     "torch.autograd.Variable": {
         "_execution_engine": "calls a function at the end of a backward pass",
