@@ -152,7 +152,7 @@ def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> st
     gloo takes GLOO_SOCKET_IFNAME, or else the address of the host's name. NCCL takes
     NCCL_SOCKET_IFNAME, or else a network card; the one towards the store of the job is assumed.
     """
-    variable = f"{backend.upper()}_SOCKET_IFNAME"
+    variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[backend]
     wanted = environment.get(variable, "")
     if wanted:
         for address in filter(None, map(_address_of, _matching(wanted, backend))):
