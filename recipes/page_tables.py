@@ -1,7 +1,8 @@
-"""The tables of the pages, written from the committed results.
+"""The tables and pictures of the pages, made from the committed results.
 
-    python -m recipes.page_tables           # after a measurement: write all tables again
-    python -m recipes.page_tables --check   # only compare; exit status 1 if a page differs
+    python -m recipes.page_tables             # after a measurement: write all tables again
+    python -m recipes.page_tables --check     # only compare; exit status 1 if a page differs
+    python -m recipes.page_tables --pictures  # also draw all pictures again
 
 A page marks where a table belongs:
 
@@ -9,20 +10,19 @@ A page marks where a table belongs:
     <!-- end -->
 
 The text between the two lines is ``TABLES["accuracy"]`` of ``recipes/qsr/tables.py``, a function
-from the folder of the results to markdown. A test compares all pages with the results.
+from the folder of the results to markdown. ``PICTURES`` of ``recipes/qsr/pictures.py`` has the
+pictures by the names of their files. A test compares all pages with the results.
 """
 
 import argparse
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from recipes.errors import RecipeError, exit_on_user_error
-
-TableMaker = Callable[[Path], str]
-"""From the folder of the results to markdown."""
 
 _HERE = Path(__file__).resolve().parent
 _STARTS = re.compile(r"<!-- table: ")
@@ -35,6 +35,7 @@ def main() -> None:
     with exit_on_user_error():
         parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
         parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+        parser.add_argument("--pictures", action="store_true", help="also draw the pictures")
         arguments = parser.parse_args()
         differing = [path for path in pages() if path.read_text() != filled(path.read_text())]
     for path in differing:
@@ -43,7 +44,18 @@ def main() -> None:
         else:
             path.write_text(filled(path.read_text()))
             print(f"wrote {path.relative_to(_HERE.parent)}")
+    if arguments.pictures and not arguments.check:
+        draw_pictures()
     sys.exit(1 if differing and arguments.check else 0)
+
+
+def draw_pictures() -> None:
+    """Draw all pictures from the committed results."""
+    for module in sorted(_HERE.glob("*/pictures.py")):
+        folder = module.parent / "results"
+        for name, picture in _made_by(module.parent.name, "pictures").items():
+            picture(folder, folder / f"{name}.png")
+            print(f"drew {folder.relative_to(_HERE.parent)}/{name}.png")
 
 
 def pages() -> Iterator[Path]:
@@ -67,29 +79,19 @@ def filled(text: str) -> str:
 
 def _written(match: re.Match[str]) -> str:
     folder, name = match[2], match[3]
-    tables = tables_of(folder)
+    tables = _made_by(folder, "tables")
     if name not in tables:
         raise RecipeError(f"recipes/{folder}/tables.py has no table {name!r}, only {[*tables]}")
     table = tables[name](_HERE / folder / "results").strip()
     return f"{match[1]}{table}\n{match[4]}"
 
 
-def tables_of(folder: str) -> Mapping[str, TableMaker]:
-    """Return the tables that a folder of recipes makes, by name.
-
-    Raises:
-        RecipeError: if the folder has no ``tables.py``.
-    """
-    if not (_HERE / folder / "tables.py").is_file():
-        raise RecipeError(f"recipes/{folder}/tables.py does not exist")
-    tables: Mapping[str, TableMaker] = importlib.import_module(f"recipes.{folder}.tables").TABLES
-    return tables
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table in markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
+def _made_by(folder: str, kind: str) -> dict[str, Any]:
+    if not (_HERE / folder / f"{kind}.py").is_file():
+        raise RecipeError(f"recipes/{folder}/{kind}.py does not exist")
+    module = importlib.import_module(f"recipes.{folder}.{kind}")
+    made: dict[str, Any] = getattr(module, kind.upper())
+    return made
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Result files: CSV tables with the command that wrote them, and plots."""
+"""Result files: folders, and CSV tables with the command that wrote them."""
 
 import csv
 import os
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -102,20 +101,3 @@ def revision() -> str:
     except FileNotFoundError:  # a copy of the repository on a machine without git
         described = ""
     return described or "unknown"
-
-
-def pyplot() -> Any:
-    """Import matplotlib with a backend that needs no display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def save_figure(figure: Any, path: Path, dpi: int = 110) -> None:
-    """Write a figure and close it, which frees its memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-    pyplot().close(figure)
