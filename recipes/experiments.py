@@ -251,13 +251,13 @@ class ResultTable:
         finished = {_texts(row, self.run) for row in self.rows}
         return [run for run in runs if tuple(map(str, cells(run))) not in finished]
 
-    def add(self, run: Any, outcome: Any, points: Iterable[Any] = ()) -> None:
+    def add(self, run: Any, outcome: Any, points: Sequence[Any] = ()) -> None:
         """Append and save the row of a finished run, after the points of its curve."""
         made = (*cells(run), *cells(outcome), *provenance().values())
         row = dict(zip(self.header, map(str, made), strict=True))
-        named = _texts(row, self._curve_of)
-        new = [(*named, *map(str, cells(point))) for point in points]
-        if new:
+        if self.curve_header and points:
+            named = _texts(row, self._curve_of)
+            new = [(*named, *map(str, cells(point))) for point in points]
             self._points += [dict(zip(self.curve_header, each, strict=True)) for each in new]
             self._write(self.curve_path, self.curve_header, self._points)
         self.rows.append(row)

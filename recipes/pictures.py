@@ -126,8 +126,11 @@ def _draw(axes: Any, panel: Panel) -> None:
 
 
 def _logarithmic(axes: Any, axis: Any, name: str) -> None:
+    from matplotlib.ticker import LogFormatter
+
     getattr(axes, f"set_{name}scale")("log")
     axis.set_major_formatter(lambda value, _: f"{value:g}")
+    axis.set_minor_formatter(LogFormatter())
 
 
 def _draw_line(axes: Any, line: Line) -> None:

@@ -10,7 +10,6 @@ about the width of that cluster (30 within 1e-4 of the largest: too low by 3e-5 
 case, choose a step size somewhat below 1/L.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,13 +29,7 @@ _MOST_PRODUCTS = 10_000
 
 @dataclass(frozen=True)
 class Smoothness:
-    """The constants of f that the theory needs.
-
-    Attributes:
-        smoothness: L, the smoothness of f.
-        lmax: Lmax, the largest smoothness of an f_i.
-        mu: the strong convexity of f.
-    """
+    """The constants of f that the theory needs: L, Lmax (the largest of an f_i) and mu."""
 
     smoothness: float
     lmax: float
@@ -55,13 +48,8 @@ def least_squares(shards: Sequence[Tensor], l2: float = 0.0) -> Smoothness:
     """
     _check(shards)
     check_at_least_0("l2", l2)
-    for i, shard in enumerate(shards):
-        if not _dense(shard):
-            raise SpecError(
-                f"shards[{i}] is {shard.layout}, expected a dense matrix, because mu needs the "
-                "smallest eigenvalue: pass its to_dense()",
-                "shards",
-            )
+    if not all(map(_dense, shards)):
+        raise SpecError("mu needs dense shards, for the smallest eigenvalue: pass their to_dense()")
     smallest = float(torch.linalg.eigvalsh(_gram(shards))[0])
     return _curvature(shards, 1.0, l2, max(smallest, 0.0))
 
@@ -69,9 +57,7 @@ def least_squares(shards: Sequence[Tensor], l2: float = 0.0) -> Smoothness:
 def logistic_regression(
     shards: Sequence[Tensor], l2: float = 0.0, *, one_logit: bool = False
 ) -> Smoothness:
-    """Return the constants of multinomial logistic regression.
-
-    The functions are f_i(x) = -mean log softmax + l2/2 |x|^2.
+    """Return the constants of multinomial logistic regression, -mean log softmax + l2/2 |x|^2.
 
     The curvature of the softmax is at most 1/2, so L <= 1/2 lambda_max(A^T A / m) + l2; that of
     log(1 + exp(-label a'x)) is at most 1/4. The loss itself is not strongly convex.
@@ -90,27 +76,16 @@ def logistic_regression(
 
 
 def largest_eigenvalue(shards: Sequence[Tensor]) -> float:
-    """Return the largest eigenvalue of the mean of A_i^T A_i / m, or a lower estimate of it.
-
-    Args:
-        shards: A_i, each (m, features), dense or sparse, of floats.
-
-    Raises:
-        SpecError: if the shards are not finite matrices of one size.
-    """
+    """Return the largest eigenvalue of the mean of A_i^T A_i / m, or a lower estimate of it."""
     _check(shards)
-    return _largest(shards)
-
-
-def _curvature(shards: Sequence[Tensor], factor: float, l2: float, loss_mu: float) -> Smoothness:
-    lmax = max(_largest([shard]) for shard in shards)
-    return Smoothness(factor * _largest(shards) + l2, factor * lmax + l2, loss_mu + l2)
-
-
-def _largest(shards: Sequence[Tensor]) -> float:
     if all(map(_dense, shards)) and shards[0].shape[1] <= EXACT:
         return float(torch.linalg.eigvalsh(_gram(shards))[-1])
     return _power_iteration(shards)
+
+
+def _curvature(shards: Sequence[Tensor], factor: float, l2: float, loss_mu: float) -> Smoothness:
+    lmax = max(largest_eigenvalue([shard]) for shard in shards)
+    return Smoothness(factor * largest_eigenvalue(shards) + l2, factor * lmax + l2, loss_mu + l2)
 
 
 def _gram(shards: Sequence[Tensor]) -> Tensor:
@@ -141,7 +116,15 @@ def _power_iteration(shards: Sequence[Tensor]) -> float:
 
 def _check(shards: Sequence[Tensor]) -> None:
     for i, shard in enumerate(shards):
-        _check_shard(f"shards[{i}]", shard)
+        if not shard.is_floating_point() or shard.dim() != 2 or not shard.numel():
+            raise SpecError(
+                f"shards[{i}] must be a matrix (rows, features) of floats, with one row or more, "
+                f"not {tuple(shard.shape)} of {shard.dtype}",
+                "shards",
+            )
+        entries = shard if _dense(shard) else shard.to_sparse_coo().coalesce().values()
+        if not bool(entries.square().sum().isfinite()):
+            raise SpecError(f"shards[{i}] must contain features with finite squares", "shards")
     kinds = {(*shard.shape, shard.dtype) for shard in shards}
     if len(kinds) != 1:
         raise SpecError(
@@ -151,27 +134,5 @@ def _check(shards: Sequence[Tensor]) -> None:
         )
 
 
-def _check_shard(name: str, shard: Tensor) -> None:
-    if not isinstance(shard, Tensor):
-        raise SpecError(f"{name} must be a torch.Tensor, not {type(shard).__name__}", "shards")
-    if not shard.is_floating_point() or shard.dim() != 2 or not shard.numel():
-        raise SpecError(
-            f"{name} must be a matrix (rows, features) of floats, with one row or more, not "
-            f"{tuple(shard.shape)} of {shard.dtype}",
-            "shards",
-        )
-    if not math.isfinite(_entries(shard).square().sum()):
-        raise SpecError(
-            f"{name} must contain finite features, whose squares are finite in {shard.dtype}",
-            "shards",
-        )
-
-
 def _dense(shard: Tensor) -> bool:
     return shard.layout is torch.strided
-
-
-def _entries(shard: Tensor) -> Tensor:
-    if _dense(shard):
-        return shard
-    return shard.coalesce().values() if shard.is_sparse else shard.values()

@@ -18,22 +18,13 @@ _ITERATIONS = 200
 
 
 def problem(shards: Sequence[Samples], mu: float) -> "Dense | Sparse":
-    """Return the problem on these shards, in the form that suits their features.
+    """Return the problem on equal shards, in the form that suits their features.
 
     A shard can lack samples of some classes.
-
-    Raises:
-        RecipeError: if the shards differ in shape.
     """
-    sizes = {len(shard) for shard in shards}
-    if len(sizes) > 1:
-        raise RecipeError(
-            f"the shards have {sorted(sizes)} samples, expected equal shards, because f is the "
-            "unweighted mean of the f_i"
-        )
-    kinds = {(shard.features.shape[1], shard.classes) for shard in shards}
+    kinds = {(len(shard), shard.features.shape[1], shard.classes) for shard in shards}
     if len(kinds) > 1:
-        raise RecipeError(f"the shards differ in (features, classes): {sorted(kinds)}")
+        raise RecipeError(f"the shards differ in (samples, features, classes): {sorted(kinds)}")
     return (Sparse if sparse.issparse(shards[0].features) else Dense)(shards, mu)
 
 
