@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 from recipes.image_data.in_memory import Split, standardise
 from recipes.image_data.order import TrainOrder
@@ -102,11 +101,3 @@ def batches(problem: Problem, count: int, seed: int) -> Iterator[Tensor]:
     for epoch in itertools.count():
         for chosen in torch.from_numpy(order.batches(epoch)):
             yield chosen.view(count, BATCH)
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
-    """Return the accuracy, in per cent, and the mean loss."""
-    scores = torch.cat([model(images) for images in split.images.split(1000)])
-    correct = (scores.argmax(1) == split.labels).float().mean()
-    return 100 * float(correct), float(cross_entropy(scores, split.labels))

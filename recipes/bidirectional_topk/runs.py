@@ -25,11 +25,11 @@ from recipes.bidirectional_topk.problems import (
     SHIFTED_DIGITS,
     Problem,
     batches,
-    evaluate,
     open_problem,
 )
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.experiments import ResultTable, fill, tuning_seeds
+from recipes.image_data.in_memory import evaluate
 from recipes.rows import Row, best, columns, typed, where
 
 RATIO = 0.001

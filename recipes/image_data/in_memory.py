@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from recipes.errors import RecipeError
 from recipes.image_data.sources import Arrays
@@ -38,6 +39,18 @@ def standardise(arrays: Mapping[str, Arrays], hold_out: int = 6) -> tuple[Split,
     if hold_out:
         held_out = torch.arange(len(train.labels)) % hold_out == hold_out - 1
     return train.take(~held_out), train.take(held_out), test
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
+    """Return the accuracy, in per cent, and the mean loss; NaN if there are no images."""
+    if not len(split.labels):
+        return float("nan"), float("nan")
+    model.eval()
+    scores = torch.cat([model(images) for images in split.images.split(1000)])
+    model.train()
+    correct = (scores.argmax(1) == split.labels).float().mean()
+    return 100 * float(correct), float(cross_entropy(scores, split.labels))
 
 
 def require_path(path: Path | None, advice: str) -> Path:
