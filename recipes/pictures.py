@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 from recipes.spread import Spread
@@ -83,7 +84,8 @@ def draw(
         layout="constrained",
         squeeze=False,
     )
-    figure.suptitle(title, fontsize=11)
+    lines = [wrap(line, int(12 * figure.get_figwidth())) for line in title.splitlines()]
+    figure.suptitle("\n".join(text for line in lines for text in line), fontsize=11)
     common: dict[str, Any] = {}
     for line, panels in zip(axes, rows, strict=True):
         for each, panel in zip(line, panels, strict=True):
