@@ -73,9 +73,7 @@ class ExperimentParser(argparse.ArgumentParser):
         )
         if self._parts:
             text = f"run only these parts, of {', '.join(self._parts)} [all]"
-            self.add_argument(
-                "--only", nargs="+", metavar="PART", choices=self._parts, help=text
-            )
+            self.add_argument("--only", nargs="+", metavar="PART", choices=self._parts, help=text)
         self.add_argument("--quick", action="store_true", help=QUICK_HELP)
         self.add_argument("--resume", action="store_true", help=RESUME_HELP)
         self.add_argument(
@@ -90,7 +88,7 @@ class ExperimentParser(argparse.ArgumentParser):
         raise RecipeError(message)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the command line, and set ``seeds`` (a tuple) and ``only`` (a list) if not given."""
+        """Parse the command line, and set ``seeds`` and ``only`` if they are not given."""
         parsed = self.parse_args(words)
         if parsed.seeds is None:
             parsed.seeds = self._quick_seeds if parsed.quick else self._seeds

@@ -28,7 +28,11 @@ class Line:
 
 
 def spreads(
-    label: str, points: Mapping[float, Spread], scale: float = 1.0, standard: bool = False, **style: Any
+    label: str,
+    points: Mapping[float, Spread],
+    scale: float = 1.0,
+    standard: bool = False,
+    **style: Any,
 ) -> Line:
     """Return a line of means with their deviations or, if ``standard``, standard errors."""
     errors = [each.error if standard else each.deviation for each in points.values()]

@@ -14,15 +14,15 @@ class Settings:
     dataset: str = option(
         "digits",
         "digits comes with scikit-learn; the others are read from --data-path",
-        choices=("digits", "cifar10", "imagenet", "folder"),
+        choices=(
+            *("digits", "mnist", "fashion-mnist", "svhn", "cifar10", "cifar100"),
+            *("imagenet", "folder"),
+        ),
     )
-    data_path: str = option("", "CIFAR-10 archive, image folder, or folder of .beton files")
-    data_cache: str = option(
-        "", "folder for .beton files written on first use (default: the user's cache)"
-    )
+    data_path: str = option("", "torchvision's root, image folder, or folder of .beton files")
     loader: str = option(
         "auto",
-        "auto: ffcv, or torchvision if ffcv is not installed",
+        "of photographs; auto: ffcv if --data-path has .beton files, else torchvision",
         choices=("auto", "ffcv", "torchvision"),
     )
     workers: int = option(

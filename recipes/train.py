@@ -70,7 +70,7 @@ from recipes.signals import REQUEUE
 # Settings that a resumed run can change. They do not affect its final weights.
 _FREE_ON_RESUME = {"out", "resume", "auto_resume", "elastic", "checkpoint_every", "signal_every"}
 _FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks", "shrink"}
-_FREE_ON_RESUME |= {"data_path", "data_cache", "workers", "threads", "timeout"}
+_FREE_ON_RESUME |= {"data_path", "workers", "threads", "timeout"}
 
 
 def attach_torchcomp(

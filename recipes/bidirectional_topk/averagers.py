@@ -69,7 +69,7 @@ class Workers:
         self.averagers = [Averager(spec, each, self.parameters) for each in self.exchanges]
 
     def backward(self, loss_of: Callable[[int], Tensor], lr: float | None = None) -> bool:
-        """Average the gradients of ``loss_of(rank)`` of all workers, and store the result in ``grad``.
+        """Average the gradients of ``loss_of(rank)`` over all workers, and store them in ``grad``.
 
         ``lr`` keeps the learning rate inside the residuals. If the result is not finite, return
         False: the caller must skip the optimizer step.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from recipes.image_data.in_memory import Split, standardise
 from recipes.image_data.order import TrainOrder
-from recipes.image_data.public_sets import read_public
+from recipes.image_data.sources import read_public
 
 SHIFTED_DIGITS = "shifted-digits"
 DATASETS = ("digits", SHIFTED_DIGITS, "mnist", "fashion-mnist", "cifar10")

@@ -275,9 +275,7 @@ def _traffic(n: int, rows: list[Row]) -> dict[str, float]:
     ratio, d = rows[0]["ratio"], rows[0]["d"]
     gather = METHODS[ONE_WAY].spec(ratio)
     by_shard = METHODS[BOTH_WAYS].spec(ratio, selection="shard")
-    counted = {
-        name: over_seeds(rows, name).mean for name in ("up", "down", "selection", "busiest")
-    }
+    counted = {name: over_seeds(rows, name).mean for name in ("up", "down", "selection", "busiest")}
     return {
         "workers": n,
         **counted,
@@ -358,9 +356,9 @@ def differences(results: Path) -> str:
     pairs += [(name, ONE_WAY) for name in (BOTH_WAYS, "downlink only")]
     columns: dict[str, Callable[[Case], str]] = {"": lambda case: case.name}
     for ours, theirs in pairs:
-        columns[f"{ours} - {theirs}"] = lambda case, pair=(ours, theirs): (
-            case.ahead(*pair).with_error()
-        )
+        columns[f"{ours} - {theirs}"] = lambda case, pair=(ours, theirs): case.ahead(
+            *pair
+        ).with_error()
     return table(columns, cases(results))
 
 
@@ -380,9 +378,9 @@ def lr_inside(results: Path) -> str:
         "method": lambda case: case[1],
         "outside, %": lambda case: _deviation(accuracies(case, "outside")),
         "inside, %": lambda case: _deviation(accuracies(case, "inside")),
-        "inside - outside": lambda case: (
-            paired(accuracies(case, "inside"), accuracies(case, "outside")).with_error()
-        ),
+        "inside - outside": lambda case: paired(
+            accuracies(case, "inside"), accuracies(case, "outside")
+        ).with_error(),
         "peak lr": lambda case: " / ".join(f"{tested(case, form)[0]['lr']:g}" for form in FORMS),
     }
     return table(columns, grouped(rows, "schedule", "method"))
@@ -405,7 +403,9 @@ def counterexample_scan(results: Path) -> str:
     columns: dict[str, Callable[[str], str]] = {"": lambda method: method}
     for lr, each in gaps.items():
         columns[f"{lr:g}"] = lambda method, each=each: (
-            f"**{each[method]:.2f}**" if each[method] == min(each.values()) else f"{each[method]:.2f}"
+            f"**{each[method]:.2f}**"
+            if each[method] == min(each.values())
+            else f"{each[method]:.2f}"
         )
     return table(columns, counterexample.SCANNED)
 

@@ -36,7 +36,10 @@ def kills(results: Path) -> str:
 def origin(results: Path) -> str:
     """Return the commands, versions and dates of the rows, and how long their runs took."""
     rows = read_rows(results / "kills.csv")
-    commands, versions = "`, `".join(distinct(rows, "command")), "; ".join(distinct(rows, "versions"))
+    commands, versions = (
+        "`, `".join(distinct(rows, "command")),
+        "; ".join(distinct(rows, "versions")),
+    )
     dates = ", ".join(sorted(distinct(rows, "date")))
     minutes = sum(row["seconds"] for row in rows) / 60
     return (

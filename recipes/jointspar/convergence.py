@@ -8,12 +8,10 @@ with its own learning rate and with that of dense training.
 
 import argparse
 import itertools
-import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +21,7 @@ from recipes.errors import RecipeError
 from recipes.experiments import ResultTable, fill, tuning_seeds
 from recipes.image_data.in_memory import evaluate, standardise
 from recipes.image_data.order import TrainOrder
-from recipes.image_data.public_sets import read_public
+from recipes.image_data.sources import read_public
 from recipes.jointspar.methods import Dense, LayerSampling, parse_method
 from recipes.jointspar.simulation import SimulatedRanks, check_simulated
 from recipes.jointspar.training import Batches, Images, ResidualMLP, Schedule, build_optimizer
@@ -140,7 +138,7 @@ def steps_per_epoch(workers: int) -> int:
 
 
 def simulate(run: Run, epochs: int) -> tuple[list[str], list[list[str]]]:
-    """Train with simulated ranks; return the cells of the run and its curves, NaN if it diverged."""
+    """Train with simulated ranks; return the run's cells and curves, NaN if it diverged."""
     images, method = _digits(), parse_method(run.method)
     count, batch = len(images[0].labels), BATCH * run.workers
     ranks = [

@@ -8,8 +8,8 @@
 
 The whole takes an hour on two cores. ``--only`` picks parts; ``python -m recipes.jointspar.bandit``
 is the same as ``--only bandit``. ``--seeds`` is for bandit, selection, convergence and large_batch,
-which uses the first five. ``wall_clock`` needs root for network namespaces, and is skipped for other
-users. It uses the results of ``large_batch``.
+which uses the first five. ``wall_clock`` needs root for network namespaces, and is skipped for
+other users. It uses the results of ``large_batch``.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from pathlib import Path
 
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser, Part, run_parts
-from recipes.image_data.public_sets import PUBLIC
+from recipes.image_data.sources import PUBLIC
 from recipes.jointspar.backward import LEAST_ROUNDS, ROUNDS, open_backward
 from recipes.jointspar.bandit import open_bandit
 from recipes.jointspar.convergence import OPTIMIZERS, open_convergence

@@ -17,7 +17,7 @@ from torch import nn
 
 from recipes.experiments import ResultTable, fill_on_ranks
 from recipes.image_data.in_memory import standardise
-from recipes.image_data.public_sets import read_public
+from recipes.image_data.sources import read_public
 from recipes.jointspar.methods import Dense, LayerSampling, TopK, parse_method
 from recipes.jointspar.training import Images, Outcome, ResidualMLP, Schedule, train
 from recipes.models import build_model

@@ -10,7 +10,14 @@ from typing import Any
 
 from recipes.jointspar.backward import PLAIN
 from recipes.jointspar.bandit import BLOCK
-from recipes.jointspar.convergence import DENSE, OURS, PAPER, QUANTITIES, chosen_lrs, steps_per_epoch
+from recipes.jointspar.convergence import (
+    DENSE,
+    OURS,
+    PAPER,
+    QUANTITIES,
+    chosen_lrs,
+    steps_per_epoch,
+)
 from recipes.jointspar.methods import parse_method
 from recipes.jointspar.tables import (
     KINDS,
@@ -41,11 +48,13 @@ def convergence(optimizer: str, folder: Path, path: Path) -> None:
         [_medians(where(rows, workers=n, quantity=each), styles) for n in workers]
         for each in QUANTITIES
     )
+    losses = where(rows, quantity=QUANTITIES[0])
     finding = [
-        f"{name_of(method).replace('`', '')}: " + "/".join(
+        f"{name_of(method).replace('`', '')}: "
+        + "/".join(
             f"{spread(ratios).mean:.2f}"
             for n in workers
-            if (ratios := speed_ratios(where(rows, workers=n, quantity=QUANTITIES[0]), method, 0.01))
+            if (ratios := speed_ratios(where(losses, workers=n), method, LEVELS[-1]))
         )
         for method in (PAPER, OURS)
     ]

@@ -247,9 +247,7 @@ def contenders_of(results: Path) -> list[Contender]:
     return sorted(found, key=lambda each: each.method != DENSE)
 
 
-def _by_budget(
-    others: Iterable[tuple[float, str, str]], dense: str
-) -> str:
+def _by_budget(others: Iterable[tuple[float, str, str]], dense: str) -> str:
     """Return a table of cells (budget, label, text), and a last line with dense training."""
     cells = {(budget, label): text for budget, label, text in others}
     labels = list(dict.fromkeys(label for _, label in cells))

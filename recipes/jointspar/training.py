@@ -1,4 +1,4 @@
-"""One training run with a large batch and warm-up, by one method and one optimizer, on real ranks."""
+"""One run on real ranks with a large batch and warm-up, by one method and one optimizer."""
 
 import json
 import math
@@ -31,7 +31,7 @@ Images = tuple[Split, Split, Split]
 
 
 class ResidualMLP(nn.Module):
-    """A stem, residual blocks of two layers, and a head. By default, layer sizes differ eightfold."""
+    """A stem, residual blocks of two layers, and a head; by default, sizes differ eightfold."""
 
     def __init__(
         self, inputs: int, classes: int, hidden: Sequence[int] = _HIDDEN, width: int = 64

@@ -1,8 +1,8 @@
 """Wall-clock time of whole runs on hosts that are joined by links of 100 Mbit/s.
 
-It needs root, iproute2 and gcc. It repeats the runs of ``large_batch.py`` with one seed, each method
-at the learning rate selected in the ``large_batch.csv`` of the same folder. The hosts are network
-namespaces with shaped links (benchmarks/net).
+It needs root, iproute2 and gcc. It repeats the runs of ``large_batch.py`` with one seed, each
+method at the learning rate selected in the ``large_batch.csv`` of the same folder. The hosts are
+network namespaces with shaped links (benchmarks/net).
 """
 
 import argparse

@@ -51,10 +51,7 @@ def main() -> None:
     table = ResultTable(path, RUN, columns(Outcome), task, resume=arguments.resume)
     make_folder(arguments.out)
     runs = [
-        (mode, method, seed)
-        for seed in arguments.seeds
-        for method in METHODS
-        for mode in MODES
+        (mode, method, seed) for seed in arguments.seeds for method in METHODS for mode in MODES
     ]
     fill_on_ranks(RANKS, table, runs, partial(train_once, steps=steps))
     print(f"\n{losses(arguments.out)}\n\nthe table is in {table.path}")

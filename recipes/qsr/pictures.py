@@ -10,7 +10,6 @@ from recipes.qsr.tables import Entry, Results
 from recipes.qsr.task import SAMPLES
 from recipes.qsr.training import sync_steps
 from recipes.rows import grouped, over_seeds, where
-from recipes.spread import spread
 from torchcomp.schedules import QSR
 
 _SHARES = (5, 10, 20, 50, 100)
@@ -105,7 +104,9 @@ def curves(folder: Path, path: Path) -> None:
         lines = []
         for method in MAIN_METHODS:
             rows = where(results.curves, method=method, **vars(setting))
-            steps = {s: over_seeds(own, "accuracy") for s, own in sorted(grouped(rows, "step").items())}
+            steps = {
+                s: over_seeds(own, "accuracy") for s, own in sorted(grouped(rows, "step").items())
+            }
             means, index = [each.mean for each in steps.values()], METHODS.index(method)
             style = {"color": f"C{index}", "marker": MARKERS[index]}
             errors = [each.error for each in steps.values()]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from recipes.image_data.augment import normalise
 from recipes.image_data.order import NOISE, SPLIT, keyed_seed
 from recipes.image_data.presets import PRESETS
-from recipes.image_data.public_sets import read_public
+from recipes.image_data.sources import read_public
 from recipes.simple_vit import SimpleViT, Size
 
 _Model = TypeVar("_Model", bound=nn.Module)

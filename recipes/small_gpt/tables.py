@@ -94,8 +94,8 @@ def dense(results: Path) -> str:
 TABLES: dict[str, TableMaker] = {
     "short_runs": lambda results: table(_METHOD | _EXCESS | _LOSS, others(results)),
     "longer_runs": longer_runs,
-    "four_ranks": lambda results: table(
-        _METHOD | _EXCESS, others(results / "four_ranks")
-    ).replace(_WARMUP, "W"),
+    "four_ranks": lambda results: table(_METHOD | _EXCESS, others(results / "four_ranks")).replace(
+        _WARMUP, "W"
+    ),
     "dense": dense,
 }

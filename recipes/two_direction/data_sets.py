@@ -9,7 +9,7 @@ import numpy.typing as npt
 from scipy import sparse
 
 from recipes.errors import RecipeError
-from recipes.image_data.public_sets import read_public
+from recipes.image_data.sources import read_public
 
 REAL_SIM_FEATURES = 20_958
 REAL_SIM_SAMPLES = 72_309

@@ -13,7 +13,8 @@ The parts are
   probability for that price (``contest.py``).
 * scaling: iterations on quadratics by condition number, omega and number of workers
   (``quadratics.py``).
-* winners: on quadratics, which method sends least by condition number and omega (``quadratics.py``).
+* winners: on quadratics, which method sends least by condition number and omega
+  (``quadratics.py``).
 * ranks: four real ranks over gloo with the first seed, compared with the simulation bit for bit
   (``on_ranks.py``). The exit status is 1 if they differ.
 

@@ -94,7 +94,9 @@ def alpha(folder: Path, path: Path) -> None:
         for method in (OURS, "EF21-P + DIANA")
     ]
     for method in ("AGD", "AGD, three sequences"):
-        dense = dict.fromkeys((sizes[0] / DIGITS_D, sizes[-1] / DIGITS_D), where(rows, method=method))
+        dense = dict.fromkeys(
+            (sizes[0] / DIGITS_D, sizes[-1] / DIGITS_D), where(rows, method=method)
+        )
         lines.append(_line(method, dense, linestyle="--"))
     first = Panel(x="K down / d, the alpha of TopK", y=_TRAFFIC, lines=lines, log="xy")
     title = (
@@ -111,9 +113,7 @@ def _prices(k_down: int, rows: list[Row]) -> Panel:
     for method in PAPER:
         costs = {r: reached(where(own, method=method, p=0.0), priced(r)) for r in PRICES}
         lines.append(_means(method, costs, **_style(method)))
-    tuned = {
-        r: reached(where(own, method=OURS, p=chosen_p(k_down, r)), priced(r)) for r in PRICES
-    }
+    tuned = {r: reached(where(own, method=OURS, p=chosen_p(k_down, r)), priced(r)) for r in PRICES}
     lines.append(_means("2Direction, p for r", tuned, color=COLOURS[OURS], linestyle=":"))
     return Panel(
         x="r, weight of the downlink",

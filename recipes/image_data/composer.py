@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv2d, grid_sample
 
-from torchcomp.torchvision_compat import functional
+from recipes.image_data.sources import vision
 
 _MAX_MAGNITUDE = 10
 _LEAST_LEVEL = 0.1
@@ -124,7 +124,7 @@ def _autocontrast(images: Tensor, uniform: Tensor, signs: Tensor, magnitude: flo
 
 
 def _equalize(images: Tensor, uniform: Tensor, signs: Tensor, magnitude: float) -> Tensor:
-    changed: Tensor = functional().equalize(images)
+    changed: Tensor = vision().transforms.functional.equalize(images)
     return changed
 
 
