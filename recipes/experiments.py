@@ -98,16 +98,7 @@ class ExperimentParser(argparse.ArgumentParser):
         return parsed
 
     def output_folder(self, parsed: argparse.Namespace, *, published: bool = True) -> Path:
-        """Return the folder that the flags name.
-
-        Args:
-            parsed: what :meth:`read` returned.
-            published: whether the method's own flags are those of the committed results. If they
-                are not, or if ``--seeds`` differs, the default folder is ``runs/<method>``.
-
-        Raises:
-            RecipeError: if ``--quick`` would overwrite the committed results.
-        """
+        """Return the folder that the flags name."""
         results = self._home / "results"
         if parsed.out is None:
             if parsed.quick:
@@ -296,14 +287,7 @@ def _texts(row: Texts, columns: Sequence[str]) -> tuple[str, ...]:
 def fill(
     table: ResultTable, runs: Iterable[_Run], measure: Callable[[_Run], Any], processes: int = 1
 ) -> None:
-    """Measure the runs that a table lacks, several at a time, and save each as it ends.
-
-    Args:
-        table: receives the rows, in the order of the runs.
-        runs: dataclasses or tuples with their cells.
-        measure: returns the outcome of a run; with curves, outcome and points.
-        processes: how many runs are measured at a time.
-    """
+    """Measure the runs that a table lacks, several at a time, and save each as it ends."""
     missing = table.missing(runs)
     for run, outcome in zip(missing, _measured(measure, missing, processes), strict=True):
         _add(table, run, outcome)

@@ -67,11 +67,7 @@ def pages() -> Iterator[Path]:
 
 
 def filled(text: str) -> str:
-    """Return a page with its tables written again.
-
-    Raises:
-        RecipeError: if a table is unknown, or a mark has no end.
-    """
+    """Return a page with its tables written again."""
     if len(_STARTS.findall(text)) != len(_MARKED.findall(text)):
         raise RecipeError("a mark <!-- table: folder/name --> has no <!-- end --> after it")
     return _MARKED.sub(_written, text)

@@ -18,11 +18,7 @@ from recipes.errors import RecipeError
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder of ``--out``. Programs call this before their first measurement.
-
-    Raises:
-        RecipeError: if it is not a folder, or if it cannot be created or written to.
-    """
+    """Create the folder of ``--out``. Programs call this before their first measurement."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -48,11 +44,7 @@ def write_csv(
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table. Each row maps columns to values.
-
-    Raises:
-        RecipeError: if a row has more or fewer cells than there are columns.
-    """
+    """Return the rows of a table. Each row maps columns to values."""
     with path.open(newline="") as file:
         reader = csv.reader(line for line in file if not line.startswith("#"))
         header, *rows = [cells for cells in reader if cells] or [[]]

@@ -72,12 +72,7 @@ class Batches:
 def open_batches(
     settings: Settings, rank: int, world_size: int, device: torch.device, workers: int
 ) -> Batches:
-    """Open a data set for one rank.
-
-    Raises:
-        RecipeError: if the data set is missing, damaged or empty, or if it is too small for the
-            batch size or the number of ranks.
-    """
+    """Open a data set for one rank."""
     preset = preset_of(settings)
     train, test = _readers(settings, preset, workers)
     # A label that the model has no output for would fail inside the loss, on the device.

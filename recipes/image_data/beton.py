@@ -71,11 +71,7 @@ def write_beton(
     workers: int = 1,
     progress: bool = False,
 ) -> None:
-    """Write ``source`` to ``path``. An existing file is replaced when the new one is complete.
-
-    Raises:
-        RecipeError: if there are no images, or if an image cannot be decoded.
-    """
+    """Write ``source`` to ``path``. An existing file is replaced when the new one is complete."""
     if len(source) == 0:
         raise RecipeError(f"{path} was not written: the data set has no images")
     path.parent.mkdir(parents=True, exist_ok=True)

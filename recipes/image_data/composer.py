@@ -76,12 +76,7 @@ def _pixels(extent: int, uniform: Tensor, magnitude: float) -> Tensor:
 
 
 def _affine(images: Tensor, matrix: Sequence[Tensor | float]) -> Tensor:
-    """Read the pixel at (x, y) from (a x + b y + c, d x + e y + f), and black from outside.
-
-    Args:
-        images: (N, C, H, W), uint8.
-        matrix: the numbers a to f, each one of all images or a tensor (N).
-    """
+    """Read the pixel at (x, y) from (a x + b y + c, d x + e y + f), and black from outside."""
     count, _, height, width = images.shape
     numbers = torch.stack([torch.as_tensor(number).float().expand(count) for number in matrix])
     a, b, c, d, e, f = numbers.to(images.device)[:, :, None, None]

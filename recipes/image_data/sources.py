@@ -86,16 +86,7 @@ def decode_image(path: Path) -> Image.Image:
 
 
 def read_public(name: str, path: Path | None) -> dict[str, Arrays]:
-    """Return the arrays "train" and "test" of a small data set, one of :data:`PUBLIC`.
-
-    Args:
-        name: of the data set.
-        path: the folder that torchvision calls ``root``; None for digits, which come with
-            scikit-learn.
-
-    Raises:
-        RecipeError: if the data set is not found at ``path``, or needs none.
-    """
+    """Return the arrays "train" and "test" of a small data set, one of :data:`PUBLIC`."""
     if name not in PUBLIC:
         raise RecipeError(f"--dataset {name!r}: expected one of {', '.join(PUBLIC)}")
     if name == "digits":
@@ -147,11 +138,7 @@ def _digits() -> dict[str, Arrays]:
 
 
 def photographs(path: Path) -> dict[str, Photographs]:
-    """Read an image folder with ImageNet's layout, ``train/CLASS/*.jpg`` and ``val/CLASS/*.jpg``.
-
-    Raises:
-        RecipeError: if a folder is missing or empty, or if the splits have different classes.
-    """
+    """Read an image folder of ImageNet's layout: ``train/CLASS/*.jpg``, ``val/CLASS/*.jpg``."""
     classes = {split: _class_names(path / FILE_WORDS[split]) for split in SPLITS}
     differing = sorted(set(classes["train"]) ^ set(classes["test"]))
     if differing:

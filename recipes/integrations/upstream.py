@@ -68,22 +68,14 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def read(folder: Path) -> Files:
-    """Return the Python files of the script's folder.
-
-    Raises:
-        RecipeError: if it has no ``train.py``.
-    """
+    """Return the Python files of the script's folder."""
     if not (folder / "train.py").is_file():
         raise RecipeError(f"--source: no train.py in {folder}; pass a clone of the repository")
     return {path.name: path.read_text() for path in sorted(folder.glob("*.py"))}
 
 
 def edits_of(script: Script, arguments: argparse.Namespace) -> Iterable[Edit]:
-    """Return the lines of torchcomp.
-
-    Raises:
-        RecipeError: if the spec is no method, or no schedule.
-    """
+    """Return the lines of torchcomp."""
     spec = arguments.compress or arguments.sync
     if spec is None:
         return ()

@@ -27,11 +27,7 @@ class Edit:
     file: str = "train.py"
 
     def apply(self, text: str) -> str:
-        """Return the changed text of the file.
-
-        Raises:
-            RecipeError: unless exactly one line begins with the anchor.
-        """
+        """Return the changed text of the file."""
         lines = text.splitlines()
         found = [index for index, line in enumerate(lines) if line.lstrip().startswith(self.anchor)]
         if len(found) != 1:

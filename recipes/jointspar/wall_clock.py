@@ -32,11 +32,7 @@ OUTCOME = ("lr", "mbit", "delay_us", "ranks", "bytes_share", "step_ms", "backwar
 
 
 def open_wall_clock(arguments: argparse.Namespace) -> Callable[[], None]:
-    """Return what measures the missing methods.
-
-    Raises:
-        RecipeError: if ``--out`` has no table of ``large_batch.py``, and that part does not run.
-    """
+    """Return what measures the missing methods."""
     runs_path, task = arguments.out / "large_batch.csv", str(task_of(arguments))
     if not runs_path.is_file() and "large_batch" not in arguments.only:
         raise RecipeError(

@@ -35,15 +35,7 @@ class Outcome:
 
 
 def train(run: tuple[str, int], steps: int, lr: float) -> Outcome:
-    """Train once, and evaluate the model that the ranks share at the end; all ranks call this.
-
-    Args:
-        run: method and seed. The method is "dense" for plain DDP, a spec string for
-            :func:`torchcomp.register`, or a schedule for :class:`torchcomp.LocalSGD` and its
-            options: ``every(8) with compress=ef(quantize("int8")), outer=nesterov(lr=0.7)``.
-        steps: optimizer steps.
-        lr: peak learning rate of AdamW.
-    """
+    """Train once, and evaluate the model that the ranks share at the end; all ranks call this."""
     method, seed = run
     corpus = open_corpus()
     torch.manual_seed(seed)

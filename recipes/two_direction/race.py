@@ -83,12 +83,7 @@ def shared_by(row: Row) -> tuple[float, ...]:
 
 
 def check(setting: Setting, methods: Sequence[str], seeds: Sequence[int]) -> None:
-    """Find f* and construct every method, before anything is measured.
-
-    Raises:
-        RecipeError: if f* cannot be found, or a method allows none of the step sizes.
-        SpecError: if a method refuses its compressors.
-    """
+    """Find f* and construct every method, before anything is measured."""
     f, _ = setting.case(tuning_seeds(seeds, 1)[0])
     low, high = setting.powers[0], setting.powers[-1]
     for method in methods:

@@ -107,9 +107,6 @@ def minimise(f: Dense | Sparse, certainty: float) -> float:
     Without a regulariser, f can have no minimum: f* is then 0, if the classes can be separated.
     Otherwise, the error is estimated under the assumption that there is a minimum, no further from
     the last point than that point is from 0.
-
-    Raises:
-        RecipeError: if its error can exceed ``certainty``.
     """
     gradients = f.gradients(range(f.n))
     x = torch.zeros(f.d, dtype=torch.float64, requires_grad=True)
