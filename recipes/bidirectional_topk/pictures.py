@@ -6,11 +6,10 @@ from statistics import fmean
 from recipes.bidirectional_topk import counterexample
 from recipes.bidirectional_topk.averagers import random_union
 from recipes.bidirectional_topk.problems import SHIFTED_DIGITS
-from recipes.bidirectional_topk.runs import BOTH_WAYS, ONE_WAY, WINDOW
+from recipes.bidirectional_topk.runs import WINDOW
 from recipes.bidirectional_topk.tables import (
     PUBLISHED,
     Unions,
-    cases,
     entries,
     growth,
     nbytes,
@@ -18,7 +17,6 @@ from recipes.bidirectional_topk.tables import (
     unions_of,
     usual,
 )
-from recipes.bidirectional_topk.workers import METHODS
 from recipes.pictures import MARKERS, Line, Panel, draw, spreads
 from recipes.rows import read_rows
 from recipes.spread import spread
@@ -149,30 +147,4 @@ def _bytes(folder: Path) -> Panel:
     return Panel("ranks N", axis, title, lines, log="y", ylim=(None, top), legend=True)
 
 
-def accuracy(folder: Path, path: Path) -> None:
-    """Draw every seed's test accuracy, and mean and deviation, by problem and method."""
-    found, lines = cases(folder), []
-    for number, method in enumerate(METHODS):
-        places = [place + 0.2 * (number - 1.5) for place in range(len(found))]
-        own = [case.accuracies[method] for case in found]
-        means = {x: spread(each.values()) for x, each in zip(places, own, strict=True)}
-        style = {"marker": MARKERS[number], "color": f"C{number}", "linestyle": "none"}
-        lines.append(spreads(method, means, **style))
-        dots = [(x, y) for x, each in zip(places, own, strict=True) for y in each.values()]
-        grey = {"marker": ".", "color": "0.5", "linestyle": "none"}
-        lines.append(Line("_", [x for x, _ in dots], [y for _, y in dots], style=grey))
-    panel = Panel(
-        y="test accuracy, %   (mean and deviation; grey: each seed)",
-        lines=lines,
-        xticks={x: case.name for x, case in enumerate(found)},
-    )
-    gaps = [case.ahead(BOTH_WAYS, ONE_WAY) for case in found]
-    title = (
-        f"Bidirectional TopK is {min(gap.mean for gap in gaps):+.2f} to "
-        f"{max(gap.mean for gap in gaps):+.2f} points from unidirectional, in the mean over "
-        f"{gaps[0].count} seeds"
-    )
-    draw(path, title, [panel], size=(9, 4.5))
-
-
-PICTURES = {"counterexample": counterexample_picture, "union": union, "accuracy": accuracy}
+PICTURES = {"counterexample": counterexample_picture, "union": union}

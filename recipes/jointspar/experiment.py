@@ -1,9 +1,9 @@
-"""JointSpar: bandit, bytes of a selection, backward time, convergence, accuracy, wall-clock time.
+"""JointSpar: bandit, bytes of a selection, convergence, accuracy, wall-clock time.
 
     python -m recipes.jointspar.experiment
     python -m recipes.jointspar.experiment --quick
     python -m recipes.jointspar.experiment --resume
-    python -m recipes.jointspar.experiment --only bandit backward
+    python -m recipes.jointspar.experiment --only bandit selection
     python -m recipes.jointspar.experiment --seeds 8,9,10
 
 The whole takes an hour on two cores. ``--only`` picks parts; ``python -m recipes.jointspar.bandit``
@@ -21,7 +21,6 @@ from pathlib import Path
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser, Part, run_parts
 from recipes.image_data.sources import PUBLIC
-from recipes.jointspar.backward import LEAST_ROUNDS, ROUNDS, open_backward
 from recipes.jointspar.bandit import open_bandit
 from recipes.jointspar.convergence import OPTIMIZERS, open_convergence
 from recipes.jointspar.large_batch import open_large_batch
@@ -33,8 +32,7 @@ from torchcomp.checks import check_count
 
 _SHOWN = {
     "bandit": (open_bandit, ["bandit"]),
-    "selection": (open_selection, ["selection"]),
-    "backward": (open_backward, ["backward"]),
+    "selection": (open_selection, []),
     "convergence": (open_convergence, ["convergence_sgd", "convergence_lars"]),
     "large_batch": (open_large_batch, ["accuracy", "probabilities"]),
     "wall_clock": (open_wall_clock, ["wall_clock"]),
@@ -59,8 +57,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     """Read the command line."""
     home = Path(__file__).resolve().parent
     parser = ExperimentParser(__doc__, home, PARTS, seeds=range(8), quick_seeds=(0,))
-    add = parser.add_argument_group("backward").add_argument
-    add("--rounds", type=int, help=f"steps of each way [{ROUNDS}; quick: {LEAST_ROUNDS}]")
     add = parser.add_argument_group("convergence").add_argument
     text = "compared with dense, such as 'jointspar(0.5)' [the six of the page]"
     add("--methods", nargs="+", metavar="METHOD", help=text)
@@ -77,12 +73,11 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--steps", type=int, help="steps of a run [as in large_batch]")
     usual = parser.parse_args([])
     parsed = parser.read(words)
-    own = ("rounds", "methods", "workers", "dataset", "network", "mbit", "delay_us", "steps")
+    own = ("methods", "workers", "dataset", "network", "mbit", "delay_us", "steps")
     published = all(getattr(parsed, name) == getattr(usual, name) for name in own)
     parsed.out = parser.output_folder(parsed, published=published)
-    for name, least in (("rounds", LEAST_ROUNDS), ("processes", 1), ("mbit", 1), ("delay_us", 0)):
-        if getattr(parsed, name) is not None:
-            check_count(f"--{name.replace('_', '-')}", getattr(parsed, name), least)
+    for name, least in (("processes", 1), ("mbit", 1), ("delay_us", 0)):
+        check_count(f"--{name.replace('_', '-')}", getattr(parsed, name), least)
     for workers in parsed.workers or ():
         check_count("--workers", workers)
     # A value that is named twice is run once.

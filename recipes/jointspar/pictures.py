@@ -8,7 +8,6 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
-from recipes.jointspar.backward import PLAIN
 from recipes.jointspar.bandit import BLOCK
 from recipes.jointspar.convergence import (
     DENSE,
@@ -20,7 +19,6 @@ from recipes.jointspar.convergence import (
 )
 from recipes.jointspar.methods import parse_method
 from recipes.jointspar.tables import (
-    KINDS,
     LEVELS,
     Contender,
     contenders_of,
@@ -28,8 +26,8 @@ from recipes.jointspar.tables import (
     name_of,
     speed_ratios,
 )
-from recipes.pictures import MARKERS, Cells, Line, Panel, draw, spreads
-from recipes.rows import Row, distinct, grouped, over_seeds, read_rows, where
+from recipes.pictures import MARKERS, Cells, Line, Panel, draw
+from recipes.rows import Row, distinct, grouped, read_rows, where
 from recipes.spread import paired, spread
 
 
@@ -135,59 +133,6 @@ def bandit(folder: Path, path: Path) -> None:
     right = Panel(x, "regret: excess cost summed over the steps", "", regrets, **marks)
     title = "JointSpar's bandit: cost above the optimum (dotted: 2 %), and regret"
     draw(path, title, [left, right], size=(6, 4.6), columns=6)
-
-
-def selection(folder: Path, path: Path) -> None:
-    """Draw the bytes of both selections against the number of ranks."""
-    rows = read_rows(folder / "selection.csv")
-    ranks = distinct(rows, "ranks")
-    lines = []
-    for number, budget in enumerate(distinct(rows, "budget")):
-        for kind, style in zip(KINDS, ("-", "--"), strict=True):
-            groups = grouped(where(rows, budget=budget), "ranks")
-            means = {n: over_seeds(own, f"{kind}_bytes") for n, own in groups.items()}
-            label = f'selection="{kind.replace("_", "-")}", budget={budget}'
-            shape = {"color": f"C{number}", "linestyle": style, "marker": "o"}
-            lines.append(spreads(label, means, 100, **shape))
-    panel = Panel(
-        x="ranks",
-        y="bytes that a rank sends per step, % of dense DDP's",
-        lines=lines,
-        log="x",
-        xticks={n: str(n) for n in ranks},
-        ylim=(0, 105),
-    )
-    last = where(rows, budget=rows[0]["budget"], ranks=ranks[-1])
-    ratio = over_seeds(last, "per_rank_bytes").mean / over_seeds(last, "shared_bytes").mean
-    title = (
-        f"JointSpar, ResNet-18, budget {rows[0]['budget']:.0%}, {ranks[-1]} ranks: a shared "
-        f"selection sends {ratio:.1f}x fewer bytes than one per rank"
-    )
-    draw(path, title, [panel], size=(8, 4.4), columns=2)
-
-
-def backward(folder: Path, path: Path) -> None:
-    """Draw the mean time of each way against the layers that it keeps."""
-    rows = read_rows(folder / "backward.csv")
-    ways = distinct(rows, "way")
-    panels = []
-    for network, own in grouped(rows, "network").items():
-        lines = [Line("in proportion", [0, 100], [0, 100], style={"color": "black", "ls": ":"})]
-        for row in own:
-            # Hollow, because "budget 100%" would hide plain DDP behind it.
-            hollow = {"markerfacecolor": "none", "markersize": 11} if row["way"] == PLAIN else {}
-            style = {"color": f"C{ways.index(row['way'])}", "marker": "o", "linestyle": "none"}
-            point = ([100 * row["layers_kept"]], [100 * row["share_of_plain"]])
-            lines.append(Line(row["way"], *point, style=style | hollow))
-        plain = where(own, way=PLAIN)[0]["backward_ms"]
-        y = "backward pass, % of plain DDP's processor time" if not panels else ""
-        title = f"{network}: plain DDP {plain:.0f} ms"
-        panels.append(Panel("layers kept, % (mean)", y, title, lines, ylim=(0, 115)))
-    shares = ", ".join(
-        f"{row['share_of_plain']:.0%} ({row['network']})" for row in where(rows, way="budget 50%")
-    )
-    title = f"JointSpar with a budget of 50%: the backward pass takes {shares} of plain DDP's time"
-    draw(path, title, panels, size=(5, 4.4))
 
 
 def accuracy(folder: Path, path: Path) -> None:
@@ -304,8 +249,6 @@ PICTURES = {
     "convergence_sgd": partial(convergence, "sgd"),
     "convergence_lars": partial(convergence, "lars"),
     "bandit": bandit,
-    "selection": selection,
-    "backward": backward,
     "accuracy": accuracy,
     "probabilities": probabilities,
     "wall_clock": wall_clock,

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -52,15 +51,6 @@ class ResidualMLP(nn.Module):
             x = x + block(x)
         scores: Tensor = self.head(x)
         return scores
-
-
-def deep_mlp(inputs: int, width: int, depth: int, outputs: int) -> nn.Module:
-    """Return ``depth`` linear layers with ReLU in between."""
-    sizes = [inputs, *[width] * (depth - 1)]
-    layers: list[nn.Module] = []
-    for size, following in pairwise(sizes):
-        layers += [nn.Linear(size, following), nn.ReLU()]
-    return nn.Sequential(*layers, nn.Linear(width, outputs))
 
 
 @dataclass

@@ -15,8 +15,6 @@ The parts are
   (``quadratics.py``).
 * winners: on quadratics, which method sends least by condition number and omega
   (``quadratics.py``).
-* ranks: four real ranks over gloo with the first seed, compared with the simulation bit for bit
-  (``on_ranks.py``). The exit status is 1 if they differ.
 
 Each method uses its best step size 2^i, found with seeds that are not reported (``race.py``). Each
 part writes its table as a CSV file and draws its picture from it.
@@ -31,8 +29,6 @@ from recipes.experiments import ExperimentParser, Part, run_parts
 from recipes.two_direction import contest, pictures, quadratics
 from recipes.two_direction.data_sets import DATASETS
 from recipes.two_direction.methods import METHODS
-from recipes.two_direction.on_ranks import open_ranks
-from recipes.two_direction.tables import TABLES
 from torchcomp.checks import check_at_least_0, check_count, check_positive
 
 PARTS = {
@@ -40,7 +36,6 @@ PARTS = {
     "alpha": Part(contest.open_alpha, pictures={"alpha": pictures.alpha}),
     "scaling": Part(quadratics.open_scaling, pictures={"scaling": pictures.scaling}),
     "winners": Part(quadratics.open_winners, pictures={"winners": pictures.winners}),
-    "ranks": Part(open_ranks, tables=[TABLES["ranks"]]),
 }
 _HERE = Path(__file__).resolve().parent
 # A step size 2^i and its inverse are normal floats up to this i.
@@ -86,9 +81,7 @@ def _parser() -> ExperimentParser:
     group.add_argument("--workers", type=int, nargs="+", help="n, with equal shards [10 100]")
     group.add_argument("--mu", type=float, nargs="+", help="regulariser [0 1e-4 1e-3 1e-2]")
     group.add_argument("--k", type=int, help="values of a compressed message [d/10]")
-    group.add_argument(
-        "--gap", type=float, help="f - f* to reach; also for ranks [1e-6, and 1e-3 for mu = 0]"
-    )
+    group.add_argument("--gap", type=float, help="f - f* to reach [1e-6, and 1e-3 for mu = 0]")
     group.add_argument("--budget", type=int, help="coordinates that a run can send [1e6]")
     group.add_argument(
         "--powers",
