@@ -19,7 +19,11 @@ from recipes.image_data.sources import FILE_WORDS, photographs
 @exit_on_user_error()
 def main() -> None:
     """Convert both splits."""
-    arguments = parse(sys.argv[1:])
+    convert(parse(sys.argv[1:]))
+
+
+def convert(arguments: argparse.Namespace) -> None:
+    """Write a file per split."""
     stored = PhotographFormat(arguments.max_resolution, arguments.jpeg_share, arguments.quality)
     for split, source in photographs(arguments.source).items():
         path = arguments.out / stored.file_name(FILE_WORDS[split])

@@ -120,15 +120,6 @@ def test_options_train_repeat_and_resume(
     repeat_and_resume(train_here, [*digits_flags, "--epochs", "2", "--batch-size", "360", *flags])
 
 
-@pytest.mark.thorough
-def test_dropout_and_mirroring_repeat_and_resume(
-    train_here: TrainHere, digits_flags: list[str], cifar_archive: Path
-) -> None:
-    flags = ["--dataset", "cifar10", "--data-path", str(cifar_archive), "--batch-size", "20"]
-    flags += ["--model", "torchvision/mobilenet_v3_small", "--epochs", "1"]
-    repeat_and_resume(train_here, [*digits_flags, *flags])
-
-
 def repeat_and_resume(train_here: TrainHere, flags: list[str]) -> None:
     """Train, train again with checkpoints, and resume from the middle of an epoch."""
     whole = train_here(*flags)
@@ -191,7 +182,7 @@ def test_photographs_with_torchvision(
 @pytest.mark.usefixtures("needs_ffcv")
 @pytest.mark.thorough
 def test_photographs_with_ffcv(photo_folder: Path, tmp_path: Path) -> None:
-    convert("--dataset", "folder", "--source", str(photo_folder), "--out", str(tmp_path / "b"))
+    convert("--source", str(photo_folder), "--out", str(tmp_path / "b"))
     assert (tmp_path / "b" / "val_500_0.50_90.beton").is_file()
     flags = ["--dataset", "folder", "--data-path", str(tmp_path / "b"), "--loader", "ffcv"]
     flags += ["--model", "smallcnn", "--batch-size", "4", "--epochs", "2", "--threads", "1"]
@@ -208,7 +199,7 @@ def test_a_corrupt_photograph_stops_the_conversion(photo_folder: Path, tmp_path:
     for name in ("0.jpg", "3.jpg"):
         (photo_folder / "train" / "cat" / name).write_bytes(b"not a photograph")
     with pytest.raises(RecipeError, match=r"cat/[03].jpg .*2 of 12"):
-        convert("--dataset", "folder", "--source", str(photo_folder), "--out", str(tmp_path / "b"))
+        convert("--source", str(photo_folder), "--out", str(tmp_path / "b"))
     assert not list((tmp_path / "b").iterdir())
 
 
@@ -224,7 +215,7 @@ def test_a_corrupt_photograph_stops_the_conversion(photo_folder: Path, tmp_path:
 def test_bad_formats(flags: list[str], message: str, photo_folder: Path, tmp_path: Path) -> None:
     paths = ["--source", str(photo_folder), "--out", str(tmp_path)]
     with pytest.raises(RecipeError, match=message):
-        convert("--dataset", "folder", *paths, *flags)
+        convert(*paths, *flags)
 
 
 def convert(*flags: str) -> None:
@@ -494,19 +485,6 @@ def test_three_dense_ranks_resume_bit_for_bit(
     delete_newest_checkpoint(tmp_path / "run")
     forked.start(*flags, "--resume", ranks=3).finish()
     assert summary_in(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
-
-
-@pytest.mark.usefixtures("needs_ffcv")
-@pytest.mark.thorough
-def test_two_ranks_train_the_same_with_ffcv_and_torchvision(
-    torchrun: TorchRun, tmp_path: Path, cache: Path
-) -> None:
-    common = ["--data-cache", str(cache / "fresh"), "--threads", "1", "--epochs", "2"]
-    outs = [tmp_path / "ffcv", tmp_path / "torchvision"]
-    runs = [torchrun.start(*common, "--loader", out.name, "--out", str(out)) for out in outs]
-    for run in runs:
-        torchrun.finish(run)
-    assert summary_in(outs[0])["weights_sha256"] == summary_in(outs[1])["weights_sha256"]
 
 
 @pytest.mark.thorough
