@@ -1,5 +1,7 @@
 """Labels in a trace of torch.profiler."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +10,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.trace import all_threads
+from recipes.trace import all_threads, spans
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_processes
 
@@ -69,3 +71,16 @@ def test_a_trace_of_all_threads_shows_the_exchange_of_every_bucket() -> None:
     for main, others in on_processes(2, labels_by_thread):
         assert main == {"torchcomp::wait"}
         assert {"torchcomp::average bucket 0", "torchcomp::encode bucket 1"} <= others
+
+
+def test_a_trace_of_the_recipe_is_summed_by_label(tmp_path: Path) -> None:
+    def event(name: str, begin: float, dur: float) -> dict[str, Any]:
+        return {"ph": "X", "name": name, "ts": begin, "dur": dur}
+
+    events = [event("step", 0, 9000), event("step", 9000, 4000), event("other", 9100, 5)]
+    events += [
+        event(f"torchcomp::encode bucket {i}", at, 500) for i, at in enumerate((10, 9e3, 1e4))
+    ]
+    path = tmp_path / "rank0.json"
+    path.write_text(json.dumps({"traceEvents": events}))
+    assert spans(path) == {"step": 4.0, "torchcomp::encode": 1.0}

@@ -1,4 +1,4 @@
-"""Bidirectional TopK: the thesis's algorithms on ranks, many workers in one process, the numbers."""
+"""Bidirectional TopK: algorithms on ranks, many workers in one process, and the numbers."""
 
 import itertools
 from functools import partial

@@ -14,7 +14,15 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.errors import RecipeError
-from recipes.jointspar import bandit, convergence, experiment, large_batch, selection, tables, training
+from recipes.jointspar import (
+    bandit,
+    convergence,
+    experiment,
+    large_batch,
+    selection,
+    tables,
+    training,
+)
 from recipes.jointspar.methods import Dense, LayerSampling, TopK, parse_method
 from recipes.jointspar.simulation import SimulatedRanks
 from recipes.jointspar.training import ResidualMLP, Schedule, attach, build_optimizer
@@ -157,9 +165,7 @@ def test_methods_train_on_ranks_and_send_their_share(tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", [convergence.DENSE, convergence.PAPER])
 def test_a_convergence_run_is_reproduced(method: str) -> None:
     rate = 0.025
-    row = published(
-        NAME, "convergence", optimizer="sgd", workers=2, method=method, lr=rate, seed=0
-    )
+    row = published(NAME, "convergence", optimizer="sgd", workers=2, method=method, lr=rate, seed=0)
     cells, curves = convergence.simulate(build(convergence.Run, row), epochs=30)
     found = dict(zip(convergence.OUTCOME, map(float, cells), strict=True))
     # Machines add in different orders. One test image of 355 is 0.28 points.

@@ -47,7 +47,9 @@ def _one_model_at_a_time() -> Iterator[None]:
 # --- Simulated ranks and real ones ----------------------------------------------------------------
 
 
-def real(setting: Setting, point: Point, seeds: tuple[int, ...]) -> list[tuple[float, float, int, int]]:
+def real(
+    setting: Setting, point: Point, seeds: tuple[int, ...]
+) -> list[tuple[float, float, int, int]]:
     """Train as one rank of the default group, through plain DDP or LocalSGD."""
     drawn = [task.draw(seed, "test", setting.label_noise) for seed in seeds]
     model = DistributedDataParallel(training.build(setting.model, seeds))

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipes import quickstart
-from recipes.quickstart import METHODS, Result, draw, table
+from recipes.quickstart import METHODS, Result, draw_results, table
 
 
 def results(seeds: int) -> dict[str, list[Result]]:
@@ -41,7 +41,7 @@ def test_the_table_fits_in_80_columns(seeds: int) -> None:
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_plot_is_written(seeds: int, tmp_path: Path) -> None:
-    draw(results(seeds), tmp_path / "runs" / "accuracy.png", ranks=2)
+    draw_results(results(seeds), tmp_path / "runs" / "accuracy.png", ranks=2)
     assert (tmp_path / "runs" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
