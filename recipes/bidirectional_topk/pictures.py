@@ -10,10 +10,6 @@ from recipes.bidirectional_topk.runs import WINDOW
 from recipes.bidirectional_topk.tables import (
     PUBLISHED,
     Unions,
-    entries,
-    growth,
-    nbytes,
-    traffic_means,
     unions_of,
     usual,
 )
@@ -59,17 +55,15 @@ def counterexample_picture(folder: Path, path: Path) -> None:
 
 
 def union(folder: Path, path: Path) -> None:
-    """Draw the union against the step and against N, the saving, and the counted bytes."""
+    """Draw the union against the step and against N."""
     groups = unions_of(folder)
-    first = [_curves(usual(groups)), _unions(groups)]
-    second = [_savings(usual(groups)), _bytes(folder)]
     most = usual(groups)[-1]
     title = (
         f"{most.workers} workers send {spread(most.late.values()).with_deviation(1)} K different "
         f"entries (MLP, {most.dataset}, K = {most.ratio:g} d): a server that sends K of them sends "
         f"{spread(most.saving.values()).mean:.0f}x fewer bytes"
     )
-    draw(path, title, first, second, size=(6.5, 4.8))
+    draw(path, title, [_curves(usual(groups)), _unions(groups)], size=(6.5, 4.8))
 
 
 def _curves(groups: list[Unions]) -> Panel:
@@ -106,45 +100,6 @@ def _unions(groups: list[Unions]) -> Panel:
     lines.append(Line("thesis" if shown else "_", list(shown), list(shown.values()), style=stars))
     title = f"Mean over steps {most.length * 3 // 5 + 1} to {most.length}, K = {most.ratio:g} d"
     return Panel("workers N", "union of supports, in units of K", title, lines, legend=True)
-
-
-def _savings(groups: list[Unions]) -> Panel:
-    n, lines = [each.workers for each in groups], []
-    for number, (name, quantity) in enumerate({"entries": entries, "bytes": nbytes}.items()):
-        fit, style = growth(groups, quantity), {"color": f"C{number}"}
-        means = [spread(quantity(each).values()).mean for each in groups]
-        label = (
-            f"{name}: {fit.intercept.mean:.2f} + {fit.slope.mean:.3f} N, R² = {fit.r2.mean:.4f}; "
-            f"N^{fit.exponent.mean:.2f}"
-        )
-        ends = [0, n[-1]]
-        heights = [fit.intercept.mean + fit.slope.mean * x for x in ends]
-        lines.append(Line(label, n, means, style={**style, "marker": "o", "linestyle": "none"}))
-        lines.append(Line("_", ends, heights, style=style))
-    title = "Saving on the downlink of a server (MLP), with straight lines"
-    return Panel("workers N", "saving: union over K entries, times", title, lines, legend=True)
-
-
-def _bytes(folder: Path) -> Panel:
-    received = traffic_means(folder)
-    n = [each["workers"] for each in received]
-    shown = {
-        "bidirectional: entries down": [each["down"] for each in received],
-        "bidirectional: entries up and down": [e["up"] + e["down"] for e in received],
-        "bidirectional: all, with the selection": [each["total"] for each in received],
-        'bidirectional, selection="shard": all': [each["by_shard"] for each in received],
-        "bidirectional: entries up, busiest rank": [each["busiest"] for each in received],
-        "unidirectional by all-gather": [each["gather"] for each in received],
-        "unidirectional, sharded": [each["sharded"] for each in received],
-    }
-    lines = [
-        Line(label, n, heights, style={"marker": marker})
-        for (label, heights), marker in zip(shown.items(), MARKERS, strict=False)
-    ]
-    # Leave room for the legend above the curves.
-    top = 50 * max(shown["unidirectional, sharded"])
-    axis, title = "bytes that a rank receives per step", "Without a server (MLP), after training"
-    return Panel("ranks N", axis, title, lines, log="y", ylim=(None, top), legend=True)
 
 
 PICTURES = {"counterexample": counterexample_picture, "union": union}

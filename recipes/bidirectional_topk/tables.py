@@ -24,13 +24,12 @@ from recipes.bidirectional_topk.runs import (
     best_lr,
 )
 from recipes.bidirectional_topk.workers import METHODS
-from recipes.rows import Row, by_seed, distinct, grouped, over_seeds, read_rows, where
+from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows, where
 from recipes.spread import Spread, paired, spread
 from recipes.tables import TableMaker, markdown_table, table
 
 PUBLISHED = {20: 19.4, 50: 46.5, 100: 86.0}
 """The thesis's unions by N, for K = 0.001 d."""
-_MEASURED = "MLP on digits, K = 0.001 d, steps 601 to 1,000"
 
 
 # --- Unions ---------------------------------------------------------------------------------------
@@ -386,7 +385,7 @@ def lr_inside(results: Path) -> str:
     return table(columns, grouped(rows, "schedule", "method"))
 
 
-# --- The counterexample, and the bullets of the page ----------------------------------------------
+# --- The counterexample ---------------------------------------------------------------------------
 
 
 def counterexample_values(results: Path) -> str:
@@ -410,56 +409,7 @@ def counterexample_scan(results: Path) -> str:
     return table(columns, counterexample.SCANNED)
 
 
-def seen(results: Path) -> str:
-    """Return what is seen, as a bullet of the page."""
-    groups = usual(unions_of(results))
-    known = [each for each in groups if each.workers in PUBLISHED]
-    found = ", ".join(_deviation(each.late, 1) for each in known)
-    thesis = ", ".join(f"{PUBLISHED[each.workers]:g}" for each in known)
-    workers = ", ".join(str(each.workers) for each in known)
-    exponents = [growth(groups, quantity).exponent.mean for quantity in (entries, nbytes)]
-    gaps = [_gaps(results, BOTH_WAYS, theirs) for theirs in (ONE_WAY, "dense")]
-    steps = distinct(read_rows(results / "accuracy.csv"), "steps")
-    seeds = max(len(each) for case in cases(results) for each in case.accuracies.values())
-    return (
-        f"- **What we see**: with N = {workers}, the union is {found} K (thesis: {thesis} K). The "
-        f"saving of a server grows like N^{exponents[0]:.2f} in entries and like "
-        f"N^{exponents[1]:.2f} in bytes ({_MEASURED}, {len(groups[0].late)} seeds, "
-        f"`--only union`). Bidirectional TopK ends {gaps[0]} points from unidirectional and "
-        f"{gaps[1]} from dense ({', '.join(map(str, steps))} steps, {seeds} seeds, "
-        "`--only accuracy`)."
-    )
-
-
-def losses(results: Path) -> str:
-    """Return where the method loses, as a bullet of the page."""
-    groups = unions_of(results)
-    most = usual(groups)[-1]
-    early = _deviation(most.over(0, 25), 1)
-    harder = _deviation(usual(groups, dataset=SHIFTED_DIGITS)[-1].late, 1)
-    largest = max(groups, key=lambda each: (each.ratio, each.workers))
-    received = traffic_means(results)
-    few = max((each["workers"] for each in received if each["total"] > each["gather"]), default=0)
-    last = received[-1]
-    return (
-        f"- **Where it loses**: the union of {most.workers} workers is only {early} K in the "
-        f"first 25 steps, and {harder} K and still rising on a harder problem (shifted digits). "
-        f"With K = {largest.ratio:g} d, that of {largest.workers} is {_deviation(largest.late, 1)} "
-        f"K. Without a server, up to {few} ranks receive more than with `ef(topk)` by all-gather, "
-        f"and with {last['workers']}, {100 * last['selection'] / last['total']:.0f} % of what they "
-        "receive serves the exact selection (K = 0.001 d; all `--only union`)."
-    )
-
-
-def _gaps(results: Path, ours: str, theirs: str) -> str:
-    """Return the range of the mean differences in accuracy over all problems."""
-    gaps = [case.ahead(ours, theirs).mean for case in cases(results)]
-    return f"{min(gaps):+.1f} to {max(gaps):+.1f}"
-
-
 TABLES: dict[str, TableMaker] = {
-    "seen": seen,
-    "losses": losses,
     "counterexample_values": counterexample_values,
     "counterexample_scan": counterexample_scan,
     "unions": unions,

@@ -35,7 +35,7 @@ _SHOWN = {
     "selection": (open_selection, []),
     "convergence": (open_convergence, ["convergence_sgd", "convergence_lars"]),
     "large_batch": (open_large_batch, ["accuracy", "probabilities"]),
-    "wall_clock": (open_wall_clock, ["wall_clock"]),
+    "wall_clock": (open_wall_clock, []),
 }
 PARTS = {
     name: Part(

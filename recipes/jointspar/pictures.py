@@ -171,44 +171,13 @@ def accuracy(folder: Path, path: Path) -> None:
     draw(path, title, [panel], size=(9, 5))
 
 
-def _points(
-    label: str, own: list[Contender], x: list[float], color: str, marker: str, line: str = "-"
-) -> Line:
+def _points(label: str, own: list[Contender], x: list[float], color: str, marker: str) -> Line:
     notes = [f"{e.failed()} of {len(e.tests[e.lr])} failed" if e.failed() else "" for e in own]
-    style = {"marker": marker, "color": color, "linestyle": line}
+    style = {"marker": marker, "color": color}
     means = [each.accuracy.mean for each in own]
     errors = [each.accuracy.deviation for each in own]
     shown = [0.0 if math.isnan(error) else error for error in errors]
     return Line(label, x, means, shown, style, notes=notes)
-
-
-def wall_clock(folder: Path, path: Path) -> None:
-    """Draw test accuracy against the seconds of a whole run on the shaped network."""
-    times = read_rows(folder / "wall_clock.csv")
-    seconds = {(row["method"], row["optimizer"]): row["seconds"] for row in times}
-    timed = [e for e in contenders_of(folder) if (e.method, e.optimizer) in seconds]
-    budgets = sorted({each.budget for each in timed})
-    labels = list(dict.fromkeys(each.label for each in timed))
-    lines = []
-    for number, label in enumerate(labels):
-        own = sorted((e for e in timed if e.label == label), key=lambda each: each.budget)
-        x = [seconds[each.method, each.optimizer] for each in own]
-        y = [each.accuracy.mean for each in own]
-        lines.append(Line(label, x, y, style={"color": f"C{number}"}))
-        # Budgets are marker shapes, because texts next to the points would overlap.
-        for each, place in zip(own, x, strict=True):
-            marker = MARKERS[budgets.index(each.budget)]
-            lines.append(_points("_", [each], [place], f"C{number}", marker))
-    for budget, marker in zip(budgets, MARKERS, strict=False):
-        grey = {"color": "0.4", "marker": marker, "linestyle": "none"}
-        lines.append(Line(f"budget {budget:.0%}", [], [], style=grey))
-    panel = Panel(
-        x=f"seconds of a run (one run), two hosts at {times[0]['mbit']} Mbit/s",
-        y="test accuracy of runs that did not fail, % (all seeds)",
-        lines=lines,
-        xlim=(0, None),
-    )
-    draw(path, "Accuracy against the time of a run, with LARS", [panel], size=(10, 5), columns=4)
 
 
 def probabilities(folder: Path, path: Path) -> None:
@@ -251,5 +220,4 @@ PICTURES = {
     "bandit": bandit,
     "accuracy": accuracy,
     "probabilities": probabilities,
-    "wall_clock": wall_clock,
 }

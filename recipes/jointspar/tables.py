@@ -18,8 +18,6 @@ FAILED = 10.0
 """A run fails if it diverges, or ends this many points below the mean of dense training."""
 LEVELS = (0.1, 0.01)
 """Training losses, in nats, that the steps of two methods are compared at."""
-Lrs = Mapping[tuple[str, str], float]
-"""Learning rates of one worker, by optimizer and method."""
 
 
 # --- Convergence ----------------------------------------------------------------------------------
@@ -400,30 +398,6 @@ def selection_table(results: Path) -> str:
     return table(columns, [(b, kind) for b in distinct(rows, "budget") for kind in KINDS])
 
 
-_WAYS = {
-    "plain DDP": "all (plain DDP)",
-    "budget 100%": "all (JointSpar)",
-    "budget 75%": "75 % of the layers, at random",
-    "budget 50%": "50 %",
-    "budget 25%": "25 %",
-    "front dropped": "the back half",
-    "back dropped": "the front half",
-}
-
-
-def backward_table(results: Path) -> str:
-    """Return the bytes, the time and the kernels of the backward pass."""
-    rows = read_rows(results / "backward.csv")
-    columns: dict[str, Callable[[str], str]] = {"kept": _WAYS.__getitem__}
-    for network in distinct(rows, "network"):
-        found = {row["way"]: row for row in where(rows, network=network)}
-        columns[network] = lambda way, found=found: (
-            f"{found[way]['bytes_kept']:.0%}, {found[way]['share_of_plain']:.0%} "
-            f"({found[way]['kernels']:g})"
-        )
-    return table(columns, _WAYS)
-
-
 def network_table(results: Path) -> str:
     """Return the time of a step of ResNet-18 on two hosts."""
 
@@ -438,7 +412,6 @@ def network_table(results: Path) -> str:
 TABLES: dict[str, TableMaker] = {
     "bandit": bandit_table,
     "selection": selection_table,
-    "backward": backward_table,
     "accuracy": accuracy_table,
     "learned": learned_table,
     "higher_lr": higher_lr_table,

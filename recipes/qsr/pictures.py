@@ -5,10 +5,9 @@ from pathlib import Path
 
 import torchcomp
 from recipes.pictures import MARKERS, Cells, Line, Panel, draw, spreads
-from recipes.qsr.settings import MAIN_METHODS, METHODS, PARALLEL, Setting
+from recipes.qsr.settings import MAIN_METHODS, METHODS, Setting
 from recipes.qsr.tables import Entry, Results
 from recipes.qsr.task import SAMPLES
-from recipes.qsr.training import sync_steps
 from recipes.rows import grouped, over_seeds, where
 from torchcomp.schedules import QSR
 
@@ -37,39 +36,6 @@ def _detailed(results: Results) -> list[Setting]:
 
 def _entries(results: Results, setting: Setting) -> list[Entry]:
     return [entry for each in METHODS if (entry := results.reported(setting, each))]
-
-
-def schedules(folder: Path, path: Path) -> None:
-    """Draw every tuned method's H against the step, beside the learning rate."""
-    results = Results(folder)
-    if not (chosen := _detailed(results)):
-        return
-    setting, lines = chosen[0], []
-    entries = _entries(results, setting)
-    for entry in entries:
-        index = METHODS.index(entry.point.method)
-        schedule = "" if entry.point.schedule == PARALLEL else f": {entry.point.schedule}"
-        # Later lines are thinner and cover earlier ones, so that lines that coincide are all seen.
-        width = 1.2 + 0.8 * (len(METHODS) - 1 - index)
-        style = {"color": f"C{index}", "linewidth": width, "drawstyle": "steps-post"}
-        lines.append(Line(f"{entry.point.method}{schedule}", *rounds(setting, entry), style=style))
-    lr_at = setting.lr_function(entries[0].point.lr, SAMPLES)
-    steps = range(setting.total_steps(SAMPLES))
-    lr = Line("_", steps, [lr_at(step) for step in steps], style={"color": "black"})
-    upper = Panel("step", "H: local steps of the round", lines=lines, log="y")
-    title = f"Rounds as tuned ({name_of(setting)}; the end of the run cuts the last)"
-    draw(path, title, [upper, Panel("step", "learning rate", lines=[lr])], size=(6, 4.6), columns=3)
-
-
-def rounds(setting: Setting, entry: Entry) -> tuple[list[int], list[int]]:
-    """Return the steps at which an entry's rounds begin, and their lengths.
-
-    The end of the run is the last step, with the last length again: a step plot needs it.
-    """
-    ends = sync_steps(setting, entry.point)
-    starts = [0, *ends[:-1]]
-    lengths = [end - start for start, end in zip(starts, ends, strict=True)]
-    return [*starts, ends[-1]], [*lengths, lengths[-1]]
 
 
 def accuracy(folder: Path, path: Path) -> None:
@@ -192,7 +158,6 @@ def _draw(path: Path, title: str, panels: Sequence[Panel], columns: int = 4) -> 
 
 
 PICTURES = {
-    "schedules": schedules,
     "accuracy": accuracy,
     "curves": curves,
     "maps": maps,

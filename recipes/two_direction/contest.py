@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from recipes.experiments import ResultTable
-from recipes.two_direction.data_sets import Samples, digits, open_samples
+from recipes.two_direction.data_sets import Samples, open_samples
 from recipes.two_direction.methods import METHODS, Messages, Problem
 from recipes.two_direction.race import (
     CURVE,
@@ -25,7 +25,7 @@ from recipes.two_direction.race import (
     check,
     race,
 )
-from recipes.two_direction.softmax_regression import minimise, problem
+from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
 from torchcomp.algorithms.two_direction.theory import Probabilities, priced_probabilities
 
 MUS = (0.0, 1e-4, 1e-3, 1e-2)
@@ -77,7 +77,7 @@ def setting(
     # The minimisation takes seconds, and every method needs the same f*.
     @lru_cache(maxsize=16)
     def case(seed: int) -> tuple[Problem, float]:
-        f = problem(samples.shards(n, seed), mu)
+        f = SoftmaxRegression(samples.shards(n, seed), mu)
         return f, minimise(f, gap / 100)
 
     sent = sent or Messages(tenth, tenth)
@@ -145,7 +145,7 @@ def open_alpha(arguments: argparse.Namespace) -> Measure:
     path = arguments.out / "alpha.csv"
     table = ResultTable(path, RUN, OUTCOME, task, resume=arguments.resume)
     # One setting for all sizes of messages: f* is then found once.
-    base = setting(digits(), _ALPHA_WORKERS, _ALPHA_MU, None, gap, _ALPHA_POWERS)
+    base = setting(open_samples(), _ALPHA_WORKERS, _ALPHA_MU, None, gap, _ALPHA_POWERS)
     return checked([(table, _alpha_races(base, quick=arguments.quick))], arguments)
 
 

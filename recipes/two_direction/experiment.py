@@ -33,8 +33,8 @@ from torchcomp.checks import check_at_least_0, check_count, check_positive
 
 PARTS = {
     "contest": Part(contest.open_contest),
-    "alpha": Part(contest.open_alpha, pictures={"alpha": pictures.alpha}),
-    "scaling": Part(quadratics.open_scaling, pictures={"scaling": pictures.scaling}),
+    "alpha": Part(contest.open_alpha),
+    "scaling": Part(quadratics.open_scaling),
     "winners": Part(quadratics.open_winners, pictures={"winners": pictures.winners}),
 }
 _HERE = Path(__file__).resolve().parent
@@ -77,7 +77,7 @@ def _parser() -> ExperimentParser:
     parser = ExperimentParser(__doc__, _HERE, PARTS)
     group = parser.add_argument_group("contest")
     group.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
-    group.add_argument("--data", type=Path, help="path of cifar10 or real-sim")
+    group.add_argument("--data", type=Path, help="torchvision's root folder of cifar10")
     group.add_argument("--workers", type=int, nargs="+", help="n, with equal shards [10 100]")
     group.add_argument("--mu", type=float, nargs="+", help="regulariser [0 1e-4 1e-3 1e-2]")
     group.add_argument("--k", type=int, help="values of a compressed message [d/10]")

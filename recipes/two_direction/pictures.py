@@ -7,15 +7,14 @@ from typing import Any
 
 from recipes.pictures import Cells, Line, Panel, draw, spreads
 from recipes.rows import Row, distinct, read_rows, where
-from recipes.spread import Spread, spread
-from recipes.two_direction.contest import DIGITS_D, PAPER, PRICED_K_DOWNS, PRICES
+from recipes.spread import Spread
+from recipes.two_direction.contest import PAPER
 from recipes.two_direction.methods import METHODS
-from recipes.two_direction.quadratics import MAP_PRICES, THEORY, D, Sweep, sweeps
+from recipes.two_direction.quadratics import MAP_PRICES, D
 from recipes.two_direction.tables import (
     OURS,
     Cost,
     cheapest,
-    chosen_p,
     priced,
     ratio,
     reached,
@@ -81,94 +80,6 @@ def _gap(rows: Sequence[Row], curves: Sequence[Row]) -> Panel:
         xlim=(0, 1.05 * max(ends, default=1000.0)),
         ylim=(gap / 2, None),
     )
-
-
-def alpha(folder: Path, path: Path) -> None:
-    """Draw the coordinates by size of the downlink message, and the price of a run by r."""
-    rows = read_rows(folder / "alpha.csv")
-    k_downs = [k for k in PRICED_K_DOWNS if where(rows, k_down=k)]
-    sizes = sorted(distinct(where(rows, method=OURS), "k_down"))
-    default = where(rows, p=0.0)
-    lines = [
-        _line(method, {k / DIGITS_D: where(default, method=method, k_down=k) for k in sizes})
-        for method in (OURS, "EF21-P + DIANA")
-    ]
-    for method in ("AGD", "AGD, three sequences"):
-        dense = dict.fromkeys(
-            (sizes[0] / DIGITS_D, sizes[-1] / DIGITS_D), where(rows, method=method)
-        )
-        lines.append(_line(method, dense, linestyle="--"))
-    first = Panel(x="K down / d, the alpha of TopK", y=_TRAFFIC, lines=lines, log="xy")
-    title = (
-        f"Traffic until f − f* ≤ {rows[0]['gap']:g}: digits, n = 10, mu = 1e-3, K up = 65\n"
-        f"mean and deviation of {_seeds(rows)}"
-    )
-    draw(path, title, [first, *(_prices(k, rows) for k in k_downs)], columns=5)
-
-
-def _prices(k_down: int, rows: list[Row]) -> Panel:
-    # AGD's messages do not depend on K.
-    own = [row for row in rows if row["k_down"] == k_down or row["method"].startswith("AGD")]
-    lines = []
-    for method in PAPER:
-        costs = {r: reached(where(own, method=method, p=0.0), priced(r)) for r in PRICES}
-        lines.append(_means(method, costs, **_style(method)))
-    tuned = {r: reached(where(own, method=OURS, p=chosen_p(k_down, r)), priced(r)) for r in PRICES}
-    lines.append(_means("2Direction, p for r", tuned, color=COLOURS[OURS], linestyle=":"))
-    return Panel(
-        x="r, weight of the downlink",
-        y="(1 − r) up + r down, thousand coordinates",
-        title=f"K down = {k_down}",
-        lines=lines,
-        log="y",
-    )
-
-
-def scaling(folder: Path, path: Path) -> None:
-    """Draw the iterations of each sweep, and the theory's lines through their middle."""
-    rows = read_rows(folder / "scaling.csv")
-    known = [
-        sweep
-        for quick in (False, True)
-        for sweep in sweeps(quick=quick)
-        if any(sweep.counts(method, rows) for method in sweep.methods)
-    ]
-    panels = [
-        Panel(
-            x=sweep.label,
-            y="" if number else "iterations until f − f* has fallen to 1e-4 of its start",
-            lines=[line for m in sweep.methods for line in _sweep(sweep, m, rows)],
-            log="xy",
-            legend=True,
-        )
-        for number, sweep in enumerate(known[:3])
-    ]
-    title = (
-        f"Iterations on quadratics (d = {D}), and the theory's terms times one constant (dashed)\n"
-        f"mean and deviation of {_seeds(rows)}; slope ± deviation (slope of the theory)"
-    )
-    draw(path, title, panels, size=(5.4, 4.6))
-
-
-def _sweep(sweep: Sweep, method: str, rows: list[Row]) -> list[Line]:
-    own = sweep.counts(method, rows)
-    if not own:
-        return []
-    found, theory = sweep.measured(method, rows), sweep.theory(method)
-    label = f"{method}: {found.with_deviation(2)} ({theory:.2f})"
-    if len(own) < len(distinct(rows, "seed")):
-        label += f", {len(own)} seeds"
-    counts = map(spread, zip(*own.values(), strict=True))
-    measured = dict(zip(sweep.xs, counts, strict=True))
-    expected = [THEORY[method](point) for point in sweep.points]
-    # Theory leaves the constant open: draw its line through the middle point.
-    middle = len(expected) // 2
-    factor = measured[sweep.xs[middle]].mean / expected[middle]
-    dashed = {"color": COLOURS[method], "linestyle": "--", "alpha": 0.7}
-    return [
-        spreads(label, measured, marker="o", color=COLOURS[method]),
-        Line("_", sweep.xs, [factor * each for each in expected], style=dashed),
-    ]
 
 
 def winners(folder: Path, path: Path) -> None:
@@ -243,7 +154,5 @@ def _seeds(rows: list[Row]) -> str:
 PICTURES = {
     "contest_digits_n10": partial(contest, "contest_digits_n10"),
     "contest_digits_n100": partial(contest, "contest_digits_n100"),
-    "alpha": alpha,
-    "scaling": scaling,
     "winners": winners,
 }

@@ -26,20 +26,6 @@ OURS = "2Direction"
 Cost = Callable[[Row], float]
 """What a run cost: coordinates, bytes or iterations."""
 
-# Coordinates of one run of programs that are not part of this repository, with n = 10.
-REFERENCE = {
-    (1e-4, "2Direction"): 333_125,
-    (1e-4, "AGD"): 523_900,
-    (1e-4, "EF21-P + DIANA"): 832_000,
-    (1e-3, "2Direction"): 188_695,
-    (1e-3, "AGD"): 195_000,
-    (1e-3, "AGD, three sequences"): 178_100,
-    (1e-3, "EF21-P + DIANA"): 168_350,
-    (1e-2, "2Direction"): 104_650,
-    (1e-2, "AGD"): 79_300,
-    (1e-2, "EF21-P + DIANA"): 34_450,
-}
-
 
 def thousands(row: Row) -> float:
     """Return the coordinates of a run, up and down, in thousands."""
@@ -148,17 +134,6 @@ def _more(rows: list[Row], rival: str, cost: Cost) -> str:
     return f"{more.with_error(1)} %"
 
 
-def _reference(results: Path) -> str:
-    rows = where(_contest(results), n=10)
-    columns = {
-        "mu": lambda each: f"{each[0][0]:g}",
-        "method": lambda each: each[0][1],
-        "here": lambda each: _cost(where(rows, mu=each[0][0], method=each[0][1]), thousands),
-        "other program": lambda each: f"{each[1] / 1000:.1f}",
-    }
-    return table(columns, REFERENCE.items())
-
-
 def _sizes(results: Path) -> str:
     rows = where(read_rows(results / "alpha.csv"), p=0.0)
     columns: dict[str, Callable[[int], str]] = {"K down / d": lambda k: f"{k / DIGITS_D:.2f}"}
@@ -242,16 +217,6 @@ def _scaling(results: Path) -> str:
     return table(columns, [(sweep, method) for sweep in sweeps() for method in sweep.methods])
 
 
-def _ranks(results: Path) -> str:
-    columns = {
-        "MB": lambda row: row["method"],
-        "received by a rank": lambda row: f"{row['received_by_rank'] / 1e6:.2f}",
-        "received from a server": lambda row: f"{row['bytes_down'] / 1e6:.2f}",
-        "messages of one worker": lambda row: f"{row['bytes_up'] / 1e6:.2f}",
-    }
-    return table(columns, read_rows(results / "on_ranks.csv"))
-
-
 TABLES: dict[str, TableMaker] = {
     "paper_10": _costs(10, PAPER, thousands),
     "coordinates_10": _costs(10, METHODS, thousands),
@@ -259,10 +224,8 @@ TABLES: dict[str, TableMaker] = {
     "megabytes_10": _costs(10, PAPER, megabytes, 2),
     "megabytes_100": _costs(100, PAPER, megabytes, 2),
     "ranking": _ranking,
-    "reference": _reference,
     "sizes": _sizes,
     "prices": _prices,
     "wins": _wins,
     "scaling": _scaling,
-    "ranks": _ranks,
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes import experiments, page_tables
+from recipes import page_tables
 from recipes.errors import RecipeError
 from recipes.experiments import (
     PROVENANCE,
@@ -99,10 +99,6 @@ def test_published_rows_name_a_command_that_makes_them(path: Path) -> None:
         assert measured <= {*parsed.seeds, *tuning_seeds(parsed.seeds, 3)}
 
 
-def test_tuning_uses_no_reported_seed() -> None:
-    assert tuning_seeds((1000, 1002), 2) == (1001, 1003)
-
-
 # --- Tables that resume ---------------------------------------------------------------------------
 
 
@@ -154,20 +150,6 @@ def test_a_table_measures_what_it_lacks_and_every_row_says_how(
     ]
 
 
-def test_points_without_their_row_are_dropped(tmp_path: Path) -> None:
-    curve = {"curve": ("step",), "curve_of": ("method",)}
-    table = opened(tmp_path, resume=False, **curve)
-    for run in RUNS:
-        table.add(run, 1, [(1,)])
-    table.rows.pop()
-    table.save()
-    again = opened(tmp_path, resume=True, **curve)
-    assert again.missing(RUNS) == RUNS[1:]
-    again.add(RUNS[1], 1, [(7,)])
-    points = read_rows(tmp_path / "runs_curves.csv")
-    assert [(row["method"], row["step"]) for row in points] == [("a", 1), ("b", 7)]
-
-
 @pytest.mark.parametrize(
     "damage", ["task", "columns", b"c", b"c,2,3,4,5,6,7,8", bytes(range(128, 256))]
 )
@@ -183,23 +165,6 @@ def test_a_file_that_cannot_be_resumed_is_refused(damage: str | bytes, tmp_path:
     with pytest.raises(RecipeError, match=r"runs\.csv"):
         opened(tmp_path, resume=True, task="other" if damage == "task" else "a task")
     assert path.read_bytes() == before
-
-
-def test_an_interrupted_save_keeps_the_old_table(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    table = opened(tmp_path, resume=False)
-    table.add(RUNS[0], 1)
-    before = table.path.read_bytes()
-
-    def interrupted(path: Path, *_: object, **__: object) -> None:
-        path.write_text("half a li")
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(experiments, "write_csv", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        table.add(RUNS[1], 2)
-    assert table.path.read_bytes() == before
 
 
 def test_all_parts_are_checked_before_the_first_one_and_a_wrong_result_ends_with_1(

@@ -19,8 +19,6 @@ from recipes.jointspar import (
     convergence,
     experiment,
     large_batch,
-    selection,
-    tables,
     training,
 )
 from recipes.jointspar.methods import Dense, LayerSampling, TopK, parse_method
@@ -122,12 +120,6 @@ def test_a_gradient_that_is_not_finite_ends_a_simulated_run() -> None:
     assert not simulated.backward(losses)
 
 
-@pytest.mark.parametrize("text", ["topk(0.3)", 'jointspar(0.5, costs="time")'])
-def test_methods_that_need_real_ranks_are_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="simulated"):
-        SimulatedRanks(ResidualMLP(8, 3), parse_method(text), ranks=2, seed=0)
-
-
 EVERY = [
     ("dense", "sgd", 1.0),
     ("topk(0.3)", "lars", 0.3),
@@ -181,19 +173,6 @@ def test_the_baseline_form_learns_and_uniform_does_not() -> None:
     assert excess["uniform"][499] == pytest.approx(row["excess_at_5000"], abs=1e-4)
     assert excess[bandit.FORMS[1]][499] < 0.1 * excess["uniform"][499]
     assert np.isfinite(excess[bandit.FORMS[1]]).all()
-
-
-def test_the_union_of_per_rank_sets_has_its_expected_size() -> None:
-    union, per_rank, shared = selection.measure(selection.layer_bytes(), 0.3, 4, seed=0)
-    assert union == pytest.approx(1 - 0.7**4, abs=0.02)
-    assert (per_rank, shared) == (pytest.approx(0.75, abs=0.03), pytest.approx(0.3, abs=0.04))
-
-
-def test_the_epochs_to_a_loss_are_interpolated() -> None:
-    row = {"1": 1.0, "2": 0.1, "3": 0.001, "seed": 0}
-    assert tables.epochs_to(row, 2.0) == 1
-    assert tables.epochs_to(row, 0.01) == pytest.approx(2.5)
-    assert math.isnan(tables.epochs_to(row, 1e-4))
 
 
 def test_quick_parts_run_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

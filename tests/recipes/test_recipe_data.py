@@ -143,12 +143,6 @@ def test_shifts_move_images_by_at_most_a_pixel() -> None:
     assert len(positions[:, 1:].unique(dim=0)) > 4
 
 
-def test_colour_images_are_also_mirrored() -> None:
-    ramp = torch.arange(32, dtype=torch.uint8)[None, None, :, None].expand(20, 32, 32, 3)
-    result = augmentation("cifar10")(ramp, epoch=0, step=0)
-    assert 3 <= (result[:, 16, 20, 0] > result[:, 16, 12, 0]).sum().item() <= 17
-
-
 def operations(variant: str, ranks: int = 1, rank: int = 0) -> RandAugment:
     return RandAugment(2, 10, TrainOrder(100, 20, rank, ranks, seed=3), variant)
 
@@ -250,18 +244,6 @@ def test_images_and_labels_are_mixed_with_the_same_share(more: dict[str, Any]) -
     # A share for each image, or one for each of two micro-batches: images 0 to 9 and 10 to 19.
     assert len(set(shares.tolist())) == (2 if more else 20)
     assert sorted(others[:10].tolist()) == [*range(10)]
-
-
-@pytest.mark.parametrize("more", [{}, BY_MICRO_BATCH], ids=["image", "micro-batch"])
-def test_shares_have_the_beta_distribution(more: dict[str, Any]) -> None:
-    each = slice(None, None, 10 if more else 1)
-    steps = 3000 if more else 300
-    many = torch.cat([mixing(**more).draw(0, step)[0][each] for step in range(steps)]).numpy()
-    drawn = np.random.default_rng(0).beta(0.2, 0.2, 100_000)
-    expected = np.minimum(drawn, 1 - drawn)
-    assert many.max() <= 0.5
-    assert many.mean() == pytest.approx(expected.mean(), abs=0.01)
-    assert many.std() == pytest.approx(expected.std(), abs=0.01)
 
 
 # Photographs.

@@ -64,18 +64,6 @@ def test_methods_are_spec_strings() -> None:
     assert parsed.extra == ["--lr", "1"]
 
 
-def test_a_file_in_place_of_the_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    path.write_text("kept")
-    monkeypatch.setattr(sys, "argv", ["quickstart", "--out", str(path)])
-    monkeypatch.setattr(quickstart, "run", pytest.fail)
-    with pytest.raises(SystemExit, match="--out"):
-        quickstart.main()
-    assert path.read_text() == "kept"
-
-
 @pytest.mark.parametrize(
     ("words", "names"), [(["--methods", "topkk"], ["topkk"]), (["--ranks", "0"], ["--ranks", "0"])]
 )
