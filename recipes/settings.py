@@ -33,15 +33,7 @@ class Settings:
         0.875, "photographs: share of the shorter side that a test image keeps", above=0, max=1
     )
     randaugment_ops: int = option(0, "RandAugment: operations per image (0: none)", min=0)
-    randaugment_magnitude: int = option(
-        10, "RandAugment: magnitude, 0 to 30; with composer, 1 to 10", min=0, max=30
-    )
-    randaugment_variant: str = option(
-        "torchvision",
-        "RandAugment: operations of torchvision, all of one strength, or those of Composer, which "
-        "draw theirs below the magnitude",
-        choices=("torchvision", "composer"),
-    )
+    randaugment_magnitude: int = option(10, "RandAugment: magnitude", min=0, max=30)
     mixup: float = option(0.0, "MixUp: alpha of Beta(alpha, alpha) (0: none)", min=0)
     mixup_shares: str = option(
         "image", "MixUp: a share for each image or micro-batch", choices=("image", "micro-batch")
@@ -164,11 +156,6 @@ def _check_together(settings: Settings) -> None:
     if settings.schedule == "step-cosine" and settings.final_lr == 0:
         raise RecipeError(
             "--schedule step-cosine needs --final-lr above 0, because it takes the logarithm"
-        )
-    if settings.randaugment_variant == "composer" and not 1 <= settings.randaugment_magnitude <= 10:
-        raise RecipeError(
-            "--randaugment-variant composer needs a --randaugment-magnitude of 1 to 10, found "
-            f"{settings.randaugment_magnitude}"
         )
     if settings.outer != "none" and settings.sync == "none":
         raise RecipeError(

@@ -82,8 +82,7 @@ def open_batches(
             f"training images only {train.classes}; both need the same classes"
         )
     order = TrainOrder(train.samples, settings.batch_size, rank, world_size, settings.seed)
-    operations = (settings.randaugment_ops, settings.randaugment_magnitude)
-    randaugment = RandAugment(*operations, order, settings.randaugment_variant)
+    randaugment = RandAugment(settings.randaugment_ops, settings.randaugment_magnitude, order)
     mixup = MixUp(settings.mixup, train.classes, order, settings.mixup_shares, settings.accumulate)
     shard = test_shard(test.samples, rank, world_size)
     return Batches(train, test, preset, order, shard, device, randaugment, mixup)

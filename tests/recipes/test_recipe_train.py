@@ -86,7 +86,7 @@ def test_auto_chooses_in_the_first_steps(
         ["--compress", "ef(topk(0.1))", "--lr-inside", "--momentum", "0"],
         [
             *("--mixup-shares", "micro-batch", "--mixup", "0.2", "--accumulate", "4"),
-            *("--randaugment-variant", "composer", "--randaugment-ops", "2"),
+            *("--randaugment-ops", "2"),
         ],
         ["--sync", "every(3)", "--bn-images", "100"],
         ["--outer", "nesterov(lr=0.9, momentum=0.5)", "--sync", "every(3)"],
