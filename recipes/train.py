@@ -309,7 +309,7 @@ class Trainer:
     # --- Training ---------------------------------------------------------------------------------
 
     def fit(self) -> bool:
-        """Train to the last step, evaluate, save the weights and write the summary."""
+        """Train to the last step and write all results; return False if a signal ended the run."""
         self._print_header()
         while self.step < self.total_steps:
             # After a resumption, the first epoch begins in the middle.

@@ -1,13 +1,13 @@
-"""JointSpar: bandit, bytes of a selection, convergence, accuracy, wall-clock time.
+"""JointSpar: bandit, convergence, accuracy, wall-clock time.
 
     python -m recipes.jointspar.experiment
     python -m recipes.jointspar.experiment --quick
     python -m recipes.jointspar.experiment --resume
-    python -m recipes.jointspar.experiment --only bandit selection
+    python -m recipes.jointspar.experiment --only bandit convergence
     python -m recipes.jointspar.experiment --seeds 8,9,10
 
 The whole takes an hour on two cores. ``--only`` picks parts; ``python -m recipes.jointspar.bandit``
-is the same as ``--only bandit``. ``--seeds`` is for bandit, selection, convergence and large_batch,
+is the same as ``--only bandit``. ``--seeds`` is for bandit, convergence and large_batch,
 which uses the first five. ``wall_clock`` needs root for network namespaces, and is skipped for
 other users. It uses the results of ``large_batch``.
 """
@@ -25,14 +25,12 @@ from recipes.jointspar.bandit import open_bandit
 from recipes.jointspar.convergence import OPTIMIZERS, open_convergence
 from recipes.jointspar.large_batch import open_large_batch
 from recipes.jointspar.pictures import PICTURES
-from recipes.jointspar.selection import open_selection
 from recipes.jointspar.tables import TABLES, accuracy_table
 from recipes.jointspar.wall_clock import DELAY_US, MBIT, open_wall_clock
 from torchcomp.checks import check_count
 
 _SHOWN = {
     "bandit": (open_bandit, ["bandit"]),
-    "selection": (open_selection, []),
     "convergence": (open_convergence, ["convergence_sgd", "convergence_lars"]),
     "large_batch": (open_large_batch, ["accuracy", "probabilities"]),
     "wall_clock": (open_wall_clock, []),

@@ -381,23 +381,6 @@ def _percent(share: Spread) -> str:
     return f"{percent.with_deviation(digits)} %"
 
 
-KINDS = ("per_rank", "shared")
-
-
-def selection_table(results: Path) -> str:
-    """Return the share of the bytes that an all-reduce carries."""
-    rows = read_rows(results / "selection.csv")
-    columns: dict[str, Callable[[tuple[float, str]], str]] = {
-        "budget": lambda case: f"{case[0]:.0%}",
-        "sets": lambda case: case[1].replace("_", " "),
-    }
-    for ranks in distinct(rows, "ranks"):
-        columns[f"{ranks} ranks"] = lambda case, ranks=ranks: (
-            f"{over_seeds(where(rows, budget=case[0], ranks=ranks), f'{case[1]}_bytes').mean:.0%}"
-        )
-    return table(columns, [(b, kind) for b in distinct(rows, "budget") for kind in KINDS])
-
-
 def network_table(results: Path) -> str:
     """Return the time of a step of ResNet-18 on two hosts."""
 
@@ -411,7 +394,6 @@ def network_table(results: Path) -> str:
 
 TABLES: dict[str, TableMaker] = {
     "bandit": bandit_table,
-    "selection": selection_table,
     "accuracy": accuracy_table,
     "learned": learned_table,
     "higher_lr": higher_lr_table,

@@ -11,8 +11,6 @@ The parts are
   infimum, by regulariser and number of workers (``contest.py``).
 * alpha: the same by size of the downlink messages, and by their price, with 2Direction's
   probability for that price (``contest.py``).
-* scaling: iterations on quadratics by condition number, omega and number of workers
-  (``quadratics.py``).
 * winners: on quadratics, which method sends least by condition number and omega
   (``quadratics.py``).
 
@@ -34,7 +32,6 @@ from torchcomp.checks import check_at_least_0, check_count, check_positive
 PARTS = {
     "contest": Part(contest.open_contest),
     "alpha": Part(contest.open_alpha),
-    "scaling": Part(quadratics.open_scaling),
     "winners": Part(quadratics.open_winners, pictures={"winners": pictures.winners}),
 }
 _HERE = Path(__file__).resolve().parent

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from recipes.rows import Row, by_seed, distinct, grouped, over_seeds, read_rows, where
+from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows, where
 from recipes.spread import Spread, spread
 from recipes.tables import TableMaker, table
 from recipes.two_direction.contest import (
@@ -19,7 +19,7 @@ from recipes.two_direction.contest import (
     chance,
 )
 from recipes.two_direction.methods import METHODS, Messages
-from recipes.two_direction.quadratics import MAP_PRICES, D, sweeps
+from recipes.two_direction.quadratics import MAP_PRICES, D
 from recipes.two_direction.race import shared_by
 
 OURS = "2Direction"
@@ -198,25 +198,6 @@ def _times(own: Spread) -> str:
     return f"{own.mean:.2f} ± {own.error:.2f} times as much"
 
 
-def _scaling(results: Path) -> str:
-    rows = read_rows(results / "scaling.csv")
-    seeds = len(distinct(rows, "seed"))
-
-    def exponent(each: Any) -> str:
-        found = each[0].measured(each[1], rows)
-        some = f" ({found.count} of {seeds} seeds)" if found.count < seeds else ""
-        return f"{found.with_deviation(2)}{some}"
-
-    columns = {
-        "iterations by": lambda each: each[0].label,
-        "range": lambda each: f"{each[0].xs[0]:g} to {each[0].xs[-1]:g}",
-        "method": lambda each: each[1],
-        "exponent": exponent,
-        "theory": lambda each: f"{each[0].theory(each[1]):.2f}",
-    }
-    return table(columns, [(sweep, method) for sweep in sweeps() for method in sweep.methods])
-
-
 TABLES: dict[str, TableMaker] = {
     "paper_10": _costs(10, PAPER, thousands),
     "coordinates_10": _costs(10, METHODS, thousands),
@@ -227,5 +208,4 @@ TABLES: dict[str, TableMaker] = {
     "sizes": _sizes,
     "prices": _prices,
     "wins": _wins,
-    "scaling": _scaling,
 }

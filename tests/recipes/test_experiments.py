@@ -32,7 +32,7 @@ RECIPES = Path(page_tables.__file__).parent
 EXPERIMENTS = sorted(path.parent.name for path in RECIPES.glob("*/experiment.py"))
 RESULTS = sorted(path.relative_to(RECIPES) for path in RECIPES.glob("*/results/**/*.csv"))
 # Their programs were part of version 0.1.0 alone.
-DROPPED = {"backward.csv", "on_ranks.csv"}
+DROPPED = {"backward.csv", "on_ranks.csv", "scaling.csv", "selection.csv"}
 
 
 def parser() -> ExperimentParser:

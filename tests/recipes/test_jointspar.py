@@ -176,7 +176,7 @@ def test_the_baseline_form_learns_and_uniform_does_not() -> None:
 
 
 def test_quick_parts_run_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick(NAME, tmp_path, monkeypatch, "--only", "bandit", "selection")
+    quick(NAME, tmp_path, monkeypatch, "--only", "bandit")
 
 
 @pytest.mark.thorough
