@@ -55,7 +55,7 @@ class Checkpoints:
     world_size: int
 
     def save(self, step: int, state: State, settings: State) -> str | None:
-        """Save this rank's ``state``, on all ranks at the same step; return why it failed, if so."""
+        """Save this rank's state, on all ranks at the same step; return why it failed, if so."""
         directory = self.folder / f"step-{step:09d}"
         own = directory / _file_of(self.rank)
         written, problem = self._attempt(lambda: _save_state(own, state))
