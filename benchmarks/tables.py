@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks import figures
 from benchmarks.figures import Link, Row, Steps, latest
 from benchmarks.net.names import BF16, FLOOR, NAIVE_TOPK, PLAIN, POWERSGD
-from recipes.page_tables import TableMaker, markdown_table
+from recipes.tables import TableMaker, markdown_table
 
 MISSING = "–"
 """Stands for a value that was not measured."""

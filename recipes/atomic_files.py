@@ -21,18 +21,7 @@ class _HashingWriter(io.BufferedWriter):
 
 
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
-    """Write a file beside the old one, sync it, and put it in the place of the old one.
-
-    Args:
-        path: of the file.
-        write: gets the open file.
-
-    Returns:
-        The SHA-256 of what was written. Another process can have replaced the file since then.
-
-    Raises:
-        OSError: if the disk is full or read-only. The old file stays.
-    """
+    """Write a file beside the old one, sync it, and put it in the place of the old one."""
     unfinished = path.with_name(f".{path.name}")
     try:
         # Given a path, torch.save() would raise other errors than OSError.

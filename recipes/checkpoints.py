@@ -55,17 +55,7 @@ class Checkpoints:
     world_size: int
 
     def save(self, step: int, state: State, settings: State) -> str | None:
-        """Save this rank's ``state``. All ranks must call this at the same step.
-
-        Args:
-            step: number of optimizer steps that the run has taken.
-            state: everything that the rest of the run depends on.
-            settings: those that a resumed run must keep; see :meth:`load`.
-
-        Returns:
-            None, or why a rank could not write, for example to a full disk. All ranks return the
-            same. The checkpoints before this one are kept.
-        """
+        """Save this rank's state, on all ranks at the same step; return why it failed, if so."""
         directory = self.folder / f"step-{step:09d}"
         own = directory / _file_of(self.rank)
         written, problem = self._attempt(lambda: _save_state(own, state))
@@ -97,16 +87,6 @@ class Checkpoints:
         """Return this rank's state from the newest complete checkpoint that is not damaged.
 
         All ranks must call this. Rank 0 prints a line for every damaged checkpoint.
-
-        Args:
-            settings: of this run.
-            resized: makes the state of this rank from those of all ranks, in rank order, if another
-                number of ranks has saved them. Their tensors are mapped: what it does not use
-                takes no memory.
-
-        Raises:
-            RecipeError: if there is no such checkpoint, or if it was written with other
-                ``settings``, or, without ``resized``, with another number of ranks.
         """
         newest, marker = self._newest_intact()
         _check_settings(marker.settings, settings)

@@ -46,11 +46,7 @@ def env_world_size() -> int:
 
 
 def this_worker(settings: Settings) -> Worker:
-    """Describe this process from torchrun's environment variables.
-
-    Raises:
-        RecipeError: if ``--device`` or ``--amp`` needs a CUDA device that is missing.
-    """
+    """Describe this process from torchrun's environment variables."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return Worker(
         rank=env_rank(),
@@ -84,12 +80,7 @@ def threads_per_worker(settings: Settings, worker: Worker) -> int:
 
 
 def init_distributed(worker: Worker, timeout: int = 0) -> None:
-    """Initialize the default process group: NCCL on GPUs, gloo on CPUs.
-
-    Args:
-        worker: this process.
-        timeout: see :func:`init_process_group`.
-    """
+    """Initialize the default process group: NCCL on GPUs, gloo on CPUs."""
     if worker.device.type == "cuda":
         # Before any other CUDA call, which would create a context on GPU 0.
         torch.cuda.set_device(worker.device)
@@ -99,13 +90,7 @@ def init_distributed(worker: Worker, timeout: int = 0) -> None:
 
 
 def init_process_group(backend: str, timeout: int, device_id: torch.device | None = None) -> None:
-    """Initialize the default process group, also without torchrun.
-
-    Args:
-        backend: "gloo" or "nccl".
-        timeout: seconds that a rank waits for another one in a collective, or 0 for PyTorch's.
-        device_id: the GPU of this rank.
-    """
+    """Initialize the default process group, also without torchrun."""
     limit = timedelta(seconds=timeout) if timeout else None
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=limit, device_id=device_id)

@@ -39,14 +39,7 @@ class DualPatchNormViT(nn.Module):
         self.head = nn.Linear(size.width, classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return scores of shape (N, classes).
-
-        Args:
-            images: (N, C, H, W). H and W must be multiples of the patch's side.
-
-        Raises:
-            ValueError: if H or W is not such a multiple.
-        """
+        """Return scores of shape (N, classes)."""
         rows, columns = patch_grid(images, self.side)
         # (N, C, rows, side, columns, side), then one vector of pixels per patch, channels last.
         pixels = images.unflatten(3, (columns, self.side)).unflatten(2, (rows, self.side))

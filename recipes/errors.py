@@ -24,11 +24,7 @@ class RecipeError(Exception):
 
 @contextmanager
 def exit_on_user_error(*more: type[Exception]) -> Iterator[None]:
-    """Exit with ``error: <message>`` if the block raises an error of the user's input.
-
-    Args:
-        *more: exceptions to treat like :class:`RecipeError` and :class:`torchcomp.SpecError`.
-    """
+    """Exit with ``error: <message>`` if the block raises an error of the user's input."""
     try:
         yield
     except (RecipeError, torchcomp.SpecError, *more) as error:

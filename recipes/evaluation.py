@@ -88,13 +88,7 @@ class Evaluator:
         return self._test()
 
     def _average(self, module: nn.Module, next_epoch: int) -> None:
-        """Copy the average of the ranks' models into :attr:`averaged`.
-
-        Args:
-            module: this rank's model.
-            next_epoch: the epoch that training has not begun. Its images are used to re-estimate
-                batch normalisation's statistics after local steps.
-        """
+        """Copy the average of the ranks' models into :attr:`averaged`."""
         average_models(module, self.averaged, self._world_size)
         if not self._reestimates_batchnorm():
             return

@@ -1,18 +1,32 @@
-"""Shared parts of the experiments: their flags, and result tables that can be resumed.
+"""Shared parts of the experiments: their flags, their parts, and result tables that can be resumed.
 
 Each method's folder has one entry point, ``experiment.py``. :class:`ExperimentParser` gives it the
-flags ``--seeds``, ``--quick``, ``--resume``, ``--out`` and, if it has several parts, ``--only``.
-:class:`ResultTable` is a CSV file that grows by one row per finished run.
+flags ``--seeds``, ``--quick``, ``--resume``, ``--out`` and, if it has several parts, ``--only``. A
+:class:`Part` measures what its :class:`ResultTable` lacks, and shows its tables and pictures.
 """
 
 import argparse
 import itertools
-from collections.abc import Collection, Sequence
+import os
+import sys
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
 
 from recipes.errors import RecipeError
-from recipes.result_files import provenance, read_csv, read_notes, write_csv
+from recipes.local_ranks import run_on_ranks
+from recipes.pictures import Picture
+from recipes.result_files import make_folder, provenance, read_csv, read_notes, write_csv
+from recipes.rows import cells
+from recipes.tables import TableMaker
 
 PROVENANCE = ("command", "versions", "date")
 """The last columns of a table: how, with what and when (UTC) the row was measured."""
@@ -22,12 +36,16 @@ _LARGEST_SEED = 2**32 - 1
 QUICK_HELP = "a few small runs, two minutes or so on two cores, to see that it works"
 RESUME_HELP = "keep the finished rows of an interrupted run, and compute only the missing ones"
 
+_Run = TypeVar("_Run")
+Texts = dict[str, str]
+"""A row of a file: texts by column."""
+
 
 class ExperimentParser(argparse.ArgumentParser):
     """A parser with the flags that all experiments have.
 
     Args:
-        description: one line for ``--help``.
+        description: the docstring of the program, whose first line is for ``--help``.
         home: folder of the method, such as ``recipes/qsr``.
         parts: what ``--only`` can pick; without parts there is no such flag.
         seeds: the default of ``--seeds``, with which the committed results were measured.
@@ -36,15 +54,15 @@ class ExperimentParser(argparse.ArgumentParser):
 
     def __init__(
         self,
-        description: str,
+        description: str | None,
         home: Path,
-        parts: Sequence[str] = (),
+        parts: Iterable[str] = (),
         *,
         seeds: Sequence[int] = (0, 1, 2, 3, 4),
         quick_seeds: Sequence[int] = (0, 1),
     ) -> None:
-        super().__init__(description=description, allow_abbrev=False)
-        self._home, self._parts = home, parts
+        super().__init__(description=(description or "").splitlines()[0], allow_abbrev=False)
+        self._home, self._parts = home, tuple(parts)
         self._seeds, self._quick_seeds = tuple(seeds), tuple(quick_seeds)
         usual, quick = (",".join(map(str, each)) for each in (seeds, quick_seeds))
         self.add_argument(
@@ -53,10 +71,9 @@ class ExperimentParser(argparse.ArgumentParser):
             metavar="LIST",
             help=f"seeds of the reported runs, such as 3,7,11 [{usual}; with --quick: {quick}]",
         )
-        if parts:
-            self.add_argument(
-                "--only", nargs="+", metavar="PART", choices=parts, help=_only_help(parts)
-            )
+        if self._parts:
+            text = f"run only these parts, of {', '.join(self._parts)} [all]"
+            self.add_argument("--only", nargs="+", metavar="PART", choices=self._parts, help=text)
         self.add_argument("--quick", action="store_true", help=QUICK_HELP)
         self.add_argument("--resume", action="store_true", help=RESUME_HELP)
         self.add_argument(
@@ -71,11 +88,7 @@ class ExperimentParser(argparse.ArgumentParser):
         raise RecipeError(message)
 
     def read(self, words: Sequence[str]) -> argparse.Namespace:
-        """Parse the command line, and set ``seeds`` (a tuple) and ``only`` (a list) if not given.
-
-        Raises:
-            RecipeError: if the command line is invalid.
-        """
+        """Parse the command line, and set ``seeds`` and ``only`` if they are not given."""
         parsed = self.parse_args(words)
         if parsed.seeds is None:
             parsed.seeds = self._quick_seeds if parsed.quick else self._seeds
@@ -85,16 +98,7 @@ class ExperimentParser(argparse.ArgumentParser):
         return parsed
 
     def output_folder(self, parsed: argparse.Namespace, *, published: bool = True) -> Path:
-        """Return the folder that the flags name.
-
-        Args:
-            parsed: what :meth:`read` returned.
-            published: whether the method's own flags are those of the committed results. If they
-                are not, or if ``--seeds`` differs, the default folder is ``runs/<method>``.
-
-        Raises:
-            RecipeError: if ``--quick`` would overwrite the committed results.
-        """
+        """Return the folder that the flags name."""
         results = self._home / "results"
         if parsed.out is None:
             if parsed.quick:
@@ -115,11 +119,7 @@ class ExperimentParser(argparse.ArgumentParser):
 
 
 def seed_list(text: str) -> tuple[int, ...]:
-    """Return the seeds of a comma-separated list, without repetitions, in the order given.
-
-    Raises:
-        argparse.ArgumentTypeError: unless all are integers from 0 to 2^32 - 1.
-    """
+    """Return the seeds of a comma-separated list, without repetitions, in the order given."""
     words = [word.strip() for word in text.split(",")]
     if not all(word.isdecimal() and int(word) <= _LARGEST_SEED for word in words):
         raise argparse.ArgumentTypeError(
@@ -135,8 +135,50 @@ def tuning_seeds(reported: Collection[int], count: int) -> tuple[int, ...]:
     return tuple(itertools.islice(unused, count))
 
 
+@dataclass(frozen=True)
+class Part:
+    """A part of an experiment.
+
+    Attributes:
+        open: checks the flags, opens the tables, and returns a function that measures what they
+            lack. It returns what is wrong with the results, if anything.
+        tables: made from the folder of the results, and printed.
+        pictures: drawn from it, by the names of their files.
+    """
+
+    open: Callable[[argparse.Namespace], Callable[[], Sequence[str] | None]]
+    tables: Sequence[TableMaker] = ()
+    pictures: Mapping[str, Picture] = field(default_factory=dict)
+
+    def show(self, folder: Path) -> None:
+        """Print the tables and draw the pictures of a folder."""
+        for make in self.tables:
+            print(f"\n{make(folder)}", flush=True)
+        for name, picture in self.pictures.items():
+            picture(folder, folder / f"{name}.png")
+
+
+def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
+    """Run the parts that ``--only`` names; exit with status 1 if a result is wrong."""
+    started = time.monotonic()
+    # The models are small: more threads would only wait for each other.
+    torch.set_num_threads(1)
+    # All input is checked before anything is computed and before any file is written.
+    chosen = {name: parts[name].open(arguments) for name in arguments.only}
+    make_folder(arguments.out)
+    problems: list[str] = []
+    for name, measure in chosen.items():
+        print(f"\n--- {name}", flush=True)
+        problems += measure() or []
+        parts[name].show(arguments.out)
+    print(f"\ntables and pictures are in {arguments.out}")
+    print(f"total time: {time.monotonic() - started:.0f} s")
+    if problems:
+        sys.exit("\n".join(["error: the results differ:", *problems]))
+
+
 class ResultTable:
-    """A CSV file with one row per finished run.
+    """A CSV file with one row per finished run, and perhaps a second one with points of curves.
 
     The file is rewritten after every row, so an interrupted experiment loses only the run that it
     was computing. ``# task:`` above the header names the settings that all rows share. The last
@@ -144,11 +186,12 @@ class ResultTable:
 
     Args:
         path: of the CSV file.
-        header: its columns, without :data:`PROVENANCE`.
+        run: the columns that name a run.
+        outcome: the columns of its result.
         task: the settings that all rows share. Rows of another task cannot be compared with them.
         resume: whether to keep the rows that the file already has.
-        curves: whether the rows are points of curves. They have no columns of :data:`PROVENANCE`,
-            which their run has in its own table.
+        curve: the columns of a point in ``PATH_curves.csv``, if there are curves.
+        curve_of: the columns of a row that name its curve; those of the run by default.
 
     Attributes:
         rows: the finished rows, as texts by column.
@@ -161,50 +204,129 @@ class ResultTable:
     def __init__(
         self,
         path: Path,
-        header: Sequence[str],
+        run: Sequence[str],
+        outcome: Sequence[str],
         task: str,
         *,
         resume: bool,
-        curves: bool = False,
+        curve: Sequence[str] = (),
+        curve_of: Sequence[str] = (),
     ) -> None:
-        self.path, self._task = path, task
-        self._provenance = {} if curves else provenance()
-        self.header = (*header, *self._provenance)
-        self.rows: list[dict[str, str]] = []
-        # A missing file is no error: a part that was never started has no rows yet.
-        if resume and path.exists():
-            self._read(task)
+        self.path, self._task, self.run = path, task, tuple(run)
+        self.header = (*run, *outcome, *PROVENANCE)
+        self._curve_of = tuple(curve_of) or self.run
+        self.curve_header = (*self._curve_of, *curve) if curve else ()
+        self.rows: list[Texts] = []
+        self._points: list[Texts] = []
+        if resume:
+            self.read()
 
-    def add(self, *rows: Sequence[object]) -> None:
-        """Append finished rows, given without their :data:`PROVENANCE`, and save the table."""
-        for row in rows:
-            cells = (*map(str, row), *self._provenance.values())
-            self.rows.append(dict(zip(self.header, cells, strict=True)))
+    @property
+    def curve_path(self) -> Path:
+        """The file of the curves."""
+        return self.path.with_stem(f"{self.path.stem}_curves")
+
+    def read(self) -> None:
+        """Read the files. A missing file is no error: its part has no rows yet."""
+        self.rows = self._read(self.path, self.header)
+        if self.curve_header:
+            # A curve is saved before its row: an interruption can leave one without a row.
+            finished = {_texts(row, self._curve_of) for row in self.rows}
+            found = self._read(self.curve_path, self.curve_header)
+            self._points = [row for row in found if _texts(row, self._curve_of) in finished]
+
+    def missing(self, runs: Iterable[_Run]) -> list[_Run]:
+        """Return the runs that have no row. A run is a dataclass or a tuple with its cells."""
+        finished = {_texts(row, self.run) for row in self.rows}
+        return [run for run in runs if tuple(map(str, cells(run))) not in finished]
+
+    def add(self, run: Any, outcome: Any, points: Sequence[Any] = ()) -> None:
+        """Append and save the row of a finished run, after the points of its curve."""
+        made = (*cells(run), *cells(outcome), *provenance().values())
+        row = dict(zip(self.header, map(str, made), strict=True))
+        if self.curve_header and points:
+            named = _texts(row, self._curve_of)
+            new = [(*named, *map(str, cells(point))) for point in points]
+            self._points += [dict(zip(self.curve_header, each, strict=True)) for each in new]
+            self._write(self.curve_path, self.curve_header, self._points)
+        self.rows.append(row)
         self.save()
 
     def save(self) -> None:
         """Write the file."""
-        rows = [list(row.values()) for row in self.rows]
+        self._write(self.path, self.header, self.rows)
+
+    def _write(self, path: Path, header: Sequence[str], rows: list[Texts]) -> None:
         # A process that is killed while it writes leaves the old file as it was.
-        unfinished = self.path.with_suffix(".tmp")
-        write_csv(unfinished, self.header, rows, task=self._task)
-        unfinished.replace(self.path)
+        unfinished = path.with_suffix(".tmp")
+        write_csv(unfinished, header, [list(row.values()) for row in rows], task=self._task)
+        unfinished.replace(path)
 
-    def _read(self, task: str) -> None:
-        found = read_notes(self.path).get("task", "unknown settings")
-        if found != task:
+    def _read(self, path: Path, header: Sequence[str]) -> list[Texts]:
+        if not path.exists():
+            return []
+        found = read_notes(path).get("task", "unknown settings")
+        if found != self._task:
             raise RecipeError(
-                f"--resume cannot use {self.path}, whose rows are of: {found}; this run is: "
-                f"{task}. Choose another folder with --out, or leave out --resume"
+                f"--resume cannot use {path}, whose rows are of: {found}; this run is: "
+                f"{self._task}. Choose another folder with --out, or leave out --resume"
             )
-        rows = read_csv(self.path)
-        if rows and tuple(rows[0]) != self.header:
+        rows = read_csv(path)
+        if rows and tuple(rows[0]) != tuple(header):
             raise RecipeError(
-                f"--resume cannot use {self.path}, whose columns are {', '.join(rows[0])}; "
-                f"expected {', '.join(self.header)}"
+                f"--resume cannot use {path}, whose columns are {', '.join(rows[0])}; "
+                f"expected {', '.join(header)}"
             )
-        self.rows = rows
+        return rows
 
 
-def _only_help(parts: Sequence[str]) -> str:
-    return f"run only these parts, of {', '.join(parts)} [all]"
+def _texts(row: Texts, columns: Sequence[str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in columns)
+
+
+def fill(
+    table: ResultTable, runs: Iterable[_Run], measure: Callable[[_Run], Any], processes: int = 1
+) -> None:
+    """Measure the runs that a table lacks, several at a time, and save each as it ends."""
+    missing = table.missing(runs)
+    for run, outcome in zip(missing, _measured(measure, missing, processes), strict=True):
+        _add(table, run, outcome)
+
+
+def fill_on_ranks(
+    ranks: int, table: ResultTable, runs: Iterable[_Run], measure: Callable[[_Run], Any]
+) -> None:
+    """Do the same on ranks that are processes of this machine: all of them measure every run."""
+    if missing := table.missing(runs):
+        run_on_ranks(ranks, _fill_on_this_rank, table, missing, measure)
+        # The ranks have copies of the table, and rank 0 has saved its own.
+        table.read()
+
+
+def _fill_on_this_rank(table: ResultTable, runs: list[Any], measure: Callable[[Any], Any]) -> None:
+    for run in runs:
+        outcome = measure(run)
+        if dist.get_rank() == 0:
+            _add(table, run, outcome)
+
+
+def _add(table: ResultTable, run: Any, outcome: Any) -> None:
+    of_run, points = outcome if table.curve_header else (outcome, ())
+    table.add(run, of_run, points)
+    # The parent's output is often a pipe, where lines would otherwise wait in the buffer.
+    print(*list(table.rows[-1].values())[: -len(PROVENANCE)], flush=True)
+
+
+def _measured(measure: Callable[[_Run], Any], runs: list[_Run], processes: int) -> Iterator[Any]:
+    if min(processes, len(runs)) < 2:
+        yield from map(measure, runs)
+        return
+    # Spawned processes read it when they import torch, so it must be set before the pool starts.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    # Fresh processes: PyTorch's threads do not survive a fork.
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), partial(torch.set_num_threads, 1))
+    try:
+        yield from pool.map(measure, runs)
+    finally:
+        # After an error or Ctrl-C, do not start the queued runs.
+        pool.shutdown(cancel_futures=True)

@@ -34,11 +34,7 @@ class Interruption:
         self._previous: dict[signal.Signals, Any] = {}
 
     def after_step(self, step: int) -> bool:
-        """Return whether the run ends here. All ranks must call this after every step.
-
-        Args:
-            step: number of optimizer steps that the run has taken.
-        """
+        """Return whether the run ends here. All ranks must call this after every step."""
         if step % self._every:
             return False
         if self._answer():

@@ -37,12 +37,7 @@ class Marker:
 
     @classmethod
     def read(cls, folder: Path) -> "Marker":
-        """Return the marker of the checkpoint in ``folder``.
-
-        Raises:
-            OSError: if there is none.
-            RecipeError: if it is damaged, or has no checksum, as in earlier versions.
-        """
+        """Return the marker of the checkpoint in ``folder``."""
         path = folder / MARKER
         try:
             contents = json.loads(path.read_bytes())

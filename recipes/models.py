@@ -38,18 +38,7 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def build_model(name: str, *, channels: int, classes: int, small_stem: bool) -> nn.Module:
-    """Build a model with newly initialised weights.
-
-    Args:
-        name: "smallcnn", "simple_vit/SIZE", "vit_pytorch/simple_SIZE", "torchvision/NAME" or
-            "timm/NAME".
-        channels: of the images, 1 or 3.
-        classes: number of classes.
-        small_stem: replace the stem of a torchvision ResNet by one for small images.
-
-    Raises:
-        RecipeError: if there is no such model, or if it has no stem to replace.
-    """
+    """Build a model with newly initialised weights."""
     library, _, architecture = name.partition("/")
     if small_stem and library != "torchvision":
         raise RecipeError(f"--small-stem is only for torchvision's ResNets, found --model {name}")
@@ -73,11 +62,7 @@ def build_model(name: str, *, channels: int, classes: int, small_stem: bool) -> 
 
 
 def check_model(model: nn.Module, name: str, *, channels: int, size: int) -> None:
-    """Run one blank image through ``model``, to report a wrong size before the data is opened.
-
-    Raises:
-        RecipeError: if the model does not accept the images.
-    """
+    """Run one blank image through ``model``, to report a wrong size before the data is opened."""
     was_training = model.training
     device = next(model.parameters()).device
     try:

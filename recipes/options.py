@@ -6,6 +6,7 @@ line and the configuration file are both derived from the fields, so they cannot
 
 import argparse
 import math
+import operator
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, field, fields
@@ -23,28 +24,16 @@ _BASE = "base"
 
 
 def option(default: Any, text: str, **limits: Any) -> Any:
-    """Declare a setting.
+    """Declare a setting, with its default, its help text, and limits.
 
-    Args:
-        default: its default value.
-        text: its help text.
-        **limits: ``choices``, or ``min`` and ``max`` (allowed themselves), or ``above`` and
-            ``below`` (not allowed themselves).
+    Limits are ``choices``, or ``min`` and ``max`` (allowed themselves), or ``above`` and ``below``
+    (not allowed themselves).
     """
     return field(default=default, metadata={"help": text, **limits})
 
 
 def read_options(cls: type[_Options], argv: list[str]) -> _Options:
-    """Read the configuration file named by ``--config``, then the other flags, which override it.
-
-    Args:
-        cls: a frozen dataclass whose fields are declared by :func:`option`.
-        argv: the command line without the program's name.
-
-    Raises:
-        RecipeError: if a flag or key is unknown, or if a value has the wrong type or is out of
-            range.
-    """
+    """Read the file named by ``--config``, then the other flags, which override it."""
     flags = _read_flags(cls, argv)
     config = flags.pop("config", None)
     values = read_yaml(cls, Path(config)) if config is not None else {}
@@ -57,20 +46,10 @@ def read_yaml(cls: type[Any], path: Path, above: tuple[Path, ...] = ()) -> dict[
     """Read a configuration file and the file that its key ``base`` names, if any.
 
     The path of the base is relative to the file. The file's own keys override those of its base,
-    which can have a base itself.
-
-    Args:
-        cls: a frozen dataclass whose fields are declared by :func:`option`.
-        path: of the file.
-        above: the files that have this one as their base, directly or indirectly.
-
-    Raises:
-        RecipeError: if a file is missing or is not YAML, if it is its own base, or if a key is not
-            a field of ``cls``.
+    which can have a base itself. ``above`` has the files that are based on this one.
     """
-    raw = _load_yaml(path)
+    raw, types = _load_yaml(path), _types(cls)
     base = raw.pop(_BASE, None)
-    types = _types(cls)
     for key in raw:
         if key not in types:
             hint = nearest(str(key), [*types, _BASE])
@@ -80,10 +59,8 @@ def read_yaml(cls: type[Any], path: Path, above: tuple[Path, ...] = ()) -> dict[
         return own
     below = path.parent / convert(f"{path}: {_BASE}", str, base)
     chain = (*above, path.resolve())
-    if below.resolve() in chain:
-        raise RecipeError(f"{path}: {_BASE}: {base} is based on this file; name another base")
-    if not below.is_file():
-        raise RecipeError(f"{path}: {_BASE}: there is no file {below}; expected a YAML file")
+    if below.resolve() in chain or not below.is_file():
+        raise RecipeError(f"{path}: {_BASE}: {base}: expected another YAML file, which exists")
     return read_yaml(cls, below, chain) | own
 
 
@@ -100,22 +77,31 @@ def _load_yaml(path: Path) -> dict[Any, Any]:
     return raw
 
 
-def check_limits(options: Any) -> None:
-    """Check all values against the limits of their declarations.
+_LIMITS = {
+    "min": (operator.ge, "at least"),
+    "above": (operator.gt, "above"),
+    "max": (operator.le, "at most"),
+    "below": (operator.lt, "below"),
+}
 
-    Raises:
-        RecipeError: if a value is out of range. The message has the name of the first one.
-    """
+
+def check_limits(options: Any) -> None:
+    """Raise RecipeError if a value is outside the limits of its declaration."""
     for spec in fields(options):
-        _check_limits(spec.name, getattr(options, spec.name), spec.metadata)
+        flag, value, limits = _flag(spec.name), getattr(options, spec.name), spec.metadata
+        choices = limits.get("choices", (value,))
+        if value not in choices:
+            raise RecipeError(
+                f"{flag} {value!r} is not one of {', '.join(choices)}; did you mean "
+                f"{nearest(value, choices)}?"
+            )
+        for name, (holds, words) in _LIMITS.items():
+            if name in limits and not holds(value, limits[name]):
+                raise RecipeError(f"{flag} must be {words} {limits[name]}, found {value}")
 
 
 def check_batch(batch: int, world_size: int) -> None:
-    """Check that ranks can share a batch.
-
-    Raises:
-        RecipeError: if ``world_size`` does not divide it.
-    """
+    """Raise RecipeError unless ranks can share a batch."""
     if batch % world_size:
         raise RecipeError(
             f"--batch {batch} cannot be shared by {world_size} ranks: choose a multiple of every "
@@ -124,11 +110,7 @@ def check_batch(batch: int, world_size: int) -> None:
 
 
 def check_epochs(flag: str, epochs: Sequence[int], total: int) -> None:
-    """Check that ``epochs`` are increasing and inside a run of ``total`` epochs.
-
-    Raises:
-        RecipeError: if they are not.
-    """
+    """Raise RecipeError unless ``epochs`` are increasing and inside a run of ``total`` epochs."""
     if list(epochs) != sorted(set(epochs)) or any(not 0 < epoch < total for epoch in epochs):
         raise RecipeError(
             f"{flag} {','.join(map(str, epochs))}: expected increasing epochs between 1 and "
@@ -142,23 +124,27 @@ def as_plain_dict(options: Any) -> dict[str, Any]:
 
 
 def convert(where: str, kind: Any, raw: Any) -> Any:
-    """Convert a YAML value or the text of a flag to the type ``kind``.
-
-    Raises:
-        RecipeError: if that is not possible. The message begins with ``where``.
-    """
+    """Convert a YAML value or the text of a flag; an error begins with ``where``."""
+    read, expected = _CONVERTERS[kind]
     try:
-        return _CONVERTERS[kind](raw)
+        return read(raw)
     except (TypeError, ValueError):
-        expected = _EXPECTED[kind]
         raise RecipeError(f"{where}: expected {expected}, found {raw!r}") from None
 
 
-def _to_bool(raw: Any) -> bool:
-    # Not bool(), which would turn "false" into True.
-    if not isinstance(raw, bool):
-        raise TypeError
-    return raw
+def _exactly(kind: type) -> Any:
+    """Return a converter that refuses other types.
+
+    bool() would turn "false" into True. YAML reads `no` and `off` as booleans, and str(False) would
+    hide that.
+    """
+
+    def read(raw: Any) -> Any:
+        if not isinstance(raw, kind):
+            raise TypeError
+        return raw
+
+    return read
 
 
 def _to_int(raw: Any) -> int:
@@ -175,31 +161,17 @@ def _to_float(raw: Any) -> float:
     return float(raw)
 
 
-def _to_str(raw: Any) -> str:
-    # YAML reads `no` and `off` as booleans, and str(False) would hide that.
-    if not isinstance(raw, str):
-        raise TypeError
-    return raw
-
-
 def _to_epochs(raw: Any) -> tuple[int, ...]:
     parts = [part for part in raw.split(",") if part.strip()] if isinstance(raw, str) else raw
     return tuple(_to_int(part) for part in parts)
 
 
-_CONVERTERS: dict[Any, Any] = {
-    bool: _to_bool,
-    int: _to_int,
-    float: _to_float,
-    str: _to_str,
-    tuple[int, ...]: _to_epochs,
-}
-_EXPECTED: dict[Any, str] = {
-    bool: "true or false",
-    int: "an integer",
-    float: "a finite number",
-    str: "text (quote it)",
-    tuple[int, ...]: "a list of epochs such as 30,60,80",
+_CONVERTERS: dict[Any, tuple[Any, str]] = {
+    bool: (_exactly(bool), "true or false"),
+    int: (_to_int, "an integer"),
+    float: (_to_float, "a finite number"),
+    str: (_exactly(str), "text (quote it)"),
+    tuple[int, ...]: (_to_epochs, "a list of epochs such as 30,60,80"),
 }
 
 
@@ -222,10 +194,8 @@ def _read_flags(cls: type[Any], argv: list[str]) -> dict[str, Any]:
             f"file as --config {unknown[0]}"
         )
     if unknown:
-        known = ["--config", *map(_flag, _types(cls))]
-        raise RecipeError(
-            f"unknown flag {unknown[0]!r}; did you mean {nearest(unknown[0], known)}?"
-        )
+        hint = nearest(unknown[0], ["--config", *map(_flag, _types(cls))])
+        raise RecipeError(f"unknown flag {unknown[0]!r}; did you mean {hint}?")
     return vars(flags)
 
 
@@ -236,14 +206,12 @@ def _parser(cls: type[Any]) -> _Parser:
     for spec in fields(cls):
         # argparse formats help texts with %.
         text = f"{spec.metadata['help']} [{spec.default}]".replace("%", "%%")
+        # The metavar lists the choices; `check_limits` checks them, in files and flags.
+        choices = spec.metadata.get("choices")
+        how: dict[str, Any] = {"metavar": "{" + ",".join(choices) + "}" if choices else "VALUE"}
         if spec.type is bool:
-            action = argparse.BooleanOptionalAction
-            parser.add_argument(_flag(spec.name), action=action, help=text)
-        else:
-            # The metavar lists the choices; `check_limits` checks them, in files and flags.
-            choices = spec.metadata.get("choices")
-            metavar = "{" + ",".join(choices) + "}" if choices else "VALUE"
-            parser.add_argument(_flag(spec.name), metavar=metavar, help=text)
+            how = {"action": argparse.BooleanOptionalAction}
+        parser.add_argument(_flag(spec.name), help=text, **how)
     return parser
 
 
@@ -253,18 +221,3 @@ def _types(cls: type[Any]) -> dict[str, Any]:
 
 def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
-
-
-def _check_limits(name: str, value: Any, limits: Any) -> None:
-    if "choices" in limits and value not in limits["choices"]:
-        known = ", ".join(limits["choices"])
-        hint = nearest(value, limits["choices"])
-        raise RecipeError(f"{_flag(name)} {value!r} is not one of {known}; did you mean {hint}?")
-    if "min" in limits and value < limits["min"]:
-        raise RecipeError(f"{_flag(name)} must be at least {limits['min']}, found {value}")
-    if "above" in limits and value <= limits["above"]:
-        raise RecipeError(f"{_flag(name)} must be above {limits['above']}, found {value}")
-    if "max" in limits and value > limits["max"]:
-        raise RecipeError(f"{_flag(name)} must be at most {limits['max']}, found {value}")
-    if "below" in limits and value >= limits["below"]:
-        raise RecipeError(f"{_flag(name)} must be below {limits['below']}, found {value}")

@@ -1,7 +1,8 @@
-"""The tables of the pages, written from the committed results.
+"""The tables and pictures of the pages, made from the committed results.
 
-    python -m recipes.page_tables           # after a measurement: write all tables again
-    python -m recipes.page_tables --check   # only compare; exit status 1 if a page differs
+    python -m recipes.page_tables             # after a measurement: write all tables again
+    python -m recipes.page_tables --check     # only compare; exit status 1 if a page differs
+    python -m recipes.page_tables --pictures  # also draw all pictures again
 
 A page marks where a table belongs:
 
@@ -9,21 +10,20 @@ A page marks where a table belongs:
     <!-- end -->
 
 The text between the two lines is ``TABLES["accuracy"]`` of ``recipes/qsr/tables.py``, a function
-from the folder of the results to markdown. The folder ``benchmarks`` is beside the recipes. A test
-compares all pages with the results.
+from the folder of the results to markdown. ``PICTURES`` of ``recipes/qsr/pictures.py`` has the
+pictures by the names of their files. The folder ``benchmarks`` is beside the
+recipes. A test compares all pages with the results.
 """
 
 import argparse
 import importlib
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from recipes.errors import RecipeError, exit_on_user_error
-
-TableMaker = Callable[[Path], str]
-"""From the folder of the results to markdown."""
 
 _HERE = Path(__file__).resolve().parent
 _STARTS = re.compile(r"<!-- table: ")
@@ -36,6 +36,7 @@ def main() -> None:
     with exit_on_user_error():
         parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
         parser.add_argument("--check", action="store_true", help="compare, and write nothing")
+        parser.add_argument("--pictures", action="store_true", help="also draw the pictures")
         arguments = parser.parse_args()
         differing = [path for path in pages() if path.read_text() != filled(path.read_text())]
     for path in differing:
@@ -44,7 +45,18 @@ def main() -> None:
         else:
             path.write_text(filled(path.read_text()))
             print(f"wrote {path.relative_to(_HERE.parent)}")
+    if arguments.pictures and not arguments.check:
+        draw_pictures()
     sys.exit(1 if differing and arguments.check else 0)
+
+
+def draw_pictures() -> None:
+    """Draw all pictures from the committed results."""
+    for module in sorted(_HERE.glob("*/pictures.py")):
+        folder = module.parent / "results"
+        for name, picture in _made_by(module.parent.name, "pictures").items():
+            picture(folder, folder / f"{name}.png")
+            print(f"drew {folder.relative_to(_HERE.parent)}/{name}.png")
 
 
 def pages() -> Iterator[Path]:
@@ -56,11 +68,7 @@ def pages() -> Iterator[Path]:
 
 
 def filled(text: str) -> str:
-    """Return a page with its tables written again.
-
-    Raises:
-        RecipeError: if a table is unknown, or a mark has no end.
-    """
+    """Return a page with its tables written again."""
     if len(_STARTS.findall(text)) != len(_MARKED.findall(text)):
         raise RecipeError("a mark <!-- table: folder/name --> has no <!-- end --> after it")
     return _MARKED.sub(_written, text)
@@ -68,36 +76,25 @@ def filled(text: str) -> str:
 
 def _written(match: re.Match[str]) -> str:
     folder, name = match[2], match[3]
-    tables = tables_of(folder)
+    tables = _made_by(folder, "tables")
     if name not in tables:
         raise RecipeError(f"{folder}/tables.py has no table {name!r}, only {[*tables]}")
     table = tables[name](_place(folder) / "results").strip()
     return f"{match[1]}{table}\n{match[4]}"
 
 
-def tables_of(folder: str) -> Mapping[str, TableMaker]:
-    """Return the tables that a folder makes, by name.
-
-    Raises:
-        RecipeError: if the folder has no ``tables.py``.
-    """
-    place = _place(folder).relative_to(_HERE.parent)
-    if not (_place(folder) / "tables.py").is_file():
-        raise RecipeError(f"{place}/tables.py does not exist")
-    tables: Mapping[str, TableMaker] = importlib.import_module(
-        f"{'.'.join(place.parts)}.tables"
-    ).TABLES
-    return tables
+def _made_by(folder: str, kind: str) -> dict[str, Any]:
+    file = _place(folder) / f"{kind}.py"
+    name = file.relative_to(_HERE.parent)
+    if not file.is_file():
+        raise RecipeError(f"{name} does not exist")
+    module = importlib.import_module(".".join(name.with_suffix("").parts))
+    made: dict[str, Any] = getattr(module, kind.upper())
+    return made
 
 
 def _place(folder: str) -> Path:
     return _HERE.parent / folder if folder == "benchmarks" else _HERE / folder
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a table in markdown."""
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)
 
 
 if __name__ == "__main__":

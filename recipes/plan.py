@@ -27,11 +27,7 @@ from torchcomp.spec import (
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps of the run.
-
-    Raises:
-        RecipeError: if warm-up does not end before the run.
-    """
+    """Return the number of optimizer steps of the run."""
     total = settings.epochs * steps_per_epoch
     if settings.warmup_steps >= total:
         raise RecipeError(
@@ -43,11 +39,7 @@ def total_steps(settings: Settings, steps_per_epoch: int) -> int:
 
 
 def check_micro_batches(settings: Settings, world_size: int) -> None:
-    """Check that every rank gets equal micro-batches and, with MixUp, images to mix.
-
-    Raises:
-        RecipeError: if ``--batch-size`` does not allow that.
-    """
+    """Check that every rank gets equal micro-batches and, with MixUp, images to mix."""
     micro_batches = world_size * settings.accumulate
     if settings.batch_size % micro_batches:
         raise RecipeError(
@@ -120,11 +112,7 @@ def outer_step(settings: Settings) -> str | None:
 
 
 def check_specs(settings: Settings) -> None:
-    """Parse ``--compress``, ``--sync`` and ``--outer``.
-
-    Raises:
-        torchcomp.SpecError: if one of them is not a valid spec.
-    """
+    """Parse ``--compress``, ``--sync`` and ``--outer``."""
     if settings.compress != "none":
         parse = parse_registered if settings.sync == "none" else parse_aggregator
         method = parse(settings.compress)

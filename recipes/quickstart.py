@@ -14,17 +14,18 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from recipes.errors import exit_on_user_error
 from recipes.experiments import seed_list
-from recipes.result_files import make_folder, pyplot, save_figure
+from recipes.pictures import MARKERS, Line, Panel, draw
+from recipes.result_files import make_folder
 from recipes.spread import spread
 from torchcomp.checks import check_count
 from torchcomp.schedules import Schedule
@@ -56,7 +57,7 @@ def main() -> None:
             print(f"\n== {method}, seed {seed}", flush=True)
             results[method].append(run(method, seed, flags[method], arguments))
     picture = arguments.out / "accuracy.png"
-    draw(results, picture, arguments.ranks)
+    draw_results(results, picture, arguments.ranks)
     print(f"\n{table(results)}\n")
     print("bytes/step: what each rank sends per optimizer step, averaged over the run")
     print("syncs: how often the ranks exchanged gradients or weights")
@@ -65,23 +66,18 @@ def main() -> None:
     print(f"all together: {time.monotonic() - started:.0f} s")
 
 
-def parse(arguments: list[str]) -> argparse.Namespace:
+def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument(
-        "--methods", nargs="+", default=METHODS, help='"dense" for plain DDP, and spec strings'
-    )
-    parser.add_argument("--ranks", type=int, default=2, help="processes on this machine [2]")
+    add = parser.add_argument
+    add("--methods", nargs="+", default=METHODS, help='"dense" for plain DDP, and spec strings')
+    add("--ranks", type=int, default=2, help="processes on this machine [2]")
     # Half of the configuration's epochs: enough for all three methods.
-    parser.add_argument("--epochs", type=int, default=12, help="passes over the data [12]")
-    parser.add_argument(
-        "--seeds", type=seed_list, default=(0,), metavar="LIST", help="such as 0,1,2 [0]"
-    )
-    parser.add_argument(
-        "--out", type=Path, default=Path("runs/quickstart"), help="folder [runs/quickstart]"
-    )
-    parser.add_argument("extra", nargs="*", help="after --: further flags of recipes.train")
-    parsed = parser.parse_args(arguments)
+    add("--epochs", type=int, default=12, help="passes over the data [12]")
+    add("--seeds", type=seed_list, default=(0,), metavar="LIST", help="such as 0,1,2 [0]")
+    add("--out", type=Path, default=Path("runs/quickstart"), help="folder [runs/quickstart]")
+    add("extra", nargs="*", help="after --: further flags of recipes.train")
+    parsed = parser.parse_args(words)
     for name in ("ranks", "epochs"):
         check_count(f"--{name}", getattr(parsed, name))
     return parsed
@@ -103,15 +99,14 @@ def run(method: str, seed: int, flags: list[str], arguments: argparse.Namespace)
     command += ["--nproc-per-node", str(arguments.ranks), "-m", "recipes.train"]
     command += ["--config", str(_CONFIG), *flags, "--epochs", str(arguments.epochs)]
     command += ["--seed", str(seed), "--out", str(folder), *arguments.extra]
-    if call(command, _environment()) != 0:
-        sys.exit(f"error: the run {method!r} failed; its own message is above")
-    return read(folder)
-
-
-def _environment() -> dict[str, str]:
     # torchrun warns if OMP_NUM_THREADS is missing. The recipe sets its threads itself.
     # Idle OpenMP threads that spin would take the cores from the other rank.
-    return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **os.environ}
+    environment = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", **os.environ}
+    if call(command, environment) != 0:
+        sys.exit(f"error: the run {method!r} failed; its own message is above")
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    curve = [(x["bytes_sent"], x["test_accuracy"]) for x in lines if "test_accuracy" in x]
+    return Result(json.loads((folder / "summary.json").read_text()), curve)
 
 
 def call(command: list[str], environment: dict[str, str]) -> int:
@@ -125,13 +120,6 @@ def call(command: list[str], environment: dict[str, str]) -> int:
     finally:
         process.terminate()
         process.wait()
-
-
-def read(folder: Path) -> Result:
-    """Read the files of a finished run."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    curve = [(x["bytes_sent"], x["test_accuracy"]) for x in lines if "test_accuracy" in x]
-    return Result(json.loads((folder / "summary.json").read_text()), curve)
 
 
 def table(results: dict[str, list[Result]]) -> str:
@@ -159,51 +147,29 @@ def accuracy(runs: list[Result]) -> str:
     return f"{spread(100 * run.summary['test_accuracy'] for run in runs).with_deviation(1)} %"
 
 
-def draw(results: dict[str, list[Result]], path: Path, ranks: int) -> None:
+def draw_results(results: dict[str, list[Result]], path: Path, ranks: int) -> None:
     """Draw test accuracy against the bytes that a rank has sent, on a log axis."""
-    figure, axes = pyplot().subplots(figsize=(8, 5), layout="constrained")
+    lines = []
     for index, (method, runs) in enumerate(results.items()):
-        _draw_method(axes, method, runs, f"C{index}", "osD^vP*X"[index % 8])
-    _label_axes(axes)
+        color = f"C{index}"
+        for run in runs:
+            x, y = [sent / 1e6 for sent, _ in run.curve], [100 * value for _, value in run.curve]
+            style = {"color": color, "linewidth": 2, "alpha": len(runs) ** -0.5}
+            lines.append(Line("_", x, y, style=style))
+        less = "" if method == "dense" else f", {saving(runs):.1f}x less"
+        name = "plain DDP" if method == "dense" else method
+        label = f"{name}: {accuracy(runs)}, {x[-1]:.3g} MB{less}"
+        end = fmean(100 * run.curve[-1][1] for run in runs)
+        style = {"color": color, "marker": MARKERS[index % len(MARKERS)], "markersize": 10}
+        lines.append(Line(label, [x[-1]], [end], style=style))
     best = max(results, key=lambda method: saving(results[method]))
-    axes.set_title(
+    title = (
         f"Handwritten digits, {ranks} ranks: {best}\n"
         f"sends {saving(results[best]):.0f}x fewer bytes than plain DDP"
     )
-    save_figure(figure, path, dpi=120)
-
-
-def _draw_method(axes: Any, method: str, runs: list[Result], color: str, marker: str) -> None:
-    for run in runs:
-        megabytes = [sent / 1e6 for sent, _ in run.curve]
-        percent = [100 * value for _, value in run.curve]
-        axes.plot(megabytes, percent, color=color, linewidth=2, alpha=len(runs) ** -0.5)
-    end = (megabytes[-1], statistics.mean(100 * run.curve[-1][1] for run in runs))
-    axes.plot(*end, marker, color=color, markersize=10)
-    # Above the line of 100 %, where no curve can run through the words.
-    name, less = ("plain DDP", "") if method == "dense" else (method, f", {saving(runs):.1f}x less")
-    axes.annotate(
-        f"{name}\n{accuracy(runs)}\n{end[0]:.3g} MB{less}",
-        (end[0], 101.5),
-        horizontalalignment="center",
-        verticalalignment="bottom",
-        color=color,
-        fontweight="bold",
-    )
-
-
-def _label_axes(axes: Any) -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    axes.set_xscale("log")
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("MB sent by each rank since the start (log scale)")
-    axes.set_ylabel("test accuracy, %")
-    axes.grid(True, which="major", alpha=0.3)
-    axes.margins(x=0.14)
-    lowest = min(axes.get_ylim()[0], 90)
-    axes.set_yticks(range(round(lowest / 10) * 10, 101, 10))
-    axes.set_ylim(lowest, 100 + (100 - lowest) * 0.3)
+    axis = "MB sent by each rank since the start (log scale)"
+    panel = Panel(axis, "test accuracy, %", lines=lines, log="x", legend=True)
+    draw(path, title, [panel], size=(8, 4.5), dpi=120)
 
 
 if __name__ == "__main__":

@@ -61,11 +61,7 @@ class Report:
         self.write_result("summary.json", lambda file: file.write(text.encode()))
 
     def write_result(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        """Write a file of results.
-
-        Raises:
-            RecipeError: if that is not possible, for example on a full disk.
-        """
+        """Write a file of results."""
         if not self._is_main:
             return
         path = self._folder / name

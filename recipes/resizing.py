@@ -14,15 +14,6 @@ def resized(states: list[State], rank: int, world_size: int, seed: int) -> State
     """Return a rank's part of the states of all ranks of the training recipe.
 
     The states must be from a step at which all ranks have the same weights.
-
-    Args:
-        states: in rank order, of any number of ranks.
-        rank: the rank that continues.
-        world_size: number of ranks that continue.
-        seed: of this rank's random generators.
-
-    Raises:
-        CheckpointError: if torchcomp's states cannot be converted.
     """
     # Local steps have another momentum on each rank. A new rank continues with that of an old one.
     own = states[rank % len(states)]

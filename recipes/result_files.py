@@ -1,4 +1,4 @@
-"""Result files: CSV tables with the command that wrote them, and plots."""
+"""Result files: folders, and CSV tables with the command that wrote them."""
 
 import csv
 import os
@@ -10,7 +10,6 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -19,11 +18,7 @@ from recipes.errors import RecipeError
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder of ``--out``. Programs call this before their first measurement.
-
-    Raises:
-        RecipeError: if it is not a folder, or if it cannot be created or written to.
-    """
+    """Create the folder of ``--out``. Programs call this before their first measurement."""
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -49,11 +44,7 @@ def write_csv(
 
 
 def read_csv(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a table. Each row maps columns to values.
-
-    Raises:
-        RecipeError: if a row has more or fewer cells than there are columns.
-    """
+    """Return the rows of a table. Each row maps columns to values."""
     with path.open(newline="") as file:
         reader = csv.reader(line for line in file if not line.startswith("#"))
         header, *rows = [cells for cells in reader if cells] or [[]]
@@ -102,20 +93,3 @@ def revision() -> str:
     except FileNotFoundError:  # a copy of the repository on a machine without git
         described = ""
     return described or "unknown"
-
-
-def pyplot() -> Any:
-    """Import matplotlib with a backend that needs no display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def save_figure(figure: Any, path: Path, dpi: int = 110) -> None:
-    """Write a figure and close it, which frees its memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-    pyplot().close(figure)

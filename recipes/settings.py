@@ -14,15 +14,15 @@ class Settings:
     dataset: str = option(
         "digits",
         "digits comes with scikit-learn; the others are read from --data-path",
-        choices=("digits", "cifar10", "imagenet", "folder"),
+        choices=(
+            *("digits", "mnist", "fashion-mnist", "svhn", "cifar10", "cifar100"),
+            *("imagenet", "folder"),
+        ),
     )
-    data_path: str = option("", "CIFAR-10 archive, image folder, or folder of .beton files")
-    data_cache: str = option(
-        "", "folder for .beton files written on first use (default: the user's cache)"
-    )
+    data_path: str = option("", "torchvision's root, image folder, or folder of .beton files")
     loader: str = option(
         "auto",
-        "auto: ffcv, or torchvision if ffcv is not installed",
+        "of photographs; auto: ffcv if --data-path has .beton files, else torchvision",
         choices=("auto", "ffcv", "torchvision"),
     )
     workers: int = option(
@@ -33,15 +33,7 @@ class Settings:
         0.875, "photographs: share of the shorter side that a test image keeps", above=0, max=1
     )
     randaugment_ops: int = option(0, "RandAugment: operations per image (0: none)", min=0)
-    randaugment_magnitude: int = option(
-        10, "RandAugment: magnitude, 0 to 30; with composer, 1 to 10", min=0, max=30
-    )
-    randaugment_variant: str = option(
-        "torchvision",
-        "RandAugment: operations of torchvision, all of one strength, or those of Composer, which "
-        "draw theirs below the magnitude",
-        choices=("torchvision", "composer"),
-    )
+    randaugment_magnitude: int = option(10, "RandAugment: magnitude", min=0, max=30)
     mixup: float = option(0.0, "MixUp: alpha of Beta(alpha, alpha) (0: none)", min=0)
     mixup_shares: str = option(
         "image", "MixUp: a share for each image or micro-batch", choices=("image", "micro-batch")
@@ -164,11 +156,6 @@ def _check_together(settings: Settings) -> None:
     if settings.schedule == "step-cosine" and settings.final_lr == 0:
         raise RecipeError(
             "--schedule step-cosine needs --final-lr above 0, because it takes the logarithm"
-        )
-    if settings.randaugment_variant == "composer" and not 1 <= settings.randaugment_magnitude <= 10:
-        raise RecipeError(
-            "--randaugment-variant composer needs a --randaugment-magnitude of 1 to 10, found "
-            f"{settings.randaugment_magnitude}"
         )
     if settings.outer != "none" and settings.sync == "none":
         raise RecipeError(

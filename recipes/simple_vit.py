@@ -45,14 +45,7 @@ class SimpleViT(nn.Module):
         _initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return scores of shape (N, classes).
-
-        Args:
-            images: (N, C, H, W). H and W must be multiples of the patch's side.
-
-        Raises:
-            ValueError: if H or W is not such a multiple.
-        """
+        """Return scores of shape (N, classes)."""
         rows, columns = patch_grid(images, self.patches.kernel_size[0])
         tokens = self.patches(images).flatten(2).transpose(1, 2)
         tokens = tokens + sin_cos_positions(tokens.shape[-1], rows, columns, like=tokens)
@@ -61,11 +54,7 @@ class SimpleViT(nn.Module):
 
 
 def patch_grid(images: Tensor, side: int) -> tuple[int, int]:
-    """Return the number of rows and columns of patches with ``side`` pixels per side.
-
-    Raises:
-        ValueError: if the height or width of the images is not a multiple of ``side``.
-    """
+    """Return the number of rows and columns of patches with ``side`` pixels per side."""
     height, width = images.shape[-2:]
     if height % side or width % side:
         raise ValueError(f"height and width must be multiples of the patch size {side}")

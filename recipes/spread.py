@@ -32,12 +32,7 @@ class Spread:
         return self.deviation / math.sqrt(self.count)
 
     def with_deviation(self, digits: int = 2, sign: str = "") -> str:
-        """Return mean and deviation as text: ``"89.14 ± 1.24"``; a single value stands alone.
-
-        Args:
-            digits: after the decimal point; more if the deviation would otherwise print as 0.
-            sign: "+" to show the sign of a positive mean, too.
-        """
+        """Return mean and deviation as text: ``"89.14 ± 1.24"``; a single value stands alone."""
         return _plus_minus(self.mean, self.deviation, digits, sign)
 
     def with_error(self, digits: int = 2) -> str:
@@ -53,15 +48,7 @@ def spread(values: Iterable[float]) -> Spread:
 
 
 def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Spread:
-    """Return the spread of the differences ``ours - theirs``, seed by seed.
-
-    Args:
-        ours: a value by seed.
-        theirs: a value by seed. Only the seeds of both are compared.
-
-    Raises:
-        ValueError: if they have no seed in common.
-    """
+    """Return the spread of the differences ``ours - theirs``, seed by seed."""
     seeds = [seed for seed in ours if seed in theirs]
     if not seeds:
         raise ValueError(f"no seed in common: {sorted(ours)} and {sorted(theirs)}")

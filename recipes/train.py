@@ -70,7 +70,7 @@ from recipes.signals import REQUEUE
 # Settings that a resumed run can change. They do not affect its final weights.
 _FREE_ON_RESUME = {"out", "resume", "auto_resume", "elastic", "checkpoint_every", "signal_every"}
 _FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks", "shrink"}
-_FREE_ON_RESUME |= {"data_path", "data_cache", "workers", "threads", "timeout"}
+_FREE_ON_RESUME |= {"data_path", "workers", "threads", "timeout"}
 
 
 def attach_torchcomp(
@@ -84,9 +84,6 @@ def attach_torchcomp(
     """Attach the method of ``--sync`` or ``--compress`` to ``model``.
 
     `on_alarm` is called with what ``--guard`` finds.
-
-    Returns:
-        The method's handle, for its statistics and its checkpoint, or None for plain DDP.
     """
     # A GradScaler changes the scale of the gradients and skips steps. torchcomp follows both.
     scaler_or_none = scaler if scaler.is_enabled() else None
@@ -312,15 +309,7 @@ class Trainer:
     # --- Training ---------------------------------------------------------------------------------
 
     def fit(self) -> bool:
-        """Train to the last step, evaluate, save the weights and write the summary.
-
-        Returns:
-            False if a signal ended the run before that. It has saved a checkpoint.
-
-        Raises:
-            RecipeError: if a signal ended the run and the checkpoint could not be saved, or if the
-                results could not be. A requeued job would end in the same way.
-        """
+        """Train to the last step and write all results; return False if a signal ended the run."""
         self._print_header()
         while self.step < self.total_steps:
             # After a resumption, the first epoch begins in the middle.

@@ -1,6 +1,6 @@
-"""Convert CIFAR-10's archive or an image folder to ``.beton`` files for FFCV.
+"""Convert an image folder to ``.beton`` files for FFCV.
 
-    python -m recipes.write_beton --dataset folder --source IMAGENET --out BETONS
+    python -m recipes.write_beton --source IMAGENET --out BETONS
 
 writes ``train_500_0.50_90.beton`` and ``val_500_0.50_90.beton``. Train from them with
 ``python -m recipes.train --dataset folder --data-path BETONS``.
@@ -11,56 +11,42 @@ import os
 import sys
 from pathlib import Path
 
-from recipes.errors import RecipeError, exit_on_user_error
-from recipes.image_data import sources
-from recipes.image_data.beton import INSTALL_FFCV, PhotographFormat, write_beton
+from recipes.errors import exit_on_user_error
+from recipes.image_data.beton import PhotographFormat, write_beton
+from recipes.image_data.sources import FILE_WORDS, photographs
 
 
+@exit_on_user_error()
 def main() -> None:
     """Convert both splits."""
-    arguments = parse(sys.argv[1:])
-    with exit_on_user_error():
-        try:
-            convert(arguments)
-        except ImportError as error:
-            raise RecipeError(f".beton files need ffcv: {INSTALL_FFCV} ({error})") from None
-
-
-def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    default = PhotographFormat()
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--dataset", choices=("cifar10", "folder"), required=True)
-    parser.add_argument(
-        "--source", type=Path, required=True, help="CIFAR-10's archive, or an image folder"
-    )
-    parser.add_argument("--out", type=Path, required=True, help="folder for the .beton files")
-    parser.add_argument("--max-resolution", type=int, default=default.max_resolution)
-    parser.add_argument("--jpeg-share", type=float, default=default.jpeg_share)
-    parser.add_argument("--quality", type=int, default=default.quality)
-    parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    return parser.parse_args(arguments)
+    convert(parse(sys.argv[1:]))
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Write one file per split."""
-    photograph_format = PhotographFormat(
-        arguments.max_resolution, arguments.jpeg_share, arguments.quality
-    )
-    if not arguments.source.exists():
-        raise RecipeError(
-            f"--source {arguments.source} does not exist; expected CIFAR-10's archive or a folder"
-        )
-    is_cifar = arguments.dataset == "cifar10"
-    read = sources.cifar10 if is_cifar else sources.photographs
-    for split, source in read(arguments.source).items():
-        word = sources.FILE_WORDS[split]
-        name = f"{word}_cifar10.beton" if is_cifar else photograph_format.file_name(word)
-        path = arguments.out / name
+    """Write a file per split."""
+    stored = PhotographFormat(arguments.max_resolution, arguments.jpeg_share, arguments.quality)
+    for split, source in photographs(arguments.source).items():
+        path = arguments.out / stored.file_name(FILE_WORDS[split])
         print(f"{len(source):,} images to {path}", flush=True)
         # A bar that is redrawn would fill a log file.
-        progress = sys.stderr.isatty()
-        write_beton(path, source, photograph_format, workers=arguments.workers, progress=progress)
+        write_beton(path, source, stored, arguments.workers, progress=sys.stderr.isatty())
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """Read the command line."""
+    default, cores = PhotographFormat(), len(os.sched_getaffinity(0))
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    add = parser.add_argument
+    add("--dataset", choices=("folder",), default="folder", help="what --source is [folder]")
+    add("--source", type=Path, required=True, help="image folder, with train/CLASS and val/CLASS")
+    add("--out", type=Path, required=True, help="folder for the .beton files")
+    text = f"longest side in pixels; larger images are resized [{default.max_resolution}]"
+    add("--max-resolution", type=int, default=default.max_resolution, help=text)
+    text = f"share of the images that are stored as JPEG [{default.jpeg_share}]"
+    add("--jpeg-share", type=float, default=default.jpeg_share, help=text)
+    add("--quality", type=int, default=default.quality, help=f"of JPEG [{default.quality}]")
+    add("--workers", type=int, default=cores, help="processes that encode images [one per core]")
+    return parser.parse_args(words)
 
 
 if __name__ == "__main__":

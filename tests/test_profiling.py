@@ -4,11 +4,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, _ExperimentalConfig, profile
 
 import torchcomp
-from recipes.errors import RecipeError
-from recipes.trace import all_threads
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_processes
 
@@ -52,8 +50,8 @@ def labels_by_thread() -> tuple[set[str], set[str]]:
     handle = torchcomp.register(model, "ef(topk(0.1))")
     for step in range(2):
         loss_of(model(rows(step, torch.float32))).backward()
-    options: dict[str, Any] = {"experimental_config": all_threads()}
-    with profile(activities=[ProfilerActivity.CPU], **options) as profiler:
+    threads = _ExperimentalConfig(profile_all_threads=True)
+    with profile(activities=[ProfilerActivity.CPU], experimental_config=threads) as profiler:
         loss_of(model(rows(2, torch.float32))).backward()
     handle.close()
     found = [e for e in profiler.events() if e.name.startswith("torchcomp::")]
@@ -63,8 +61,8 @@ def labels_by_thread() -> tuple[set[str], set[str]]:
 
 def test_a_trace_of_all_threads_shows_the_exchange_of_every_bucket() -> None:
     try:
-        all_threads()
-    except RecipeError:
+        _ExperimentalConfig(profile_all_threads=True)
+    except TypeError:
         pytest.skip(f"torch {torch.__version__} traces one thread only")
     for main, others in on_processes(2, labels_by_thread):
         assert main == {"torchcomp::wait"}

@@ -1,19 +1,23 @@
-"""The workers' training problems: images as tensors, and an MLP or a small CNN."""
+"""The workers' training problems: images as tensors, and an MLP or a small CNN.
+
+Each worker takes its own ten images of every batch.
+"""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from recipes.image_data.in_memory import Split, standardise
-from recipes.image_data.public_sets import read_public
+from recipes.image_data.order import TrainOrder
+from recipes.image_data.sources import read_public
 
 SHIFTED_DIGITS = "shifted-digits"
 DATASETS = ("digits", SHIFTED_DIGITS, "mnist", "fashion-mnist", "cifar10")
-MODELS = ("mlp", "cnn")
+BATCH = 10
 _CLASSES = 10
 # The digits have 8 x 8 pixels. With this margin there are 25 places for each image.
 _MARGIN = 4
@@ -88,3 +92,12 @@ def _cnn(channels: int, size: int) -> nn.Module:
 
 
 _BUILDERS: dict[str, Callable[[int, int], nn.Module]] = {"mlp": _mlp, "cnn": _cnn}
+
+
+def batches(problem: Problem, count: int, seed: int) -> Iterator[Tensor]:
+    """Yield the indices of the images of every step, one row for each worker, without an end."""
+    # One order for all workers, of which each step takes one share per worker.
+    order = TrainOrder(len(problem.train.labels), BATCH * count, 0, 1, seed)
+    for epoch in itertools.count():
+        for chosen in torch.from_numpy(order.batches(epoch)):
+            yield chosen.view(count, BATCH)

@@ -1,32 +1,51 @@
-"""One training run of many workers: its settings, and what is measured."""
+"""The training runs of the parts: unions of supports, accuracies, and where the learning rate is.
 
+The union of the workers' supports is what an uncompressed downlink must carry. It grows for
+hundreds of steps, while the residuals fill, so it is measured over whole runs.
+
+In the thesis, the residual is in the unit of the update: a = eps + lr * g. What is sent late is
+then applied at the learning rate of the step that it comes from ("inside"; ``lr_inside`` in
+torchcomp). By default, torchcomp's residual is in the unit of the gradients, so it is applied at
+the learning rate of the step that sends it ("outside"). With a constant learning rate both are the
+same.
+"""
+
+import argparse
 import itertools
-import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, fields
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from functools import cache, partial
+from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-import torch
-
-from recipes.bidirectional_topk.methods import METHODS
-from recipes.bidirectional_topk.problems import Problem
-from recipes.bidirectional_topk.serial import SerialWorkers
-from recipes.bidirectional_topk.training import batches, evaluate
+from recipes.bidirectional_topk.averagers import Traffic, count_traffic
+from recipes.bidirectional_topk.problems import (
+    SHIFTED_DIGITS,
+    Problem,
+    batches,
+    open_problem,
+)
+from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
+from recipes.experiments import ResultTable, fill, tuning_seeds
+from recipes.image_data.in_memory import evaluate
+from recipes.rows import Row, best, columns, typed, where
 
 RATIO = 0.001
 """The thesis's K, as a share of d."""
 WINDOW = 25
 """Number of steps over which the union is averaged."""
+LR, STEPS = 0.3, 1000
+LRS = (0.1, 0.3, 1.0, 3.0)
+ONE_WAY, BOTH_WAYS = "unidirectional", "bidirectional"
+
+Measure = Callable[[], None]
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class Run:
-    """The settings of a run.
-
-    Attributes:
-        ratio: K = ``ratio`` times d.
-        images: on which the accuracy is measured, "validation" or "test".
-    """
+    """The settings of a run, with K = ``ratio`` times d. ``images`` are those of the accuracy."""
 
     dataset: str
     model: str
@@ -38,82 +57,238 @@ class Run:
     ratio: float = RATIO
     images: str = "test"
 
-    @classmethod
-    def of(cls, row: dict[str, str]) -> "Run":
-        """Read the settings from a row of a table."""
-        types: dict[str, Any] = {field.name: field.type for field in fields(cls)}
-        return cls(**{name: read(row[name]) for name, read in types.items()})
-
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is measured in a run.
+    """The cells of a run's result.
 
     Attributes:
-        d: number of parameters.
-        k: number of entries of a message.
+        d, k: number of parameters, and of entries of a message.
         touched: number of parameters that ever had a gradient other than 0.
-        accuracy: in per cent; 0 if the run diverged.
-        loss: mean loss on the same images.
-        unions: number of entries that at least one worker sent, in units of K: the mean of each
-            window of :data:`WINDOW` steps. 0 without compression on the uplink.
+        accuracy, loss: accuracy in per cent, 0 if the run diverged, and mean loss.
+        unions: entries that at least one worker sent, in units of K: the mean of each window of
+            :data:`WINDOW` steps. 0 without compression on the uplink.
     """
 
     d: int
     k: int
     touched: int
-    accuracy: float
-    loss: float
-    unions: tuple[float, ...]
-
-    def cells(self) -> list[object]:
-        """Return the columns of the table."""
-        unions = " ".join(f"{union:.2f}" for union in self.unions)
-        return [self.d, self.k, self.touched, f"{self.accuracy:.3f}", f"{self.loss:.4f}", unions]
+    accuracy: str
+    loss: str
+    unions: str
 
 
-COLUMNS = tuple(field.name for each in (Run, Outcome) for field in fields(each))
+def constant(done: float) -> float:
+    """Return 1."""
+    return 1.0
 
 
-def cells(run: Run, outcome: Outcome) -> list[object]:
-    """Return the row of a run."""
-    return [*asdict(run).values(), *outcome.cells()]
+def by_steps(done: float) -> float:
+    """Return 1, then 0.1 after half of the run, then 0.01 after three quarters."""
+    return 0.1 ** sum(done >= part for part in (0.5, 0.75))
 
 
-def missing(wanted: Iterable[Run], rows: Sequence[dict[str, str]]) -> list[Run]:
-    """Return the runs that a table lacks."""
-    finished = {Run.of(row) for row in rows}
-    return [run for run in wanted if run not in finished]
+def cosine(done: float) -> float:
+    """Return half a cosine wave from 1 to 0."""
+    return 0.5 * (1 + math.cos(math.pi * done))
 
 
-def train_serially(run: Run, problem: Problem) -> tuple[Outcome, SerialWorkers]:
+SCHEDULES = {"by steps": by_steps, "cosine": cosine}
+"""The learning rate as a share of its peak, from the share of the steps that are done."""
+
+
+def train(
+    run: Run,
+    problem: Problem,
+    schedule: Callable[[float], float] = constant,
+    *,
+    inside: bool = False,
+) -> tuple[Outcome, SerialWorkers]:
     """Take all steps of a run. Return also the workers, as they are after the last step."""
     model = problem.build(run.seed)
     workers = SerialWorkers(model, METHODS[run.method], run.workers, run.ratio)
-    start = workers.weights.clone()
+    start, before = workers.weights.clone(), run.lr
     unions: list[float] = []
-    for chosen in itertools.islice(batches(problem, run.workers, run.seed), run.steps):
-        mine = problem.train.take(chosen)
-        if not workers.step(mine.images, mine.labels, run.lr):
+    chosen = itertools.islice(batches(problem, run.workers, run.seed), run.steps)
+    for step, indices in enumerate(chosen):
+        lr = run.lr * schedule(step / run.steps)
+        if inside:
+            # From the unit of the last update to that of the next.
+            workers.residuals.mul_(before / lr)
+            workers.server_residual.mul_(before / lr)
+        mine = problem.train.take(indices)
+        if not workers.step(mine.images, mine.labels, lr):
             break
         unions.append(workers.union / workers.k)
+        before = lr
     diverged = len(unions) < run.steps
     tested = problem.test if run.images == "test" else problem.validation
-    accuracy, loss = (0.0, float("inf")) if diverged else evaluate(model, tested)
+    accuracy, loss = (0.0, math.inf) if diverged else evaluate(model, tested)
+    # Parameters that have changed or have a residual.
+    unsent = (workers.residuals != 0).any(0) | (workers.server_residual != 0)
+    windows = [fmean(unions[i : i + WINDOW]) for i in range(0, len(unions), WINDOW)]
     outcome = Outcome(
-        d=start.numel(),
-        k=workers.k,
-        touched=_touched(workers, start),
-        accuracy=accuracy,
-        loss=loss,
-        unions=tuple(
-            statistics.fmean(unions[i : i + WINDOW]) for i in range(0, len(unions), WINDOW)
-        ),
+        *(start.numel(), workers.k, int((unsent | (workers.weights != start)).sum())),
+        *(f"{accuracy:.3f}", f"{loss:.4f}", " ".join(f"{union:.2f}" for union in windows)),
     )
     return outcome, workers
 
 
-def _touched(workers: SerialWorkers, start: torch.Tensor) -> int:
-    """Return the number of parameters that have changed or have a residual."""
-    unsent = (workers.residuals != 0).any(0) | (workers.server_residual != 0)
-    return int((unsent | (workers.weights != start)).sum())
+# A process measures many runs of the same problem.
+_problem = cache(open_problem)
+
+
+# --- The union of the supports --------------------------------------------------------------------
+
+
+def open_union(arguments: argparse.Namespace) -> Measure:
+    """Return what measures the unions, and the bytes where the downlink is compressed."""
+    quick, dataset = arguments.quick, arguments.dataset
+    # A fifth of the steps is a whole number of windows.
+    steps = 125 if quick else STEPS
+    open_problem(dataset, "mlp", arguments.data)
+    table = ResultTable(
+        arguments.out / "union.csv",
+        columns(Run),
+        columns(Outcome, Traffic),
+        f"{dataset}, {steps} steps, unions over windows of {WINDOW} steps",
+        resume=arguments.resume,
+    )
+    first, varied = (2, 1) if quick else (3, 2)
+    usual = Run(dataset, "mlp", ONE_WAY, 20, LR, steps, seed=0)
+    runs = [
+        replace(usual, seed=seed, workers=n)
+        for seed in arguments.seeds[:first]
+        for n in ((2, 4, 8) if quick else (2, 5, 10, 20, 50, 100))
+    ]
+    for seed in arguments.seeds[:varied]:
+        runs += _varied(replace(usual, seed=seed), quick=quick)
+    measure = partial(measure_union, data=arguments.data)
+    return lambda: fill(table, runs, measure, arguments.processes)
+
+
+def _varied(usual: Run, *, quick: bool) -> Iterator[Run]:
+    """Yield runs that differ from the usual ones in method, model, K, learning rate or data."""
+    few = (2, 4) if quick else (5, 20, 100)
+    one, longer = (4, 150) if quick else (20, 2 * STEPS)
+    long = replace(usual, workers=2 if quick else 20, steps=longer)
+    for n in (2, 4, 8) if quick else (2, 5, 10, 20, 50, 100):
+        yield replace(usual, method=BOTH_WAYS, workers=n)
+    for n in few:
+        yield replace(usual, model="cnn", workers=n)
+    for n in (4,) if quick else (20, 50):
+        for ratio in (0.003,) if quick else (0.0003, 0.003, 0.01):
+            yield replace(usual, workers=n, ratio=ratio)
+    for lr in (0.1,) if quick else (0.1, 1.0):
+        yield replace(usual, workers=one, lr=lr)
+    yield long
+    if usual.dataset == "digits":
+        for n in few:
+            yield replace(usual, dataset=SHIFTED_DIGITS, workers=n)
+        yield replace(long, dataset=SHIFTED_DIGITS)
+
+
+def measure_union(run: Run, data: Path | None) -> tuple[Any, ...]:
+    """Return the cells of a run. Received bytes are counted only if the downlink is compressed."""
+    problem = _problem(run.dataset, run.model, data)
+    outcome, workers = train(run, problem)
+    counted: tuple[Any, ...] = ("",) * len(fields(Traffic))
+    if run.method == BOTH_WAYS:
+        spec = METHODS[run.method].spec(run.ratio)
+        counted = astuple(count_traffic(problem, workers, spec, lr=run.lr, seed=run.seed))
+    return (*astuple(outcome), *counted)
+
+
+# --- Accuracy, each method at its own learning rate -----------------------------------------------
+
+
+def open_accuracy(arguments: argparse.Namespace) -> Measure:
+    """Return what tunes the learning rate of each method, and measures its accuracy."""
+    quick, dataset = arguments.quick, arguments.dataset
+    cases = [("mlp", n) for n in ((4,) if quick else (20, 50, 100))]
+    cases.append(("cnn", 4 if quick else 20))
+    lrs, steps = (LRS[:2], 20) if quick else (LRS, 200)
+    open_problem(dataset, "mlp", arguments.data)
+    table = ResultTable(
+        arguments.out / "accuracy.csv",
+        *(columns(Run), columns(Outcome)),
+        f"{dataset}, {steps} steps, learning rates {_listed(lrs)}",
+        resume=arguments.resume,
+    )
+    # The longest first, so that no process is left alone with one at the end.
+    usual = [
+        Run(dataset, model, method, workers, lrs[0], steps, seed=0)
+        for model, workers in cases
+        for method in reversed(METHODS)
+    ]
+    (tuning,) = tuning_seeds(arguments.seeds, 1)
+    tried = [replace(r, lr=lr, seed=tuning, images="validation") for r in usual for lr in lrs]
+
+    def measure() -> None:
+        train_one = partial(measure_accuracy, data=arguments.data)
+        fill(table, tried, train_one, arguments.processes)
+        rows = typed(table.rows)
+        reported = [
+            replace(run, lr=best_lr(rows, _case(run)), seed=seed)
+            for run in usual
+            for seed in arguments.seeds[:5]
+        ]
+        fill(table, reported, train_one, arguments.processes)
+
+    return measure
+
+
+def measure_accuracy(run: Run, data: Path | None) -> Outcome:
+    """Return the outcome of a run."""
+    return train(run, _problem(run.dataset, run.model, data))[0]
+
+
+def _case(run: Run) -> dict[str, object]:
+    return {"model": run.model, "workers": run.workers, "method": run.method}
+
+
+def best_lr(rows: Sequence[Row], wanted: dict[str, object]) -> float:
+    """Return the learning rate with the highest accuracy on the held-out images."""
+    tried = where(rows, images="validation", **wanted)
+    # Equal accuracies are common on few held-out images; the loss decides between them.
+    return float(best(tried, "lr", "accuracy", lambda row: -row["loss"]))
+
+
+def _listed(lrs: Sequence[float]) -> str:
+    return " ".join(f"{lr:g}" for lr in lrs)
+
+
+# --- The learning rate inside the residual and outside of it --------------------------------------
+
+FORMS = ("outside", "inside")
+LR_RUN = ("schedule", "method", "form", "images", "lr", "seed")
+
+
+def open_lr_inside(arguments: argparse.Namespace) -> Measure:
+    """Return what compares both places of the learning rate, one run after another."""
+    dataset = arguments.dataset
+    workers, steps, lrs, tuning = (4, 20, LRS[1:2], 1) if arguments.quick else (20, 300, LRS, 2)
+    problem = open_problem(dataset, "mlp", arguments.data)
+    table = ResultTable(
+        arguments.out / "lr_inside.csv",
+        *(LR_RUN, ("accuracy", "loss")),
+        f"{dataset}, mlp, {workers} workers, {steps} steps, K = {RATIO:g} d, peak learning rates "
+        f"{_listed(lrs)}",
+        resume=arguments.resume,
+    )
+
+    def train_one(run: tuple[str, str, str, str, float, int]) -> tuple[str, str]:
+        schedule, method, form, images, lr, seed = run
+        settings = Run(dataset, "mlp", method, workers, lr, steps, seed, images=images)
+        outcome, _ = train(settings, problem, SCHEDULES[schedule], inside=form == "inside")
+        return outcome.accuracy, outcome.loss
+
+    def measure() -> None:
+        for case in itertools.product(SCHEDULES, (ONE_WAY, BOTH_WAYS), FORMS):
+            tried = itertools.product(lrs, tuning_seeds(arguments.seeds, tuning))
+            fill(table, [(*case, "validation", *each) for each in tried], train_one)
+            named = dict(zip(LR_RUN, case, strict=False))
+            lr = best_lr(typed(table.rows), named)
+            fill(table, [(*case, "test", lr, seed) for seed in arguments.seeds], train_one)
+
+    return measure

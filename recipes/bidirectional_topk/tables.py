@@ -1,80 +1,396 @@
 """The tables of the page, from the committed results."""
 
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from recipes.bidirectional_topk import counterexample, lr_inside
-from recipes.bidirectional_topk.methods import METHODS
+from scipy import stats
+
+from recipes.bidirectional_topk import counterexample
+from recipes.bidirectional_topk.averagers import random_union, received_bytes, server_bytes
 from recipes.bidirectional_topk.problems import SHIFTED_DIGITS
-from recipes.bidirectional_topk.runs import RATIO
-from recipes.bidirectional_topk.summary import (
-    PUBLISHED,
-    Growth,
-    Quantity,
-    Scores,
-    Unions,
-    confidence,
-    grouped,
-    growth,
-    scores,
-    traffic_means,
-    usual,
+from recipes.bidirectional_topk.runs import (
+    BOTH_WAYS,
+    FORMS,
+    LR,
+    LR_RUN,
+    ONE_WAY,
+    RATIO,
+    STEPS,
+    WINDOW,
+    best_lr,
 )
-from recipes.bidirectional_topk.union import BOTH_WAYS, LR, ONE_WAY, STEPS
-from recipes.page_tables import markdown_table
-from recipes.result_files import read_csv
+from recipes.bidirectional_topk.workers import METHODS
+from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows, where
 from recipes.spread import Spread, paired, spread
+from recipes.tables import TableMaker, markdown_table, table
 
-_MEASURED = "MLP on digits, K = 0.001 d, steps 601 to 1,000"
-
-
-def seen(results: Path) -> str:
-    """Return what is seen, as a bullet of the page."""
-    groups = usual(_unions(results))
-    known = [each for each in groups if each.run.workers in PUBLISHED]
-    unions = ", ".join(spread(each.late.values()).with_deviation(1) for each in known)
-    thesis = ", ".join(f"{PUBLISHED[each.run.workers]:g}" for each in known)
-    workers = ", ".join(str(each.run.workers) for each in known)
-    entries, nbytes = (
-        growth(groups, quantity).exponent.mean
-        for quantity in (lambda each: each.late, lambda each: each.saving)
-    )
-    gaps = _gaps(results, BOTH_WAYS, ONE_WAY), _gaps(results, BOTH_WAYS, "dense")
-    steps = {row["steps"] for row in read_csv(results / "accuracy.csv")}
-    seeds = {len(one.accuracies) for each in _scores(results).values() for one in each.values()}
-    return (
-        f"- **What we see**: with N = {workers}, the union is {unions} K (thesis: {thesis} K). The "
-        f"saving of a server grows like N^{entries:.2f} in entries and like N^{nbytes:.2f} in "
-        f"bytes ({_MEASURED}, {len(groups[0].late)} seeds, `--only union`). Bidirectional TopK "
-        f"ends {gaps[0]} points from unidirectional and {gaps[1]} from dense "
-        f"({', '.join(steps)} steps, {max(seeds)} seeds, `--only accuracy`)."
-    )
+PUBLISHED = {20: 19.4, 50: 46.5, 100: 86.0}
+"""The thesis's unions by N, for K = 0.001 d."""
 
 
-def losses(results: Path) -> str:
-    """Return where the method loses, as a bullet of the page."""
-    groups = _unions(results)
-    most = usual(groups)[-1]
-    early = spread(most.over(0, 25).values()).with_deviation(1)
-    other = usual(groups, dataset=SHIFTED_DIGITS)[-1]
-    harder = spread(other.late.values()).with_deviation(1)
-    largest = max(groups, key=lambda each: (each.run.ratio, each.run.workers))
-    shared = spread(largest.late.values()).with_deviation(1)
-    received = traffic_means(read_csv(results / "union.csv"))
-    few = max((each.workers for each in received if each.total > each.gather), default=0)
-    last = received[-1]
-    return (
-        f"- **Where it loses**: the union of {most.run.workers} workers is only {early} K in the "
-        f"first 25 steps, and {harder} K and still rising on a harder problem (shifted digits). "
-        f"With K = {largest.run.ratio:g} d, that of {largest.run.workers} is {shared} K. Without a "
-        f"server, up to {few} ranks receive more than with `ef(topk)` by all-gather, and with "
-        f"{last.workers}, {100 * last.selection / last.total:.0f} % of what they receive serves "
-        "the exact selection (K = 0.001 d; all `--only union`)."
-    )
+# --- Unions ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Unions:
+    """Runs that differ only in their seed."""
+
+    rows: list[Row]
+
+    def __getattr__(self, column: str) -> Any:
+        return self.rows[0][column]
+
+    def over(self, first: int, last: int) -> dict[int, float]:
+        """Return the mean union of the steps after ``first`` and up to ``last``, by seed."""
+        chosen = slice(first // WINDOW, last // WINDOW)
+        windows = {seed: found[chosen] for seed, found in self.windows.items()}
+        return {seed: statistics.fmean(found) for seed, found in windows.items()}
+
+    @property
+    def windows(self) -> dict[int, list[float]]:
+        """Mean union of every window, in units of K, by seed."""
+        return by_seed(self.rows, lambda row: [*map(float, str(row["unions"]).split())])
+
+    @property
+    def length(self) -> int:
+        """Steps that are summarised. Of longer runs it is the first part, for comparison."""
+        return min(STEPS, self.steps)
+
+    @property
+    def late(self) -> dict[int, float]:
+        """Mean union over the last 400 of 1000 steps, by seed."""
+        return self.over(self.length * 3 // 5, self.length)
+
+    @property
+    def halves(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Both halves of :attr:`late`. They are equal if the union has stopped changing."""
+        first, middle = self.length * 3 // 5, self.length * 4 // 5
+        return self.over(first, middle), self.over(middle, self.length)
+
+    @property
+    def change(self) -> str:
+        """By how much the union changes between these halves."""
+        before, after = self.halves
+        return paired(after, before).with_error()
+
+    @property
+    def random(self) -> float:
+        """Expected union of random supports among all parameters, in units of K."""
+        return random_union(self.d, self.k, self.workers)
+
+    def random_touched(self) -> float:
+        """Return the same among the parameters that ever had a gradient other than 0."""
+        mean = statistics.fmean(by_seed(self.rows, "touched").values())
+        return random_union(round(mean), self.k, self.workers)
+
+    @property
+    def saving(self) -> dict[int, float]:
+        """Bytes of a server's message with the union, over those with K entries, by seed."""
+        return {seed: self._saving(union) for seed, union in self.late.items()}
+
+    @property
+    def random_saving(self) -> float:
+        """The same for the expected union of random supports."""
+        return self._saving(self.random)
+
+    def _saving(self, union: float) -> float:
+        return server_bytes(self.d, round(union * self.k)) / server_bytes(self.d, self.k)
+
+
+Quantity = Callable[[Unions], Mapping[int, float]]
+"""From runs with the same settings to a value by seed."""
+_SETTINGS = ("dataset", "model", "method", "workers", "lr", "steps", "ratio")
+
+
+def unions_of(results: Path) -> list[Unions]:
+    """Return the runs of the table, grouped by their settings, in order of N."""
+    groups = grouped(read_rows(results / "union.csv"), *_SETTINGS).values()
+    return sorted(map(Unions, groups), key=lambda each: int(each.workers))
+
+
+def usual(groups: Sequence[Unions], **changed: Any) -> list[Unions]:
+    """Return the unidirectional runs of the MLP, except for what is ``changed``, in order of N."""
+    # The shifted digits are measured beside another data set, unless they were chosen alone.
+    datasets = sorted({each.dataset for each in groups} - {SHIFTED_DIGITS})
+    like = {"dataset": (*datasets, SHIFTED_DIGITS)[0], "model": "mlp", "method": ONE_WAY}
+    like |= {"lr": LR, "steps": groups[0].steps, "ratio": RATIO, **changed}
+    return [e for e in groups if all(getattr(e, name) == value for name, value in like.items())]
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How a quantity grows with N, over the seeds: a straight line, and b of a power law a N^b."""
+
+    slope: Spread
+    intercept: Spread
+    r2: Spread
+    exponent: Spread
+
+
+def growth(groups: Sequence[Unions], quantity: Quantity) -> Growth:
+    """Fit a quantity against N, for each seed separately."""
+    n = [group.workers for group in groups]
+    values = [quantity(group) for group in groups]
+    fits = [_fit(n, [of_seed[seed] for of_seed in values]) for seed in values[0]]
+    return Growth(*map(spread, zip(*fits, strict=True)))
+
+
+def _fit(n: Sequence[int], values: Sequence[float]) -> tuple[float, float, float, float]:
+    slope, intercept = statistics.linear_regression(n, values)
+    r2 = statistics.correlation(n, values) ** 2
+    exponent, _ = statistics.linear_regression([*map(math.log, n)], [*map(math.log, values)])
+    return slope, intercept, r2, exponent
+
+
+def interval(values: Spread) -> str:
+    """Return a mean and the 95 % confidence interval of it, by Student's t."""
+    if values.count == 1:
+        return f"{values.mean:.3f}"
+    half = float(stats.t.ppf(0.975, values.count - 1)) * values.error
+    return f"{values.mean:.3f} ({values.mean - half:.3f} to {values.mean + half:.3f})"
+
+
+def _deviation(found: Mapping[int, float], digits: int = 2) -> str:
+    return spread(found.values()).with_deviation(digits)
+
+
+def unions(results: Path) -> str:
+    """Return the union by N, early and late."""
+    groups = unions_of(results)
+    both_ways = {each.workers: each for each in usual(groups, method=BOTH_WAYS)}
+    last = groups[0].length
+    late, middle = last * 3 // 5, last * 4 // 5
+    columns = {
+        "N": lambda each: each.workers,
+        "thesis": lambda each: PUBLISHED.get(each.workers, ""),
+        "random supports": lambda each: f"{each.random:.2f}",
+        "steps 1-25": lambda each: f"{spread(each.over(0, 25).values()).mean:.2f}",
+        f"{late + 1}-{middle}": lambda each: _deviation(each.halves[0]),
+        f"{middle + 1}-{last}": lambda each: _deviation(each.halves[1]),
+        "change": lambda each: each.change,
+        f"bidirectional, {late + 1}-{last}": lambda each: _deviation(both_ways[each.workers].late),
+    }
+    return table(columns, usual(groups))
+
+
+def savings(results: Path) -> str:
+    """Return the saving on the downlink of a server by N."""
+    columns = {
+        "N": lambda each: each.workers,
+        "entries": lambda each: f"{_deviation(each.late, 1)}x",
+        "bytes": lambda each: f"{_deviation(each.saving, 1)}x",
+        "bytes, random supports": lambda each: f"{each.random_saving:.1f}x",
+    }
+    return table(columns, usual(unions_of(results)))
+
+
+def entries(each: Unions) -> Mapping[int, float]:
+    """Return the saving in entries, by seed."""
+    return each.late
+
+
+def nbytes(each: Unions) -> Mapping[int, float]:
+    """Return the saving in bytes, by seed."""
+    return each.saving
+
+
+def growths(results: Path) -> str:
+    """Return the fits of the saving against N."""
+    groups = unions_of(results)
+    digits, cnn = usual(groups), usual(groups, model="cnn")
+    alike = [each for each in digits if each.workers in {e.workers for e in cnn}]
+    fitted: list[tuple[str, list[Unions], Quantity]] = [
+        ("MLP, entries", digits, entries),
+        ("MLP, bytes", digits, nbytes),
+        ("MLP, bytes, the N below", alike, nbytes),
+        ("CNN, bytes", cnn, nbytes),
+        ("MLP on shifted digits, bytes", usual(groups, dataset=SHIFTED_DIGITS), nbytes),
+        ("random supports (MLP), entries", digits, lambda each: {0: each.random}),
+        ("random supports (MLP), bytes", digits, lambda each: {0: each.random_saving}),
+    ]
+    # A line through two points shows nothing.
+    fits = [(name, found, growth(found, what)) for name, found, what in fitted if len(found) > 2]
+    columns = {
+        "saving in": lambda each: each[0],
+        "N": lambda each: ", ".join(str(group.workers) for group in each[1]),
+        "slope on N": lambda each: each[2].slope.with_deviation(3),
+        "intercept": lambda each: each[2].intercept.with_deviation(2),
+        "R²": lambda each: each[2].r2.with_deviation(4),
+        "exponent of N, 95 % interval": lambda each: interval(each[2].exponent),
+    }
+    return table(columns, fits)
+
+
+def variations(results: Path) -> str:
+    """Return the late union with other models, data, values of K and learning rates."""
+    groups = unions_of(results)
+    chosen = {
+        "CNN": usual(groups, model="cnn"),
+        "shifted digits": usual(groups, dataset=SHIFTED_DIGITS),
+        **{
+            f"K = {ratio:g} d": usual(groups, ratio=ratio)
+            for ratio in sorted({each.ratio for each in groups} - {RATIO})
+        },
+        **{f"lr {lr:g}": usual(groups, lr=lr) for lr in sorted({e.lr for e in groups} - {LR})},
+    }
+    columns = {
+        "": lambda each: each[0],
+        "N": lambda each: each[1].workers,
+        "K": lambda each: each[1].k,
+        "union, in K": lambda each: _deviation(each[1].late),
+        "change": lambda each: each[1].change,
+        "random supports": lambda each: f"{each[1].random:.2f}",
+        "touched parameters": lambda each: (
+            f"{100 * over_seeds(each[1].rows, 'touched').mean / each[1].d:.1f} %"
+        ),
+        "random among these": lambda each: f"{each[1].random_touched():.2f}",
+    }
+    return table(columns, [(name, each) for name, found in chosen.items() for each in found])
+
+
+def long_runs(results: Path) -> str:
+    """Return the union of the longer runs, over 250 steps at a time."""
+    groups = [each for each in unions_of(results) if each.steps > STEPS]
+    columns: dict[str, Callable[[Unions], str]] = {"": lambda each: str(each.dataset)}
+    for t in range(0, 2 * STEPS, 250):
+        columns[f"{t + 1}-{t + 250}"] = lambda each, t=t: _deviation(each.over(t, t + 250), 1)
+    return table(columns, sorted(groups, key=lambda each: str(each.dataset)))
+
+
+# --- Traffic without a server ---------------------------------------------------------------------
+
+
+def traffic_means(results: Path) -> list[dict[str, float]]:
+    """Return the counted and planned bytes that one of N ranks receives per step, by N."""
+    rows = [row for row in read_rows(results / "union.csv") if row["down"] != ""]
+    return [_traffic(n, same) for n, same in sorted(grouped(rows, "workers").items())]
+
+
+def _traffic(n: int, rows: list[Row]) -> dict[str, float]:
+    ratio, d = rows[0]["ratio"], rows[0]["d"]
+    gather = METHODS[ONE_WAY].spec(ratio)
+    by_shard = METHODS[BOTH_WAYS].spec(ratio, selection="shard")
+    counted = {name: over_seeds(rows, name).mean for name in ("up", "down", "selection", "busiest")}
+    return {
+        "workers": n,
+        **counted,
+        "total": counted["up"] + counted["down"] + counted["selection"],
+        "by_shard": received_bytes(by_shard, d, n),
+        "gather": received_bytes(gather, d, n),
+        "sharded": received_bytes(gather.replace("allgather", "sharded"), d, n),
+    }
+
+
+_TRAFFIC = {
+    "N": "workers",
+    "up": "up",
+    "down": "down",
+    "selection": "selection",
+    "all": "total",
+    "busiest rank, up": "busiest",
+    'all, `selection="shard"`': "by_shard",
+    "`ef(topk)`, allgather": "gather",
+    "`ef(topk)`, sharded": "sharded",
+}
+
+
+def traffic(results: Path) -> str:
+    """Return the bytes that a rank receives per step, without a server."""
+    columns = {
+        head: lambda each, name=name: f"{each[name]:,.0f}" for head, name in _TRAFFIC.items()
+    }
+    return table(columns, traffic_means(results))
+
+
+# --- Accuracy -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model with N workers: each method's learning rate, and its test accuracies by seed."""
+
+    name: str
+    lrs: dict[str, float]
+    accuracies: dict[str, dict[int, float]]
+
+    def ahead(self, ours: str, theirs: str) -> Spread:
+        """Return the difference of two methods, paired by seed."""
+        return paired(self.accuracies[ours], self.accuracies[theirs])
+
+
+def cases(results: Path) -> list[Case]:
+    """Return the accuracies, the MLP first and N ascending."""
+    rows = read_rows(results / "accuracy.csv")
+    groups = grouped(rows, "model", "workers")
+    found = []
+    for model, n in sorted(groups, key=lambda case: (case[0] != "mlp", case[1])):
+        own = groups[model, n]
+        lrs = {method: best_lr(own, {"method": method}) for method in METHODS}
+        # Other tuning seeds can have chosen another learning rate in an earlier session.
+        tested = {
+            method: by_seed(where(own, images="test", method=method, lr=lr), "accuracy")
+            for method, lr in lrs.items()
+        }
+        found.append(Case(f"{model.upper()}, N = {n}", lrs, tested))
+    return found
+
+
+def accuracy(results: Path) -> str:
+    """Return the test accuracies, each with its learning rate."""
+    columns: dict[str, Callable[[Case], str]] = {"": lambda case: case.name}
+    for method in METHODS:
+        columns[method] = lambda case, method=method: (
+            f"{_deviation(case.accuracies[method])} ({case.lrs[method]:g})"
+        )
+    return table(columns, cases(results))
+
+
+def differences(results: Path) -> str:
+    """Return the differences of the test accuracies, paired by seed."""
+    pairs = [(name, "dense") for name in METHODS if name != "dense"]
+    pairs += [(name, ONE_WAY) for name in (BOTH_WAYS, "downlink only")]
+    columns: dict[str, Callable[[Case], str]] = {"": lambda case: case.name}
+    for ours, theirs in pairs:
+        columns[f"{ours} - {theirs}"] = lambda case, pair=(ours, theirs): case.ahead(
+            *pair
+        ).with_error()
+    return table(columns, cases(results))
+
+
+def lr_inside(results: Path) -> str:
+    """Return the comparison of the learning rate inside the residual and outside of it."""
+    rows = read_rows(results / "lr_inside.csv")
+
+    def tested(case: tuple[str, str], form: str) -> list[Row]:
+        named = dict(zip(LR_RUN, (*case, form), strict=False))
+        return where(rows, images="test", lr=best_lr(rows, named), **named)
+
+    def accuracies(case: tuple[str, str], form: str) -> dict[int, float]:
+        return by_seed(tested(case, form), "accuracy")
+
+    columns = {
+        "learning rate": lambda case: case[0],
+        "method": lambda case: case[1],
+        "outside, %": lambda case: _deviation(accuracies(case, "outside")),
+        "inside, %": lambda case: _deviation(accuracies(case, "inside")),
+        "inside - outside": lambda case: paired(
+            accuracies(case, "inside"), accuracies(case, "outside")
+        ).with_error(),
+        "peak lr": lambda case: " / ".join(f"{tested(case, form)[0]['lr']:g}" for form in FORMS),
+    }
+    return table(columns, grouped(rows, "schedule", "method"))
+
+
+# --- The counterexample ---------------------------------------------------------------------------
 
 
 def counterexample_values(results: Path) -> str:
     """Return F at the thesis's learning rate."""
-    rows = counterexample.at_thesis_lr(read_csv(results / counterexample.TABLE))
+    rows = where(read_rows(results / "counterexample.csv"), lr=counterexample.LR)
     header = ["", *(f"F({t})" for t in counterexample.MOMENTS)]
     header.append(f"mean F over [{counterexample.TAIL_FROM}, {counterexample.STEPS})")
     return markdown_table(header, [[row["method"], *counterexample.numbers(row)] for row in rows])
@@ -82,168 +398,18 @@ def counterexample_values(results: Path) -> str:
 
 def counterexample_scan(results: Path) -> str:
     """Return how far above the minimum F stays, by learning rate; the lower one in bold."""
-    gaps = sorted(counterexample.late_gaps(read_csv(results / counterexample.TABLE)).items())
-    rows = []
-    for method in counterexample.SCANNED:
-        texts = [f"{each[method]:.2f}" for _, each in gaps]
-        lower = [each[method] == min(each.values()) for _, each in gaps]
-        bold = [f"**{text}**" if low else text for text, low in zip(texts, lower, strict=True)]
-        rows.append([method, *bold])
-    return markdown_table(["", *(f"{lr:g}" for lr, _ in gaps)], rows)
-
-
-def unions(results: Path) -> str:
-    """Return the union by N, early and late."""
-    groups = _unions(results)
-    both_ways = {each.run.workers: each for each in usual(groups, method=BOTH_WAYS)}
-    rows = []
-    for each in usual(groups):
-        n = each.run.workers
-        halves = [spread(half.values()).with_deviation(2) for half in each.halves]
-        first = f"{spread(each.over(0, 25).values()).mean:.2f}"
-        both = spread(both_ways[n].late.values()).with_deviation(2)
-        rows.append(
-            [n, PUBLISHED.get(n, ""), f"{each.random:.2f}", first, *halves, _change(each), both]
+    gaps = counterexample.late_gaps(read_rows(results / "counterexample.csv"))
+    columns: dict[str, Callable[[str], str]] = {"": lambda method: method}
+    for lr, each in gaps.items():
+        columns[f"{lr:g}"] = lambda method, each=each: (
+            f"**{each[method]:.2f}**"
+            if each[method] == min(each.values())
+            else f"{each[method]:.2f}"
         )
-    last = groups[0].steps
-    late, middle = last * 3 // 5, last * 4 // 5
-    header = ["N", "thesis", "random supports", "steps 1-25", f"{late + 1}-{middle}"]
-    header += [f"{middle + 1}-{last}", "change", f"bidirectional, {late + 1}-{last}"]
-    return markdown_table(header, rows)
+    return table(columns, counterexample.SCANNED)
 
 
-def savings(results: Path) -> str:
-    """Return the saving on the downlink of a server by N."""
-    rows = [
-        [
-            each.run.workers,
-            f"{spread(each.late.values()).with_deviation(1)}x",
-            f"{spread(each.saving.values()).with_deviation(1)}x",
-            f"{each.random_saving:.1f}x",
-        ]
-        for each in usual(_unions(results))
-    ]
-    return markdown_table(["N", "entries", "bytes", "bytes, random supports"], rows)
-
-
-def growths(results: Path) -> str:
-    """Return the fits of the saving against N."""
-    groups = _unions(results)
-    digits, cnn = usual(groups), usual(groups, model="cnn")
-    shifted = usual(groups, dataset=SHIFTED_DIGITS)
-    alike = [each for each in digits if each.run.workers in {e.run.workers for e in cnn}]
-    fitted: dict[str, tuple[list[Unions], Quantity]] = {
-        "MLP, entries": (digits, lambda each: each.late),
-        "MLP, bytes": (digits, lambda each: each.saving),
-        "MLP, bytes, the N below": (alike, lambda each: each.saving),
-        "CNN, bytes": (cnn, lambda each: each.saving),
-        "MLP on shifted digits, bytes": (shifted, lambda each: each.saving),
-        "random supports (MLP), entries": (digits, lambda each: {0: each.random}),
-        "random supports (MLP), bytes": (digits, lambda each: {0: each.random_saving}),
-    }
-    # A line through two points shows nothing.
-    rows = [
-        [
-            name,
-            ", ".join(str(each.run.workers) for each in found),
-            *_fit_cells(growth(found, quantity)),
-        ]
-        for name, (found, quantity) in fitted.items()
-        if len(found) > 2
-    ]
-    header = ["saving in", "N", "slope on N", "intercept", "R²", "exponent of N, 95 % interval"]
-    return markdown_table(header, rows)
-
-
-def variations(results: Path) -> str:
-    """Return the late union with other models, data, values of K and learning rates."""
-    groups = _unions(results)
-    chosen = {
-        "CNN": usual(groups, model="cnn"),
-        "shifted digits": usual(groups, dataset=SHIFTED_DIGITS),
-        **{
-            f"K = {ratio:g} d": usual(groups, ratio=ratio)
-            for ratio in sorted({each.run.ratio for each in groups} - {RATIO})
-        },
-        **{f"lr {lr:g}": usual(groups, lr=lr) for lr in sorted({e.run.lr for e in groups} - {LR})},
-    }
-    rows = [
-        [
-            name,
-            each.run.workers,
-            each.k,
-            spread(each.late.values()).with_deviation(2),
-            _change(each),
-            f"{each.random:.2f}",
-            f"{100 * spread(each.touched.values()).mean / each.d:.1f} %",
-            f"{each.random_touched:.2f}",
-        ]
-        for name, found in chosen.items()
-        for each in found
-    ]
-    header = ["", "N", "K", "union, in K", "change", "random supports", "touched parameters"]
-    return markdown_table([*header, "random among these"], rows)
-
-
-def long_runs(results: Path) -> str:
-    """Return the union of the longer runs, over 250 steps at a time."""
-    groups = [each for each in _unions(results) if each.run.steps > STEPS]
-    starts = range(0, 2 * STEPS, 250)
-    rows = [
-        [
-            each.run.dataset,
-            *(spread(each.over(t, t + 250).values()).with_deviation(1) for t in starts),
-        ]
-        for each in sorted(groups, key=lambda each: each.run)
-    ]
-    return markdown_table(["", *(f"{t + 1}-{t + 250}" for t in starts)], rows)
-
-
-def traffic(results: Path) -> str:
-    """Return the bytes that a rank receives per step, without a server."""
-    lines = []
-    for each in traffic_means(read_csv(results / "union.csv")):
-        counts = (each.up, each.down, each.selection, each.total, each.busiest)
-        planned = (each.by_shard, each.gather, each.sharded)
-        lines.append([each.workers, *(f"{count:,.0f}" for count in (*counts, *planned))])
-    header = ["N", "up", "down", "selection", "all", "busiest rank, up"]
-    header += ['all, `selection="shard"`', "`ef(topk)`, allgather", "`ef(topk)`, sharded"]
-    return markdown_table(header, lines)
-
-
-def accuracy(results: Path) -> str:
-    """Return the test accuracies, each with its learning rate."""
-    rows = []
-    for (model, n), methods in _scores(results).items():
-        cells = [
-            f"{spread(methods[name].accuracies.values()).with_deviation()} ({methods[name].lr:g})"
-            for name in METHODS
-        ]
-        rows.append([f"{model.upper()}, N = {n}", *cells])
-    return markdown_table(["", *METHODS], rows)
-
-
-def differences(results: Path) -> str:
-    """Return the differences of the test accuracies, paired by seed."""
-    pairs = [(name, "dense") for name in METHODS if name != "dense"]
-    pairs += [(name, ONE_WAY) for name in (BOTH_WAYS, "downlink only")]
-    rows = []
-    for (model, n), methods in _scores(results).items():
-        compared = [
-            paired(methods[ours].accuracies, methods[theirs].accuracies) for ours, theirs in pairs
-        ]
-        rows.append([f"{model.upper()}, N = {n}", *(each.with_error() for each in compared)])
-    return markdown_table(["", *(f"{ours} - {theirs}" for ours, theirs in pairs)], rows)
-
-
-def learning_rate(results: Path) -> str:
-    """Return the comparison of the learning rate inside the residual and outside of it."""
-    return lr_inside.text_of(read_csv(results / lr_inside.TABLE))
-
-
-TABLES = {
-    "seen": seen,
-    "losses": losses,
+TABLES: dict[str, TableMaker] = {
     "counterexample_values": counterexample_values,
     "counterexample_scan": counterexample_scan,
     "unions": unions,
@@ -254,42 +420,5 @@ TABLES = {
     "traffic": traffic,
     "accuracy": accuracy,
     "differences": differences,
-    "lr_inside": learning_rate,
+    "lr_inside": lr_inside,
 }
-
-
-def _unions(results: Path) -> list[Unions]:
-    return grouped(read_csv(results / "union.csv"))
-
-
-def _gaps(results: Path, ours: str, theirs: str) -> str:
-    """Return the range of the mean differences in accuracy over all problems."""
-    gaps = [
-        paired(methods[ours].accuracies, methods[theirs].accuracies).mean
-        for methods in _scores(results).values()
-    ]
-    return f"{min(gaps):+.1f} to {max(gaps):+.1f}"
-
-
-def _change(each: Unions) -> str:
-    return each.change.with_error()
-
-
-def _scores(results: Path) -> dict[tuple[str, int], dict[str, Scores]]:
-    return scores(read_csv(results / "accuracy.csv"))
-
-
-def _fit_cells(fit: Growth) -> list[str]:
-    return [
-        fit.slope.with_deviation(3),
-        fit.intercept.with_deviation(2),
-        fit.r2.with_deviation(4),
-        _interval(fit.exponent),
-    ]
-
-
-def _interval(values: Spread) -> str:
-    if values.count == 1:
-        return f"{values.mean:.3f}"
-    half = confidence(values)
-    return f"{values.mean:.3f} ({values.mean - half:.3f} to {values.mean + half:.3f})"

@@ -33,11 +33,7 @@ _TORCHRUN_SIGNALS = "SIGINT,SIGHUP,SIGQUIT"
 
 
 def main(argv: list[str]) -> None:
-    """Start the ranks of this node and wait for them.
-
-    Args:
-        argv: the flags of torchrun, the script, and the script's flags.
-    """
+    """Start the ranks of this node and wait for them."""
     _catch_signals()
     # torch takes seconds to import. A signal must not end this process before.
     from torch.distributed import run

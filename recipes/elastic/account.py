@@ -71,12 +71,7 @@ class Audit:
 
 
 def audit(states: Sequence[State], settings: Settings) -> Audit:
-    """Compare both sides of the law.
-
-    Args:
-        states: of all ranks, from a checkpoint.
-        settings: of the run.
-    """
+    """Compare both sides of the law."""
     # The state of a single rank has the mean residual and the whole server residual.
     (joined,) = torchcomp.redistribute([state["method"] for state in states], 1)
     gradients = mean([state["account"] for state in states])

@@ -119,11 +119,7 @@ class Agents:
         return [(int(pid), int(step)) for pid, step in pairs]
 
     def wait_for_step(self, step: int) -> None:
-        """Wait until a process that was started after the last kill has taken a step.
-
-        Raises:
-            RecipeError: if that takes longer than two minutes, or if an agent has ended.
-        """
+        """Wait until a process that was started after the last kill has taken a step."""
         deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline and all(each.poll() is None for each in self.alive):
             pid, newest = [(0, 0), *self.steps()][-1]
@@ -133,11 +129,7 @@ class Agents:
         raise RecipeError(f"the run did not reach step {step}; {self._last_words()}")
 
     def finish(self) -> None:
-        """Wait until the run is complete.
-
-        Raises:
-            RecipeError: if that takes longer than two minutes, or if an agent fails.
-        """
+        """Wait until the run is complete."""
         with suppress(subprocess.TimeoutExpired):
             if not any(agent.wait(PATIENCE) for agent in self.alive):
                 return

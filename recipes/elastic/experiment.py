@@ -16,7 +16,9 @@ in ``--out`` is ``kills.csv`` (every run, saved as it ends).
 import argparse
 import sys
 import tempfile
-from dataclasses import astuple, dataclass, fields
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from pathlib import Path
 
 from recipes.elastic.account import audit
@@ -25,8 +27,9 @@ from recipes.elastic.runs import run, same
 from recipes.elastic.settings import Settings
 from recipes.elastic.tables import kills
 from recipes.errors import exit_on_user_error
-from recipes.experiments import ExperimentParser, ResultTable
+from recipes.experiments import ExperimentParser, ResultTable, fill
 from recipes.result_files import make_folder
+from recipes.rows import columns
 
 _HERE = Path(__file__).resolve().parent
 METHODS = {
@@ -37,34 +40,22 @@ METHODS = {
 NODES = {"fixed": (3, 3), "changing": (2, 4)}
 EVERY = 40
 """Steps between two checkpoints: a multiple of the steps of a round."""
+RUN = ("method", "size", "seed")
+Run = tuple[str, str, int]
 
 
 @dataclass(frozen=True)
-class Row:
-    """A run with kills.
+class Result:
+    """The result of a run with kills, and the flags of ``recipes.elastic.train``."""
 
-    Attributes:
-        method, size, seed: which run.
-        compress, sync, outer: as flags of ``recipes.elastic.train``.
-        kills: number of faults.
-        ranks: number of ranks of every start, separated by spaces.
-        repeated: steps that were taken again after a kill.
-        identical: with a fixed size, whether the last checkpoint is that of a run without kills.
-        deviation, unsent: see :class:`recipes.elastic.account.Audit`.
-        seconds: of the run with kills.
-    """
-
-    method: str
-    size: str
-    seed: int
     compress: str
     sync: str
     outer: str
-    kills: int
-    ranks: str
-    repeated: int
-    identical: str
-    deviation: str
+    kills: int  # number of faults
+    ranks: str  # of every start, separated by spaces
+    repeated: int  # steps that were taken again after a kill
+    identical: str  # fixed size: whether the last checkpoint is that of a run without kills
+    deviation: str  # see recipes.elastic.account.Audit
     unsent: str
     seconds: int
 
@@ -74,32 +65,27 @@ def main() -> None:
     """Run all methods with a fixed and a changing number of ranks, and print the table."""
     arguments = parse(sys.argv[1:])
     steps, count = (400, 4) if arguments.quick else (2000, 20)
-    header = tuple(field.name for field in fields(Row))
     task = f"{steps} steps, a checkpoint every {EVERY}, batch {Settings.batch}, lr {Settings.lr:g}"
-    table = ResultTable(arguments.out / "kills.csv", header, task, resume=arguments.resume)
+    path = arguments.out / "kills.csv"
+    table = ResultTable(path, RUN, columns(Result), task, resume=arguments.resume)
     make_folder(arguments.out)
-    finished = {(row["method"], row["size"], row["seed"]) for row in table.rows}
-    for seed in arguments.seeds:
-        for method in arguments.only:
-            for size in NODES:
-                if (method, size, str(seed)) not in finished:
-                    table.add(astuple(measured(method, size, seed, steps, count)))
-                    print(f"{method}, {size}, seed {seed}: done", flush=True)
-    print(f"\n{kills(table.rows)}\n\nthe table is in {table.path}")
+    planned = product(arguments.seeds, arguments.only, NODES)
+    runs = [(method, size, seed) for seed, method, size in planned]
+    fill(table, runs, partial(measured, steps=steps, count=count))
+    print(f"\n{kills(arguments.out)}\n\nthe table is in {path}")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = ExperimentParser(
-        __doc__.splitlines()[0], _HERE, [*METHODS], seeds=(0,), quick_seeds=(0,)
-    )
+    parser = ExperimentParser(__doc__, _HERE, METHODS, seeds=(0,), quick_seeds=(0,))
     parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
     return parsed
 
 
-def measured(method: str, size: str, seed: int, steps: int, count: int) -> Row:
+def measured(run_of: Run, steps: int, count: int) -> Result:
     """Run a method with kills, and compare the result."""
+    method, size, seed = run_of
     settings = Settings(**METHODS[method], steps=steps, seed=seed, checkpoint_every=EVERY)
     smallest, largest = NODES[size]
     faults = plan(count, steps, range(smallest, largest + 1), seed)
@@ -110,11 +96,13 @@ def measured(method: str, size: str, seed: int, steps: int, count: int) -> Row:
             whole = run(Path(folder) / "whole", settings, NODES[size])
             identical = "yes" if same(killed.states, whole.states) else "no"
     found = audit(killed.states, settings)
-    return Row(
-        **{"method": method, "size": size, "seed": seed, "kills": count, "identical": identical},
-        **{"compress": settings.compress, "sync": settings.sync, "outer": settings.outer},
-        **{"ranks": " ".join(map(str, killed.ranks)), "repeated": killed.steps - steps},
-        **{"deviation": f"{found.deviation:.1e}", "unsent": f"{found.unsent:.1e}"},
+    return Result(
+        *(settings.compress, settings.sync, settings.outer, count),
+        ranks=" ".join(map(str, killed.ranks)),
+        repeated=killed.steps - steps,
+        identical=identical,
+        deviation=f"{found.deviation:.1e}",
+        unsent=f"{found.unsent:.1e}",
         seconds=round(killed.seconds),
     )
 

@@ -38,14 +38,7 @@ class Fault:
 
 
 def plan(kills: int, steps: int, nodes: Sequence[int], seed: int) -> list[Fault]:
-    """Draw the faults of a run, of which each is one SIGKILL.
-
-    Args:
-        kills: number of faults; from four on, every kind occurs.
-        steps: of the run, more than 200.
-        nodes: the numbers of nodes that the run can have.
-        seed: of the plan.
-    """
+    """Draw the faults of a run, of which each is one SIGKILL."""
     draw = random.Random(seed)
     at = sorted(draw.sample(range(steps // 100, steps - _SPARE), kills))
     kinds = [*KINDS][:kills] + draw.choices(["rank", "node"], k=max(0, kills - len(KINDS)))

@@ -35,17 +35,7 @@ class Outcome:
 def run(
     folder: Path, settings: Settings, nodes: tuple[int, int], faults: Sequence[Fault] = ()
 ) -> Outcome:
-    """Start a run with the smallest number of nodes, carry out the faults, and let it finish.
-
-    Args:
-        folder: an empty one for the run.
-        settings: of the run; ``out`` has no effect.
-        nodes: smallest and largest number of nodes.
-        faults: in the order of their steps.
-
-    Raises:
-        RecipeError: if the run does not finish.
-    """
+    """Start a run with the smallest number of nodes, carry out the faults, and let it finish."""
     values = {name: value for name, value in as_plain_dict(settings).items() if name != "out"}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in values.items()]
     begin = time.perf_counter()

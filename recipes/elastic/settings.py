@@ -37,17 +37,7 @@ class Settings:
 
 
 def read_settings(argv: list[str], world_size: int) -> Settings:
-    """Read the flags.
-
-    Args:
-        argv: the command line without the program's name.
-        world_size: number of ranks.
-
-    Raises:
-        RecipeError: if a flag is unknown or its value invalid, or if the ranks cannot share the
-            batch.
-        SpecError: if a spec is invalid.
-    """
+    """Read the flags."""
     settings = read_options(Settings, argv)
     check_limits(settings)
     _check_specs(settings)

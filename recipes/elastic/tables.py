@@ -1,47 +1,51 @@
 """The tables of the page."""
 
-from recipes.page_tables import markdown_table
-from recipes.result_files import read_csv
+from pathlib import Path
 
-_HEADER = (
-    *("method", "ranks", "kills", "starts", "repeated steps"),
-    *("bit-identical", "lost, relative"),
-)
+from recipes.rows import Row, distinct, read_rows
+from recipes.tables import TableMaker, table
 
 
-def kills(rows: list[dict[str, str]]) -> str:
-    """Return a line for every run with kills."""
-    return markdown_table(_HEADER, [_line(row) for row in rows])
-
-
-def _line(row: dict[str, str]) -> list[object]:
-    ranks = [int(count) for count in row["ranks"].split()]
-    smallest, largest = min(ranks), max(ranks)
+def _method(row: Row) -> str:
     flags = [f"{name}={row[name]}" for name in ("sync", "outer") if row[name] != "none"]
-    return [
-        f"`{', '.join([row['compress'], *flags])}`",
-        f"{smallest}" if smallest == largest else f"{smallest} to {largest}",
-        row["kills"],
-        len(ranks),
-        row["repeated"],
-        row["identical"] or "–",
-        row["deviation"],
-    ]
+    return f"`{', '.join([row['compress'], *flags])}`"
 
 
-def origin(rows: list[dict[str, str]]) -> str:
+def _ranks(row: Row) -> str:
+    counts = list(map(int, str(row["ranks"]).split()))
+    least, most = min(counts), max(counts)
+    return f"{least}" if least == most else f"{least} to {most}"
+
+
+_COLUMNS = {
+    "method": _method,
+    "ranks": _ranks,
+    "kills": lambda row: row["kills"],
+    "starts": lambda row: len(str(row["ranks"]).split()),
+    "repeated steps": lambda row: row["repeated"],
+    "bit-identical": lambda row: row["identical"] or "–",
+    "lost, relative": lambda row: f"{row['deviation']:.1e}",
+}
+
+
+def kills(results: Path) -> str:
+    """Return a line for every run with kills."""
+    return table(_COLUMNS, read_rows(results / "kills.csv"))
+
+
+def origin(results: Path) -> str:
     """Return the commands, versions and dates of the rows, and how long their runs took."""
-    commands = "`, `".join(dict.fromkeys(row["command"] for row in rows))
-    versions = "; ".join(dict.fromkeys(row["versions"] for row in rows))
-    dates = ", ".join(sorted({row["date"] for row in rows}))
-    minutes = sum(int(row["seconds"]) for row in rows) / 60
+    rows = read_rows(results / "kills.csv")
+    commands, versions = (
+        "`, `".join(distinct(rows, "command")),
+        "; ".join(distinct(rows, "versions")),
+    )
+    dates = ", ".join(sorted(distinct(rows, "date")))
+    minutes = sum(row["seconds"] for row in rows) / 60
     return (
         f"- Made by `{commands}`, with {versions}, on {dates}. The runs with kills took "
         f"{minutes:.0f} minutes."
     )
 
 
-TABLES = {
-    "kills": lambda results: kills(read_csv(results / "kills.csv")),
-    "origin": lambda results: origin(read_csv(results / "kills.csv")),
-}
+TABLES: dict[str, TableMaker] = {"kills": kills, "origin": origin}

@@ -71,11 +71,7 @@ class Run:
         self.log = Log(folder, self)
 
     def train(self) -> None:
-        """Take the remaining steps, and save the last one.
-
-        Raises:
-            RecipeError: if the last one cannot be saved.
-        """
+        """Take the remaining steps, and save the last one."""
         self.print(f"{self.world_size} ranks, from step {self.step} of {self.settings.steps}")
         due = False
         while self.step < self.settings.steps:
@@ -101,11 +97,7 @@ class Run:
         return not isinstance(self.method, torchcomp.LocalSGD) or self.method.next_sync is None
 
     def save(self) -> None:
-        """Save a checkpoint. If a disk is full, the run goes on without it.
-
-        Raises:
-            RecipeError: if that of the last step, the result of the run, cannot be saved.
-        """
+        """Save a checkpoint. If a disk is full, the run goes on without it."""
         problem = self.checkpoints.save(self.step, self.state_dict(), self.settings.to_match)
         if problem is None:
             return

@@ -1,7 +1,5 @@
 """One rank's batches of a data set, and the choice of the loader that reads it."""
 
-import os
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +9,13 @@ import torch
 from torch import Tensor
 
 from recipes.errors import RecipeError
-from recipes.image_data import sources
 from recipes.image_data.augment import Augmentation, normalise
-from recipes.image_data.beton import INSTALL_FFCV, cached_beton, import_ffcv
-from recipes.image_data.ffcv_reader import FfcvReader
 from recipes.image_data.mixup import MixUp
 from recipes.image_data.order import Indices, TrainOrder, test_shard
 from recipes.image_data.presets import PRESETS, Preset
 from recipes.image_data.randaugment import RandAugment
-from recipes.image_data.torchvision_reader import TorchvisionReader
+from recipes.image_data.readers import FfcvReader, FileReader, MemoryReader
+from recipes.image_data.sources import FILE_WORDS, SPLITS, photographs, read_public
 from recipes.settings import Settings
 
 # Test accuracy does not depend on it.
@@ -28,24 +24,13 @@ _TEST_BATCH = 256
 
 @dataclass(frozen=True)
 class Batches:
-    """The training and test batches of one rank, augmented, normalised and on its device.
-
-    Attributes:
-        train_reader: reads the training images, an ``FfcvReader`` or a ``TorchvisionReader``.
-        test_reader: reads the test images.
-        preset: statistics and augmentation of the data set.
-        order: which training images this rank gets at which step.
-        shard: the test images of this rank.
-        device: of the batches.
-        randaugment: applied after mirroring and shifts.
-        mixup: applied last.
-    """
+    """The training and test batches of one rank, augmented, normalised and on its device."""
 
     train_reader: Any
     test_reader: Any
     preset: Preset
-    order: TrainOrder
-    shard: Indices
+    order: TrainOrder  # which training images this rank gets at which step
+    shard: Indices  # the test images of this rank
     device: torch.device
     randaugment: RandAugment
     mixup: MixUp
@@ -70,7 +55,7 @@ class Batches:
         rows = list(self.order.batches(epoch, first_step))
         batches = self.train_reader.batches(rows, epoch)
         for step, (images, labels) in enumerate(batches, start=first_step):
-            # After the loader, on the device: the same operations for both loaders.
+            # After the loader, on the device: the same operations for all loaders.
             images = augmentation(images.to(self.device), epoch, step)
             images = normalise(self.randaugment(images, epoch, step), self.preset)
             # Last, because the operations above work on bytes and MixUp needs floats.
@@ -87,57 +72,34 @@ class Batches:
 def open_batches(
     settings: Settings, rank: int, world_size: int, device: torch.device, workers: int
 ) -> Batches:
-    """Open a data set for one rank.
-
-    Raises:
-        RecipeError: if the data set is missing, damaged or empty, or if it is too small for the
-            batch size or the number of ranks.
-    """
+    """Open a data set for one rank."""
     preset = preset_of(settings)
-    loader = _chosen_loader(settings, rank)
-    make = _ffcv_readers if loader == "ffcv" else _torchvision_readers
-    train_reader, test_reader = make(settings, preset, workers)
-    _check_classes(settings, train_reader, test_reader)
-    order = TrainOrder(train_reader.samples, settings.batch_size, rank, world_size, settings.seed)
-    return Batches(
-        train_reader,
-        test_reader,
-        preset,
-        order,
-        test_shard(test_reader.samples, rank, world_size),
-        device,
-        RandAugment(
-            settings.randaugment_ops,
-            settings.randaugment_magnitude,
-            order,
-            settings.randaugment_variant,
-        ),
-        MixUp(
-            settings.mixup,
-            train_reader.classes,
-            order,
-            settings.mixup_shares,
-            settings.accumulate,
-        ),
-    )
+    train, test = _readers(settings, preset, workers)
+    # A label that the model has no output for would fail inside the loss, on the device.
+    if train.classes < test.classes:
+        raise RecipeError(
+            f"--dataset {settings.dataset}: the test images have {test.classes} classes but the "
+            f"training images only {train.classes}; both need the same classes"
+        )
+    order = TrainOrder(train.samples, settings.batch_size, rank, world_size, settings.seed)
+    randaugment = RandAugment(settings.randaugment_ops, settings.randaugment_magnitude, order)
+    mixup = MixUp(settings.mixup, train.classes, order, settings.mixup_shares, settings.accumulate)
+    shard = test_shard(test.samples, rank, world_size)
+    return Batches(train, test, preset, order, shard, device, randaugment, mixup)
 
 
 def preset_of(settings: Settings) -> Preset:
-    """Return the preset of the data set, with the crops that the settings choose.
-
-    Raises:
-        RecipeError: if ``--image-size`` is set for images of a fixed size.
-    """
+    """Return the preset of the data set, with the crops that the settings choose."""
     preset = PRESETS[settings.dataset]
-    if not preset.photographs:
-        if settings.image_size:
-            raise RecipeError(
-                f"--image-size {settings.image_size} is for photographs only; the images of "
-                f"--dataset {settings.dataset} are {preset.size} x {preset.size}, so leave it out"
-            )
-        return preset
-    size = settings.image_size or preset.size
-    return replace(preset, size=size, crop_ratio=settings.crop_ratio)
+    if preset.photographs:
+        size = settings.image_size or preset.size
+        return replace(preset, size=size, crop_ratio=settings.crop_ratio)
+    if settings.image_size:
+        raise RecipeError(
+            f"--image-size {settings.image_size} is for photographs only; the images of "
+            f"--dataset {settings.dataset} are {preset.size} x {preset.size}, so leave it out"
+        )
+    return preset
 
 
 @dataclass(frozen=True)
@@ -154,118 +116,45 @@ def dataset_sizes(settings: Settings) -> DatasetSizes:
     preset = preset_of(settings)
     if preset.train_images:
         return DatasetSizes(preset.train_images, preset.test_images, preset.classes)
-    # Counting files needs no ffcv, and no .beton files.
-    train, test = _torchvision_readers(settings, preset, workers=0)
+    train, test = _readers(settings, preset, workers=0)
     return DatasetSizes(train.samples, test.samples, train.classes)
 
 
-def _chosen_loader(settings: Settings, rank: int) -> str:
-    if settings.loader == "torchvision":
-        return "torchvision"
-    try:
-        import_ffcv()
-        return "ffcv"
-    # OSError: a system library that ffcv links to is missing.
-    except (ImportError, OSError) as error:
-        return _without_ffcv(settings, rank, error)
-
-
-def _without_ffcv(settings: Settings, rank: int, error: Exception) -> str:
-    if settings.loader == "ffcv":
+def _readers(settings: Settings, preset: Preset, workers: int) -> list[Any]:
+    """Return the readers of the training and the test images."""
+    path = Path(settings.data_path).expanduser() if settings.data_path else None
+    if not preset.photographs:
+        if settings.loader == "ffcv":
+            raise RecipeError(
+                f"--loader ffcv is for photographs; --dataset {settings.dataset} is kept in memory"
+            )
+        source = read_public(settings.dataset, path)
+        return [MemoryReader(source[split]) for split in SPLITS]
+    if path is None or not path.exists():
         raise RecipeError(
-            f"--loader ffcv: ffcv cannot be imported ({error}); {INSTALL_FFCV}, or use "
-            "--loader torchvision"
+            f"--data-path {settings.data_path} does not exist; expected the data of --dataset "
+            f"{settings.dataset}"
         )
-    if rank == 0:
-        print(
-            f"note: --loader torchvision, because ffcv is not available ({error})", file=sys.stderr
-        )
-    return "torchvision"
-
-
-def _source(settings: Settings) -> dict[str, Any]:
-    if settings.dataset == "digits":
-        return dict(sources.digits())
-    path = Path(settings.data_path).expanduser()
-    if not path.exists():
-        raise RecipeError(
-            f"--data-path {path} does not exist; expected the data of --dataset {settings.dataset}"
-        )
-    return dict(
-        sources.cifar10(path) if settings.dataset == "cifar10" else sources.photographs(path)
-    )
-
-
-def _torchvision_readers(
-    settings: Settings, preset: Preset, workers: int
-) -> list[TorchvisionReader]:
-    source = _source(settings)
+    if settings.loader == "ffcv" or (settings.loader == "auto" and [*path.glob("*.beton")]):
+        return [
+            FfcvReader(_beton(path, split), preset, train=split == "train", workers=workers)
+            for split in SPLITS
+        ]
+    files, seed = photographs(path), settings.seed
     return [
-        TorchvisionReader(
-            source[split], preset, train=split == "train", workers=workers, seed=settings.seed
-        )
-        for split in sources.SPLITS
+        FileReader(files[split], preset, train=split == "train", workers=workers, seed=seed)
+        for split in SPLITS
     ]
 
 
-def _ffcv_readers(settings: Settings, preset: Preset, workers: int) -> list[FfcvReader]:
-    # Files that the user wrote come first, also for CIFAR-10.
-    files = _beton_files(settings) or _cached_beton_files(settings)
-    return [
-        FfcvReader(files[split], preset, train=split == "train", workers=workers)
-        for split in sources.SPLITS
-    ]
-
-
-def _beton_files(settings: Settings) -> dict[str, Path]:
-    """Return the .beton files in ``--data-path``, or an empty dict if there are none."""
-    folder = Path(settings.data_path).expanduser()
-    if settings.dataset == "digits" or not folder.is_dir():
-        return {}
-    if not any(folder.glob("*.beton")):
-        return {}
-    return {split: _only_beton(folder, sources.FILE_WORDS[split]) for split in sources.SPLITS}
-
-
-def _only_beton(folder: Path, word: str) -> Path:
+def _beton(folder: Path, split: str) -> Path:
+    word = FILE_WORDS[split]
     files = sorted(folder.glob(f"{word}*.beton"))
     if len(files) != 1:
         names = ", ".join(file.name for file in files) or "none"
         raise RecipeError(
             f"--data-path {folder}: expected one {word}*.beton file, found {names}; "
-            "write it with python -m recipes.write_beton"
+            "write it with python -m recipes.write_beton, or use --loader torchvision with the "
+            "image folder"
         )
     return files[0]
-
-
-def _cached_beton_files(settings: Settings) -> dict[str, Path]:
-    """Return .beton files of a small data set from the cache. Write them on first use."""
-    # Photographs take too long to convert, and too much space, to do it without a command.
-    if settings.dataset in ("imagenet", "folder"):
-        raise RecipeError(
-            f"no .beton files in --data-path {settings.data_path}: write them with "
-            "python -m recipes.write_beton, or use --loader torchvision with the image folder"
-        )
-    # Read the source in each run: the cached file is valid for its content only.
-    folder, source = _cache_folder(settings), _source(settings)
-    return {
-        split: cached_beton(folder, f"{settings.dataset}-{split}", source[split])
-        for split in sources.SPLITS
-    }
-
-
-def _cache_folder(settings: Settings) -> Path:
-    if settings.data_cache:
-        return Path(settings.data_cache).expanduser()
-    # The cache folder of the XDG base directory specification.
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "torchcomp"
-
-
-def _check_classes(settings: Settings, train: Any, test: Any) -> None:
-    # A label that the model has no output for would fail inside the loss, on the device.
-    if train.classes < test.classes:
-        raise RecipeError(
-            f"--dataset {settings.dataset}: the test images have {test.classes} classes but the "
-            f"training images only {train.classes}; both need the same classes"
-        )

@@ -2,13 +2,14 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from recipes.errors import RecipeError
 from recipes.image_data.sources import Arrays
+
+_HOLD_OUT = 6
 
 
 @dataclass(frozen=True)
@@ -23,37 +24,26 @@ class Split:
         return Split(self.images[chosen], self.labels[chosen])
 
 
-def standardise(arrays: Mapping[str, Arrays], hold_out: int = 6) -> tuple[Split, Split, Split]:
-    """Return the training images, the held-out training images, and the test images.
-
-    Args:
-        arrays: the data set's "train" and "test".
-        hold_out: every ``hold_out``-th training image is held out; 0 holds out none.
-    """
+def standardise(arrays: Mapping[str, Arrays]) -> tuple[Split, Split, Split]:
+    """Return the training images, every sixth of them that is held out, and the test images."""
     # Statistics of all training images, also the held-out ones, and never of the test images.
     pixels = arrays["train"].images.astype("float32")
     mean, std = float(pixels.mean()), float(pixels.std())
     train, test = (_split(arrays[name], mean, std) for name in ("train", "test"))
-    held_out = torch.zeros(len(train.labels), dtype=torch.bool)
-    if hold_out:
-        held_out = torch.arange(len(train.labels)) % hold_out == hold_out - 1
+    held_out = torch.arange(len(train.labels)) % _HOLD_OUT == _HOLD_OUT - 1
     return train.take(~held_out), train.take(held_out), test
 
 
-def require_path(path: Path | None, advice: str) -> Path:
-    """Return the path of ``--data``.
-
-    Args:
-        path: the value of the flag, or None.
-        advice: the end of the error message: what was expected and what to do.
-
-    Raises:
-        RecipeError: if ``path`` is None or does not exist.
-    """
-    if path is None or not path.exists():
-        problem = "--data is missing" if path is None else f"--data {path} does not exist"
-        raise RecipeError(f"{problem}: {advice}")
-    return path
+@torch.no_grad()
+def evaluate(model: nn.Module, split: Split) -> tuple[float, float]:
+    """Return the accuracy, in per cent, and the mean loss; NaN if there are no images."""
+    if not len(split.labels):
+        return float("nan"), float("nan")
+    model.eval()
+    scores = torch.cat([model(images) for images in split.images.split(1000)])
+    model.train()
+    correct = (scores.argmax(1) == split.labels).float().mean()
+    return 100 * float(correct), float(cross_entropy(scores, split.labels))
 
 
 def _split(arrays: Arrays, mean: float, std: float) -> Split:

@@ -17,7 +17,8 @@ from recipes.image_data.order import MIXUP, TrainOrder
 class MixUp:
     """Mixes each image of a batch with another image of the same rank.
 
-    The other image's share is min(z, 1 - z), with z drawn from Beta(alpha, alpha).
+    The other image's share is min(z, 1 - z), with z drawn from Beta(alpha, alpha); an alpha of 0
+    disables MixUp.
 
     - ``shares="image"``: a share for each image, as in the paper's equation. Images 0 and 1, 2 and
       3, and so on are mixed with each other; the batch is in random order. A rank's batch must have
@@ -27,13 +28,6 @@ class MixUp:
       does this with the MixUp of MosaicML's Composer 0.15.1 (github.com/hmgxr128/QSR,
       ``xmodel.py``). The result depends on the size of a micro-batch, and so on the number of
       ranks: 16 ranks with 2 micro-batches each and 32 ranks with 1 give the same.
-
-    Attributes:
-        alpha: of the Beta distribution; 0 disables MixUp.
-        classes: number of classes.
-        order: which images this rank gets.
-        shares: "image" or "micro-batch".
-        micro_batches: equal parts of a rank's batch, in order.
     """
 
     alpha: float

@@ -25,15 +25,7 @@ def keyed_seed(*key: int) -> int:
 
 @dataclass(frozen=True)
 class TrainOrder:
-    """The order of the training images for one rank.
-
-    Attributes:
-        samples: number of training images.
-        batch_size: images per step, summed over all ranks.
-        rank: this rank.
-        world_size: number of ranks.
-        seed: of the run.
-    """
+    """The order of the training images for one rank; ``batch_size`` is that of all ranks."""
 
     samples: int
     batch_size: int

@@ -13,19 +13,55 @@ was run.
 import argparse
 import difflib
 import os
+import shlex
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 import torchcomp
 from recipes.errors import RecipeError, exit_on_user_error
-from recipes.integrations.upstream_scripts import SCRIPTS, Edit, Script
+from recipes.integrations.upstream_data import write_image_folder, write_tokens
 from torchcomp.schedules import Schedule
 
 _ROOT = Path(__file__).resolve().parents[2]
 
 Files = dict[str, str]
+SCRIPTS: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
+    Path(__file__).with_suffix(".yaml").read_text()
+)
+"""The scripts and their edits, as ``upstream.yaml`` describes them."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """A change at the only line of an upstream file that begins with ``at``.
+
+    ``lines`` replace it, indented like it; ``...`` is the line itself.
+    """
+
+    at: str
+    lines: str
+    file: str = "train.py"
+
+    def apply(self, text: str) -> str:
+        """Return the changed text of the file."""
+        lines = text.splitlines()
+        found = [index for index, line in enumerate(lines) if line.lstrip().startswith(self.at)]
+        if len(found) != 1:
+            raise RecipeError(
+                f"{self.file}: expected one line that begins with {self.at!r}, found {len(found)}, "
+                "so this is another version of the upstream script: check out the version that "
+                "its page in docs/integrations names"
+            )
+        line = lines[found[0]]
+        indent = line[: len(line) - len(line.lstrip())]
+        new = [line if each == "..." else indent + each for each in self.lines.splitlines()]
+        return "\n".join([*lines[: found[0]], *new, *lines[found[0] + 1 :], ""])
 
 
 def main() -> None:
@@ -33,13 +69,15 @@ def main() -> None:
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
         script, out = SCRIPTS[arguments.script], arguments.out or Path("runs", arguments.script)
-        upstream = read(arguments.source / script.folder)
-        plain = edited(upstream, script.fixes + (script.cpu if arguments.device == "cpu" else ()))
+        upstream = read(arguments.source / script["folder"])
+        needed = script["fixes"] + (script["cpu"] if arguments.device == "cpu" else [])
+        plain = edited(upstream, (Edit(**each) for each in needed))
         files = edited(plain, edits_of(script, arguments))
     print(diff(upstream, plain), diff(plain, files), sep="\n", flush=True)
     write(out, files)
-    if not (out / script.data).exists():
-        script.write_data(out / script.data)
+    if not (out / script["data"]).exists():
+        made = write_tokens if arguments.script == "nanogpt" else write_image_folder
+        made(out / script["data"])
     sys.exit(run(arguments, script, out))
 
 
@@ -68,32 +106,21 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def read(folder: Path) -> Files:
-    """Return the Python files of the script's folder.
-
-    Raises:
-        RecipeError: if it has no ``train.py``.
-    """
+    """Return the Python files of the script's folder."""
     if not (folder / "train.py").is_file():
         raise RecipeError(f"--source: no train.py in {folder}; pass a clone of the repository")
     return {path.name: path.read_text() for path in sorted(folder.glob("*.py"))}
 
 
-def edits_of(script: Script, arguments: argparse.Namespace) -> Iterable[Edit]:
-    """Return the lines of torchcomp.
-
-    Raises:
-        RecipeError: if the spec is no method, or no schedule.
-    """
+def edits_of(script: Mapping[str, Any], arguments: argparse.Namespace) -> list[Edit]:
+    """Return the lines of torchcomp."""
     spec = arguments.compress or arguments.sync
     if spec is None:
-        return ()
+        return []
     if isinstance(torchcomp.parse(spec), Schedule) != (spec == arguments.sync):
         raise RecipeError("--compress takes a method and --sync a schedule, not the other way")
-    edits = script.compressed() if arguments.compress else script.local_steps()
-    return [
-        Edit(edit.anchor, tuple(line.replace("SPEC", repr(spec)) for line in edit.lines), edit.file)
-        for edit in edits
-    ]
+    edits = script["compress" if arguments.compress else "sync"]
+    return [Edit(**{**each, "lines": each["lines"].replace("SPEC", repr(spec))}) for each in edits]
 
 
 def edited(files: Files, edits: Iterable[Edit]) -> Files:
@@ -122,13 +149,14 @@ def write(folder: Path, files: Files) -> None:
         (folder / name).write_text(text)
 
 
-def run(arguments: argparse.Namespace, script: Script, folder: Path) -> int:
+def run(arguments: argparse.Namespace, script: Mapping[str, Any], folder: Path) -> int:
     """Run the script with torchrun, in its folder, and return its exit code."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", str(arguments.ranks), "train.py"]
-    command += [*script.flags, *(script.cpu_flags if arguments.device == "cpu" else ())]
+    command += shlex.split(script["flags"])
+    command += shlex.split(script["cpu_flags"]) if arguments.device == "cpu" else []
     command += arguments.flags
-    source = arguments.source.resolve() / script.folder
+    source = arguments.source.resolve() / script["folder"]
     path = [str(source), str(_ROOT), os.environ.get("PYTHONPATH", "")]
     environment = {
         # One thread per rank, and idle threads that do not take the other rank's core.

@@ -1,231 +1,200 @@
 """Convergence of the paper's algorithm and of ours, with linear scaling, SGD and LARS.
 
-    python -m recipes.jointspar.convergence
-    python -m recipes.jointspar.convergence --quick
-    python -m recipes.jointspar.convergence --workers 4 --optimizers sgd \\
-        --methods 'jointspar(0.6, selection="per-rank", rule=Literal(alpha=1e-8))'
-
-Takes a quarter of an hour on two cores. Each run simulates its ranks in one process
-(simulation.py). The batch of a worker is fixed, so the whole batch and the learning rate grow with
-the number of workers. Held-out images and seeds that are not reported choose the learning rate of
-each method and optimizer. Every method is then trained with its own learning rate and with that of
-dense training. Writes ``convergence_tuning.csv``, ``convergence.csv``, ``convergence_curves.csv``
-and a picture for each optimizer.
+Each run simulates its ranks in one process (simulation.py). The batch of a worker is fixed, so the
+whole batch and the learning rate grow with the number of workers. Held-out images and seeds that
+are not reported choose the learning rate of each method and optimizer. Every method is then trained
+with its own learning rate and with that of dense training.
 """
 
 import argparse
 import itertools
-import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
-from multiprocessing import get_context
+from functools import cache, partial
 
 import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from recipes.errors import RecipeError, exit_on_user_error
-from recipes.experiments import ResultTable, tuning_seeds
-from recipes.jointspar.convergence_drawing import draw_convergence
-from recipes.jointspar.convergence_runs import (
-    BATCH,
-    OUTCOME_COLUMNS,
-    RUN_COLUMNS,
-    SimulatedRun,
-    Trajectory,
-    simulate,
-    steps_per_epoch,
-)
-from recipes.jointspar.convergence_summary import DENSE, OURS, PAPER, PAPERS_RULE, chosen_lrs
-from recipes.jointspar.methods import LayerSampling, parse_method
-from recipes.jointspar.parts import part_parser
-from recipes.jointspar.simulation import check_simulated
-from recipes.result_files import make_folder
-from torchcomp.checks import check_count
+from recipes.errors import RecipeError
+from recipes.experiments import ResultTable, fill, tuning_seeds
+from recipes.image_data.in_memory import evaluate, standardise
+from recipes.image_data.order import TrainOrder
+from recipes.image_data.sources import read_public
+from recipes.jointspar.methods import Dense, LayerSampling, parse_method
+from recipes.jointspar.simulation import SimulatedRanks, check_simulated
+from recipes.jointspar.training import Batches, Images, ResidualMLP, Schedule, build_optimizer
+from recipes.rows import Row, best, columns, grouped, typed
+from torchcomp.jointspar import Literal
 
 OPTIMIZERS = ("sgd", "lars")
+BATCH = 25
+"""Images of one worker per step."""
+WORKERS, QUICK_WORKERS = (2, 4, 8), (4,)
+# For each optimizer, the peak learning rates of one worker that every method tries.
+LRS = {"sgd": (0.003125, 0.00625, 0.0125, 0.025, 0.05), "lars": (0.025, 0.05, 0.1, 0.2)}
+QUICK_LRS = {"sgd": (0.0125,), "lars": (0.1,)}
+QUANTITIES = ("train_loss", "test_accuracy")
+OUTCOME = (
+    *("train_loss", "validation", "test", "computed", "sent"),
+    *("lowest_p", "highest_p", "largest_norm"),
+)
+# L is the largest norm seen so far, 1 to 13 here. In the bandit experiment's units, p_min^3 / L^2,
+# this alpha is then 0.005 to 0.9, around the best of that experiment, 0.1.
+_PAPERS_RULE = Literal(1e-8)
+DENSE = str(Dense())
+PAPER = str(LayerSampling(0.6, selection="per-rank", rule=_PAPERS_RULE))
+OURS = str(LayerSampling(0.6, "bytes"))
+METHODS = (
+    *(DENSE, PAPER, OURS),
+    str(LayerSampling(0.6, rule=_PAPERS_RULE)),
+    str(LayerSampling(0.6, rule=None)),
+    str(LayerSampling(0.3, selection="per-rank", rule=_PAPERS_RULE)),
+    str(LayerSampling(0.3, "bytes")),
+)
 
 
 @dataclass(frozen=True)
-class ConvergenceSize:
-    """The length and the number of the runs.
+class Run:
+    """The settings of a run. Its lr is that of one worker, multiplied by their number."""
 
-    Attributes:
-        epochs: epochs of a run.
-        workers: numbers of simulated ranks.
-        lrs: for each optimizer, the peak learning rates of one worker that every method tries.
-    """
-
-    epochs: int
-    workers: tuple[int, ...]
-    lrs: Mapping[str, tuple[float, ...]]
-
-    @property
-    def task(self) -> str:
-        """The settings that all rows share."""
-        return f"digits, residual MLP of 10 layers, {self.epochs} epochs, {BATCH} images per worker"
+    optimizer: str
+    workers: int
+    method: str
+    lr: float
+    seed: int
 
 
-WHOLE = ConvergenceSize(
-    epochs=30,
-    workers=(2, 4, 8),
-    lrs={"sgd": (0.003125, 0.00625, 0.0125, 0.025, 0.05), "lars": (0.025, 0.05, 0.1, 0.2)},
-)
-QUICK = ConvergenceSize(epochs=3, workers=(4,), lrs={"sgd": (0.0125,), "lars": (0.1,)})
-
-
-def default_methods() -> tuple[str, ...]:
-    """Return dense training, the paper's algorithm, and its variants."""
-    sampled = [
-        LayerSampling(0.6, rule=PAPERS_RULE),
-        LayerSampling(0.6, rule=None),
-        LayerSampling(0.3, selection="per-rank", rule=PAPERS_RULE),
-        LayerSampling(0.3, "bytes"),
+def open_convergence(arguments: argparse.Namespace) -> Callable[[], None]:
+    """Return what tunes every method and optimizer, and trains the reported runs."""
+    methods = _methods(arguments.methods)
+    workers = arguments.workers or (QUICK_WORKERS if arguments.quick else WORKERS)
+    epochs, lrs = (3, QUICK_LRS) if arguments.quick else (30, LRS)
+    for count in workers:
+        if not steps_per_epoch(count):
+            raise RecipeError(f"--workers {count} x {BATCH} images: digits has too few images")
+    task = f"digits, residual MLP of 10 layers, {epochs} epochs, {BATCH} images per worker"
+    tuning, table = (
+        ResultTable(
+            arguments.out / f"{name}.csv",
+            *(columns(Run), OUTCOME, task),
+            resume=arguments.resume,
+            curve=curve,
+        )
+        for name, curve in (
+            ("convergence_tuning", ()),
+            ("convergence", ("quantity", *map(str, range(1, epochs + 1)))),
+        )
+    )
+    cases = list(itertools.product(arguments.optimizers, workers, methods))
+    planned = [
+        Run(*case, lr, seed)
+        for seed in tuning_seeds(arguments.seeds, 2)
+        for case in cases
+        for lr in lrs[case[0]]
     ]
-    return DENSE, PAPER, OURS, *map(str, sampled)
 
+    def measure() -> None:
+        fill(tuning, planned, partial(_outcome, epochs=epochs), arguments.processes)
+        # A resumed table can have more: other workers, or a tuning seed that is reported now.
+        wanted = {(run.workers, run.seed) for run in planned}
+        rows = [r for r in typed(tuning.rows) if (r["workers"], r["seed"]) in wanted]
+        chosen = chosen_lrs(rows)
+        reported = [
+            Run(*case, lr, seed)
+            for seed in arguments.seeds
+            for case in cases
+            for lr in dict.fromkeys([chosen[case[0], case[2]], chosen[case[0], DENSE]])
+        ]
+        fill(table, reported, partial(simulate, epochs=epochs), arguments.processes)
 
-@exit_on_user_error()
-def main() -> None:
-    """Train the missing runs, print the learning rates, and draw the pictures."""
-    arguments = parse(sys.argv[1:])
-    tuning = open_table(arguments, "convergence_tuning")
-    table, curves = open_table(arguments), open_curves(arguments)
-    make_folder(arguments.out)
-    # The layers are small: threads within a run would only wait for each other.
-    torch.set_num_threads(1)
-    planned = list(tuning_runs(arguments))
-    train_missing(planned, arguments, tuning)
-    # A resumed table can have more: other workers, or a tuning seed that is reported now.
-    chosen = chosen_lrs([row for row in tuning.rows if SimulatedRun.of(row) in planned])
-    for (optimizer, method), lr in chosen.items():
-        print(f"{optimizer}, {method}: lr {lr:g} per worker")
-    train_missing(reported_runs(arguments, chosen), arguments, table, curves)
-    for optimizer in arguments.optimizers:
-        path = arguments.out / f"convergence_{optimizer}.png"
-        draw_convergence(optimizer, curves.rows, chosen, path)
-
-
-def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
-    parser = part_parser(__doc__)
-    parser.add_argument(
-        "--methods",
-        nargs="+",
-        metavar="METHOD",
-        help="compared with dense, such as 'jointspar(0.5)' [the six of the page]",
-    )
-    parser.add_argument(
-        "--optimizers",
-        nargs="+",
-        metavar="NAME",
-        choices=OPTIMIZERS,
-        default=list(OPTIMIZERS),
-        help=f"of {', '.join(OPTIMIZERS)} [both]",
-    )
-    parser.add_argument(
-        "--workers",
-        nargs="+",
-        type=int,
-        metavar="N",
-        help="numbers of simulated ranks [2 4 8; with --quick: 4]",
-    )
-    parser.add_argument(
-        "--processes", type=int, default=os.cpu_count(), help="runs at a time [one per core]"
-    )
-    parsed = parser.read(words)
-    parsed.size = QUICK if parsed.quick else WHOLE
-    published = not (parsed.methods or parsed.workers) and parsed.optimizers == list(OPTIMIZERS)
-    parsed.out = parser.output_folder(parsed, published=published)
-    parsed.methods = _methods(parsed.methods)
-    # A value that is named twice is run once.
-    parsed.workers = list(dict.fromkeys(parsed.workers or parsed.size.workers))
-    parsed.optimizers = list(dict.fromkeys(parsed.optimizers))
-    check_count("--processes", parsed.processes)
-    for workers in parsed.workers:
-        check_count("--workers", workers)
-        if not steps_per_epoch(workers):
-            raise RecipeError(f"--workers {workers} x {BATCH} images: digits has too few images")
-    return parsed
+    return measure
 
 
 def _methods(texts: Sequence[str] | None) -> tuple[str, ...]:
     """Return the canonical texts of the methods, with dense training first."""
     if not texts:
-        return default_methods()
+        return METHODS
     methods = [parse_method(text) for text in texts]
     for method in methods:
         check_simulated(method)
     return tuple(dict.fromkeys([DENSE, *map(str, methods)]))
 
 
-def open_table(arguments: argparse.Namespace, name: str = "convergence") -> ResultTable:
-    """Open a table of runs, with the finished ones if the experiment is resumed."""
-    path, columns = arguments.out / f"{name}.csv", (*RUN_COLUMNS, *OUTCOME_COLUMNS)
-    return ResultTable(path, columns, arguments.size.task, resume=arguments.resume)
+def chosen_lrs(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
+    """Return the learning rate of one worker for each optimizer and method.
+
+    It is the one with the best mean accuracy on held-out images over the worker counts and the
+    tuning seeds. It is the same for all worker counts, since the paper scales it linearly.
+    """
+    groups = grouped(rows, "optimizer", "method")
+    return {key: best(group, "lr", "validation") for key, group in groups.items()}
 
 
-def open_curves(arguments: argparse.Namespace) -> ResultTable:
-    """Open the curves, with those of the finished runs if the experiment is resumed."""
-    size, path = arguments.size, arguments.out / "convergence_curves.csv"
-    columns = (*RUN_COLUMNS, "quantity", *map(str, range(1, size.epochs + 1)))
-    return ResultTable(path, columns, size.task, resume=arguments.resume, curves=True)
+def steps_per_epoch(workers: int) -> int:
+    """Return the whole batches in an epoch."""
+    return len(_digits()[0].labels) // (BATCH * workers)
 
 
-def tuning_runs(arguments: argparse.Namespace) -> Iterator[SimulatedRun]:
-    """Yield the runs that choose the learning rates."""
-    for seed in tuning_seeds(arguments.seeds, 2):
-        for optimizer, workers, method in _combinations(arguments):
-            for lr in arguments.size.lrs[optimizer]:
-                yield SimulatedRun(optimizer, workers, method, lr, seed)
+def simulate(run: Run, epochs: int) -> tuple[list[str], list[list[str]]]:
+    """Train with simulated ranks; return the run's cells and curves, NaN if it diverged."""
+    images, method = _digits(), parse_method(run.method)
+    count, batch = len(images[0].labels), BATCH * run.workers
+    ranks = [
+        Batches(images[0], TrainOrder(count, batch, rank, run.workers, run.seed))
+        for rank in range(run.workers)
+    ]
+    per_epoch = ranks[0].order.steps_per_epoch
+    torch.manual_seed(run.seed)
+    module = ResidualMLP(64, 10, (16, 64, 32, 128))
+    simulated = SimulatedRanks(module, method, run.workers, run.seed)
+    schedule = Schedule.of_paper(epochs * per_epoch, run.lr * run.workers)
+    sampled = simulated if simulated.samplers else None
+    optimizer = build_optimizer(module, optimizer_for(run), schedule.lr, sampled)
+    losses, tests = [], []
+    for step in range(schedule.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr_at(step)
+        batches = [each.batch(step) for each in ranks]
+        if not simulated.backward([partial(_loss, module, *each) for each in batches]):
+            nans = [[name, *["nan"] * epochs] for name in QUANTITIES]
+            return ["nan"] * len(OUTCOME), nans
+        optimizer.step()
+        if (step + 1) % per_epoch == 0:
+            losses.append(_loss(module, images[0].images, images[0].labels).item())
+            tests.append(evaluate(module, images[2])[0])
+    cells = [
+        *(f"{losses[-1]:.5g}", f"{evaluate(module, images[1])[0]:.3f}", f"{tests[-1]:.3f}"),
+        *(f"{simulated.computed:.4f}", f"{simulated.sent:.4f}"),
+        *(f"{p:.4f}" for p in simulated.extremes),
+        f"{simulated.largest:.4g}",
+    ]
+    curves = [[f"{loss:.4g}" for loss in losses], [f"{test:.2f}" for test in tests]]
+    return cells, [[name, *curve] for name, curve in zip(QUANTITIES, curves, strict=True)]
 
 
-def reported_runs(
-    arguments: argparse.Namespace, chosen: dict[tuple[str, str], float]
-) -> Iterator[SimulatedRun]:
-    """Yield each method with its own learning rate, and with that of dense training."""
-    for seed in arguments.seeds:
-        for optimizer, workers, method in _combinations(arguments):
-            for lr in dict.fromkeys([chosen[optimizer, method], chosen[optimizer, DENSE]]):
-                yield SimulatedRun(optimizer, workers, method, lr, seed)
+def _outcome(run: Run, epochs: int) -> list[str]:
+    return simulate(run, epochs)[0]
 
 
-def _combinations(arguments: argparse.Namespace) -> Iterator[tuple[str, int, str]]:
-    return itertools.product(arguments.optimizers, arguments.workers, arguments.methods)
+def _loss(module: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+    return cross_entropy(module(images), labels)
 
 
-def train_missing(
-    runs: Iterable[SimulatedRun],
-    arguments: argparse.Namespace,
-    table: ResultTable,
-    curves: ResultTable | None = None,
-) -> None:
-    """Train the runs that the tables do not have, several at a time, and save each one's rows."""
-    # The curves of a run are saved before its row, so a finished row always has its curves.
-    if curves is not None:
-        finished = {SimulatedRun.of(row) for row in table.rows}
-        curves.rows = [row for row in curves.rows if SimulatedRun.of(row) in finished]
-    finished = {SimulatedRun.of(row) for row in table.rows}
-    missing = [run for run in runs if run not in finished]
-    for run, trajectory in zip(missing, _trajectories(missing, arguments), strict=True):
-        if curves is not None:
-            curves.add(*((*run.cells, *cells) for cells in trajectory.curves))
-        table.add((*run.cells, *trajectory.cells))
-        print(*run.cells, *trajectory.cells, flush=True)
+def optimizer_for(run: Run) -> str:
+    """Return the optimizer: ranks with separate sets know no common p, and train with lars-own."""
+    method = parse_method(run.method)
+    per_rank = isinstance(method, LayerSampling) and not method.shared
+    return "lars-own" if per_rank and run.optimizer == "lars" else run.optimizer
 
 
-def _trajectories(runs: list[SimulatedRun], arguments: argparse.Namespace) -> Iterator[Trajectory]:
-    train = partial(simulate, epochs=arguments.size.epochs)
-    processes = min(arguments.processes, len(runs))
-    if processes < 2:
-        yield from map(train, runs)
-        return
-    # Fresh processes: PyTorch's threads do not survive a fork.
-    context = get_context("spawn")
-    with ProcessPoolExecutor(processes, context, torch.set_num_threads, (1,)) as pool:
-        yield from pool.map(train, runs)
+@cache
+def _digits() -> Images:
+    return standardise(read_public("digits", None))
 
 
 if __name__ == "__main__":
-    main()
+    from recipes.jointspar.experiment import main
+
+    main(["--only", "convergence", *sys.argv[1:]])

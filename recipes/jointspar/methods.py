@@ -6,13 +6,16 @@ example, is
 
     jointspar(0.6, selection="per-rank", rule=Literal(alpha=1e-5, bound=3.0))
 
-``str(method)`` is the inverse of :func:`parse_method`. The optimizer is chosen separately.
+``str(method)`` is the inverse of :func:`parse_method`. The optimizer is chosen separately: ``lars``
+divides by a running norm of the gradients before their division by p, which keeps the mean update.
+``lars-own`` divides by the norm of each gradient, which cancels 1 / p.
 """
 
 import ast
 import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from recipes.errors import RecipeError, nearest
@@ -20,11 +23,6 @@ from torchcomp.checks import check_fraction
 from torchcomp.component import Choices, Component
 from torchcomp.errors import SpecError
 from torchcomp.jointspar import Baseline, Literal, SamplingOptions
-
-OPTIMIZERS = ("sgd", "lars", "lars-own")
-"""``lars`` divides by a running norm of the gradients before their division by p, which keeps the
-mean update. ``lars-own`` divides by the norm of each gradient, which cancels 1 / p."""
-
 
 _BASELINE = Baseline()
 
@@ -40,11 +38,7 @@ class Dense(Component):
 
 @dataclass(frozen=True)
 class TopK(Component):
-    """``topk(0.3)``: TopK with error feedback.
-
-    Attributes:
-        budget: the bytes sent, as a share of dense DDP's.
-    """
+    """``topk(0.3)``: TopK with error feedback. The budget is a share of dense DDP's bytes."""
 
     name: ClassVar[str] = "topk"
     kind: ClassVar[str] = "method"
@@ -57,12 +51,10 @@ class TopK(Component):
 
 @dataclass(frozen=True)
 class LayerSampling(Component):
-    """``jointspar(0.6)``: a random set of layers.
+    """``jointspar(0.6)``: a random set of layers, with the options of :class:`torchcomp.JointSpar`.
 
-    Attributes:
-        budget, costs, selection, rule, p_min: as for :class:`torchcomp.JointSpar`.
-        topk: if given, the kept layers are compressed by TopK with error feedback. With all layers
-            kept it would send this share of dense DDP's bytes.
+    ``topk`` compresses the kept layers by TopK with error feedback. With all layers kept it would
+    send this share of dense DDP's bytes.
     """
 
     name: ClassVar[str] = "jointspar"
@@ -105,12 +97,9 @@ _RULES: Mapping[str, Any] = {"Baseline": Baseline, "Literal": Literal}
 _EXAMPLES = "'dense', 'topk(0.3)' or 'jointspar(0.6, costs=\"bytes\")'"
 
 
+@cache
 def parse_method(text: str) -> Method:
-    """Return the method that a text names.
-
-    Raises:
-        RecipeError: if the text is not a method, or if an option is out of its range.
-    """
+    """Return the method that a text names; raise RecipeError if it names none."""
     try:
         method: Method = _build(ast.parse(text.strip(), mode="eval").body, _METHODS)
     except (SyntaxError, ValueError, TypeError) as error:
@@ -118,23 +107,6 @@ def parse_method(text: str) -> Method:
         problem = error.msg if isinstance(error, SyntaxError) else error
         raise RecipeError(f"the method {text!r}: {problem}; expected {_EXAMPLES}") from None
     return method
-
-
-def check_optimizer(method: Method, optimizer: str) -> None:
-    """Check that the optimizer can train with the method.
-
-    Raises:
-        RecipeError: if it cannot.
-    """
-    if optimizer not in OPTIMIZERS:
-        raise RecipeError(
-            f"unknown optimizer {optimizer!r}: expected one of {', '.join(OPTIMIZERS)}"
-        )
-    if optimizer == "lars" and isinstance(method, LayerSampling) and not method.shared:
-        raise RecipeError(
-            f"the optimizer lars cannot be used with {method}: ranks that draw separate sets have "
-            "no common probability of a layer; use lars-own or sgd"
-        )
 
 
 def _build(node: ast.expr, known: Mapping[str, Any]) -> Any:

@@ -19,19 +19,9 @@ from torchcomp.keys import Key
 
 
 class SimulatedRanks:
-    """Average the gradients of simulated ranks by a method.
+    """Average the gradients of simulated ranks, which share ``module``, by a method.
 
-    Args:
-        module: the network that all ranks share.
-        method: ``dense`` or ``jointspar(...)``.
-        ranks: number of ranks.
-        seed: seed of the draws.
-
-    Attributes:
-        samplers: one for each rank, or one for all if the selection is shared; none for ``dense``.
-
-    Raises:
-        RecipeError: if the method needs real ranks.
+    ``samplers`` has one for each rank, or one for all if the selection is shared; none for dense.
     """
 
     def __init__(self, module: nn.Module, method: Method, ranks: int, seed: int) -> None:
@@ -53,11 +43,8 @@ class SimulatedRanks:
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> bool:
         """Store the mean gradients in ``grad``, or None in layers that no rank kept.
 
-        Args:
-            losses: for each rank, a function that returns the loss of its batch.
-
-        Returns:
-            Whether the mean is finite. If it is not, the caller must end the run.
+        ``losses`` has a function for each rank, which returns the loss of its batch. Return whether
+        the mean is finite. If it is not, the caller must end the run.
         """
         sums: dict[str, Tensor] = {}
         samplers = cycle(self.samplers or [None])
@@ -133,14 +120,9 @@ class SimulatedRanks:
 
 
 def check_simulated(method: Method) -> None:
-    """Check that simulated ranks can average by a method.
-
-    Raises:
-        RecipeError: if they cannot.
-    """
+    """Raise RecipeError unless simulated ranks can average by a method."""
     compressed = isinstance(method, LayerSampling) and method.topk is not None
     if compressed or not isinstance(method, Dense | LayerSampling):
         raise RecipeError(
-            f"{method} cannot be simulated: only dense and jointspar(...) without topk can; use "
-            "recipes.jointspar.paper"
+            f"{method} cannot be simulated: only dense and jointspar(...) can, without topk"
         )

@@ -1,83 +1,297 @@
 """The tables of the pages, from the committed results."""
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
-from recipes.jointspar import bandit, convergence_summary, large_batch, run_table, selection
-from recipes.jointspar.drawing import dense_of
-from recipes.jointspar.methods import LayerSampling, Method
-from recipes.jointspar.run_table import Contender, Summary, TrainingRun, contender_of
-from recipes.page_tables import TableMaker, markdown_table
-from recipes.result_files import read_csv
+from recipes.jointspar.convergence import DENSE, QUANTITIES, chosen_lrs
+from recipes.jointspar.methods import LayerSampling, parse_method
+from recipes.rows import Row, best, by_seed, distinct, grouped, over_seeds, read_rows, where
 from recipes.spread import Spread, paired, spread
+from recipes.tables import TableMaker, markdown_table, table
+from torchcomp.jointspar import Literal
 
-_WAYS = {
-    "plain DDP": "all (plain DDP)",
-    "budget 100%": "all (JointSpar)",
-    "budget 75%": "75 % of the layers, at random",
-    "budget 50%": "50 %",
-    "budget 25%": "25 %",
-    "front dropped": "the back half",
-    "back dropped": "the front half",
+FAILED = 10.0
+"""A run fails if it diverges, or ends this many points below the mean of dense training."""
+LEVELS = (0.1, 0.01)
+"""Training losses, in nats, that the steps of two methods are compared at."""
+
+
+# --- Convergence ----------------------------------------------------------------------------------
+
+
+def name_of(text: str) -> str:
+    """Return a short name of a method, without its budget."""
+    method = parse_method(text)
+    if not isinstance(method, LayerSampling):
+        return method.name
+    if method.rule is None:
+        return "uniform, shared sets"
+    rule = "paper's rule" if isinstance(method.rule, Literal) else "`Baseline`"
+    sets = "shared sets" if method.shared else "per-rank sets"
+    return f"{rule}, {sets}, {method.costs}"
+
+
+_NAMED: dict[str, Callable[[str], str]] = {
+    "method": name_of,
+    "budget": lambda method: f"{parse_method(method).budget:.0%}",
 }
 
 
-def bandit_table(results: Path) -> str:
-    """Return the excess cost of both forms of Algorithm 1."""
-    rows = []
-    for form, numbers in bandit.summary(results / "bandit.csv").items():
-        before, after = (_percent(numbers[part]) for part in ("before", "after"))
-        steps = numbers["steps"].with_deviation(0) if "steps" in numbers else "never"
-        rows.append([form, before, steps, after])
-    header = ["form", "after 5,000 steps", "steps to 2 %", "5,000 steps after a change of norms"]
-    return markdown_table(header, rows)
+def epochs_to(row: Row, level: float) -> float:
+    """Return the epochs until the training loss is first at most ``level``; NaN if it never is.
+
+    Between two epochs, the logarithm of the loss is interpolated linearly.
+    """
+    losses = curve_of(row)
+    if losses[0] <= level:
+        return 1.0
+    for epoch, (before, after) in enumerate(pairwise(losses), start=1):
+        if after <= level < before:
+            return epoch + math.log(before / level) / math.log(before / after)
+    return math.nan
 
 
-def selection_table(results: Path) -> str:
-    """Return the share of the bytes that an all-reduce carries."""
-    shares = selection.summary(results / "selection.csv")
-    rows = []
-    for budget in selection.BUDGETS:
-        for kind in selection.KINDS:
-            cells = [f"{shares[budget, ranks][kind].mean:.0%}" for ranks in selection.RANKS]
-            rows.append([f"{budget:.0%}", kind.replace("_", " "), *cells])
-    ranks = [f"{count} ranks" for count in selection.RANKS]
-    return markdown_table(["budget", "sets", *ranks], rows)
+def curve_of(row: Row) -> list[float]:
+    """Return the values after each epoch."""
+    return [value for name, value in row.items() if name.isdecimal()]
 
 
-def backward_table(results: Path) -> str:
-    """Return the bytes, the time and the kernels of the backward pass."""
-    found = read_csv(results / "backward.csv")
-    networks = list(dict.fromkeys(row["network"] for row in found))
-    rows = []
-    for way, text in _WAYS.items():
-        cells = [
-            f"{float(row['bytes_kept']):.0%}, {float(row['share_of_plain']):.0%} "
-            f"({float(row['kernels']):g})"
-            for network in networks
-            for row in found
-            if (row["network"], row["way"]) == (network, way)
-        ]
-        rows.append([text, *cells])
-    return markdown_table(["kept", *networks], rows)
+def _pivot(
+    named: Mapping[str, Callable[[str], object]], rows: list[Row], cell: Callable[[str, int], str]
+) -> str:
+    """Return a table of methods by numbers of workers."""
+    columns = dict(named)
+    for n in sorted(distinct(rows, "workers")):
+        columns[f"{n} workers"] = lambda method, n=n: cell(method, n)
+    return table(columns, distinct(rows, "method"))
+
+
+def _accuracies(results: Path, optimizer: str, *, same_lr: bool) -> str:
+    """Return test accuracies and differences to dense training."""
+    rows = where(read_rows(results / "convergence.csv"), optimizer=optimizer)
+    lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
+
+    def lr(method: str) -> float:
+        return lrs[optimizer, DENSE if same_lr else method]
+
+    def cell(method: str, n: int) -> str:
+        own, dense = (
+            by_seed(where(rows, workers=n, method=m, lr=lr(m)), "test") for m in (method, DENSE)
+        )
+        return _compared(own, dense, failed_below(dense), alone=method == DENSE)
+
+    return _pivot({**_NAMED, "lr": lambda method: f"{lr(method):g}"}, rows, cell)
+
+
+def failed_below(dense: Mapping[int, float]) -> float:
+    """Return the accuracy below which a run has failed."""
+    return spread(dense.values()).mean - FAILED
+
+
+def _compared(
+    own: Mapping[int, float], dense: Mapping[int, float], least: float, *, alone: bool
+) -> str:
+    """Return mean and deviation of the runs that did not fail, and their difference to dense."""
+    finished = {seed: test for seed, test in own.items() if test >= least}
+    failed = f"{len(own) - len(finished)} of {len(own)} failed"
+    if not finished:
+        return failed
+    cell = spread(finished.values()).with_deviation()
+    cell += "" if alone else f" ({paired(finished, dense).with_error()})"
+    return cell if len(finished) == len(own) else f"{cell}, {failed}"
+
+
+def speed_ratios(rows: list[Row], method: str, level: float) -> list[float]:
+    """Return the steps to a training loss as multiples of dense training's, seed by seed."""
+    ours, dense = (_reached(where(rows, method=m), level) for m in (method, DENSE))
+    return [ours[seed] / dense[seed] for seed in ours if seed in dense]
+
+
+def _reached(rows: list[Row], level: float) -> dict[int, float]:
+    """Return the epochs to a training loss, of the seeds that reach it."""
+    found = by_seed(rows, lambda row: epochs_to(row, level))
+    return {seed: epochs for seed, epochs in found.items() if not math.isnan(epochs)}
+
+
+def _speeds(results: Path, optimizer: str) -> str:
+    """Return the steps to a training loss, as multiples of those of dense training, at its lr."""
+    lr = chosen_lrs(read_rows(results / "convergence_tuning.csv"))[optimizer, DENSE]
+    curves = read_rows(results / "convergence_curves.csv")
+    rows = where(curves, optimizer=optimizer, lr=lr, quantity=QUANTITIES[0])
+
+    def cell(method: str, level: float, n: int) -> str:
+        of_workers = where(rows, workers=n)
+        runs = where(of_workers, method=method)
+        ours, ratios = _reached(runs, level), speed_ratios(of_workers, method, level)
+        reached = f"{len(ours)} of {len(runs)} reach it"
+        if not ratios:
+            return reached
+        ratio = spread(ratios)
+        # with_error() would give the ratio a sign.
+        error = "" if math.isnan(ratio.error) else f" ± {ratio.error:.2f}"
+        made = f"{ratio.mean:.2f}{error}"
+        if method == DENSE:
+            made = f"{spread(ours.values()).with_deviation(1)} epochs"
+        return made if len(ours) == len(runs) else f"{made}, {reached}"
+
+    columns: dict[str, Callable[[tuple[str, float]], str]] = {
+        head: lambda each, name=name: name(each[0]) for head, name in _NAMED.items()
+    }
+    columns["loss"] = lambda each: f"{each[1]:g}"
+    for n in sorted(distinct(rows, "workers")):
+        columns[f"{n} workers"] = lambda each, n=n: cell(*each, n)
+    methods = distinct(curves, "method")
+    return table(columns, [(method, level) for method in methods for level in LEVELS])
+
+
+def _sets(results: Path) -> str:
+    """Return the layers computed and the bytes sent, the final p, and the largest norm L.
+
+    They are over the runs with both optimizers, in which each method has its own learning rate.
+    Runs that diverged are left out.
+    """
+    lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
+    rows = [
+        row
+        for row in read_rows(results / "convergence.csv")
+        if row["lr"] == lrs[row["optimizer"], row["method"]] and not math.isnan(row["computed"])
+    ]
+
+    def cell(method: str, n: int) -> str:
+        own = where(rows, method=method, workers=n)
+        return ", ".join(f"{over_seeds(own, name).mean:.0%}" for name in ("computed", "sent"))
+
+    def span(method: str, low: str, high: str) -> str:
+        own = where(rows, method=method)
+        return f"{min(row[low] for row in own):.2g} to {max(row[high] for row in own):.2g}"
+
+    columns = dict(_NAMED)
+    for n in sorted(distinct(rows, "workers")):
+        columns[f"{n} workers"] = lambda method, n=n: cell(method, n)
+    columns["final p"] = lambda method: span(method, "lowest_p", "highest_p")
+    columns["L"] = lambda method: (
+        span(method, "largest_norm", "largest_norm") if "Literal" in method else ""
+    )
+    return table(columns, distinct(rows, "method"))
+
+
+# --- Large batch and wall-clock time --------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A method and an optimizer at the learning rate that the held-out images choose.
+
+    ``tests`` has the test accuracies by learning rate and seed; below ``least``, a run has failed.
+    """
+
+    method: str
+    optimizer: str
+    lr: float
+    share: float
+    tests: dict[float, dict[int, float]] = field(compare=False)
+    least: float = 0.0
+
+    @property
+    def budget(self) -> float:
+        """Share of the bytes."""
+        return parse_method(self.method).budget
+
+    @property
+    def label(self) -> str:
+        """A name for pictures and tables, without the budget."""
+        return label_of(self.method, self.optimizer)
+
+    def finished(self, lr: float | None = None) -> dict[int, float]:
+        """Return the accuracies of the runs that did not fail, by seed."""
+        tests = self.tests[lr or self.lr]
+        return {seed: test for seed, test in tests.items() if test >= self.least}
+
+    def failed(self, lr: float | None = None) -> int:
+        """Return the number of failed runs."""
+        return len(self.tests[lr or self.lr]) - len(self.finished(lr))
+
+    @property
+    def accuracy(self) -> Spread:
+        """The test accuracy of the runs that did not fail; NaN if all did."""
+        return spread(self.finished().values() or [math.nan])
+
+
+def label_of(text: str, optimizer: str) -> str:
+    """Return the name of a method with an optimizer."""
+    method = parse_method(text)
+    named = {"dense": "dense LARS", "topk": "ef(topk)"}.get(method.name, "")
+    if isinstance(method, LayerSampling):
+        named = "uniform dropping" if method.rule is None else "JointSpar-LARS"
+        named += "" if method.topk is None else " + ef(topk)"
+    return f"{named}, own norm" if optimizer == "lars-own" else named
+
+
+def contenders_of(results: Path) -> list[Contender]:
+    """Return each method and optimizer; dense training comes first."""
+    rows = read_rows(results / "large_batch.csv")
+    dense = where(rows, method=DENSE)
+    least = failed_below(by_seed(where(dense, lr=best(dense, "lr", "validation")), "test"))
+    found = []
+    for (method, optimizer), own in grouped(rows, "method", "optimizer").items():
+        lr = best(own, "lr", "validation")
+        share = over_seeds(where(own, lr=lr), "bytes_share").mean
+        tests = {each: by_seed(runs, "test") for each, runs in grouped(own, "lr").items()}
+        found.append(Contender(method, optimizer, lr, share, tests, least))
+    return sorted(found, key=lambda each: each.method != DENSE)
+
+
+def _by_budget(others: Iterable[tuple[float, str, str]], dense: str) -> str:
+    """Return a table of cells (budget, label, text), and a last line with dense training."""
+    cells = {(budget, label): text for budget, label, text in others}
+    labels = list(dict.fromkeys(label for _, label in cells))
+    rows = [
+        [f"{budget:.0%}", *(cells.get((budget, label), "") for label in labels)]
+        for budget in sorted({budget for budget, _ in cells})
+    ]
+    rows.append(["100 %: dense LARS", dense, *[""] * (len(labels) - 1)])
+    return markdown_table(["bytes", *labels], rows)
 
 
 def accuracy_table(results: Path) -> str:
     """Return the accuracies of the large-batch runs, and the differences to dense training."""
-    rows = _summaries(results)
-    dense = dense_of(rows)
-    others = [row for row in rows if row is not dense]
-    labels = dict.fromkeys(row.contender.label for row in others)
-    budgets = sorted({row.contender.method.budget for row in others})
-    cells = {(row.contender.method.budget, row.contender.label): row for row in others}
-    lines = [
-        [f"{budget:.0%}", *(_accuracy(cells.get((budget, label)), dense) for label in labels)]
-        for budget in budgets
+    dense, *others = contenders_of(results)
+
+    def cell(own: Contender) -> str:
+        both = own.finished().keys() & dense.finished().keys()
+        gap = f" ({paired(own.finished(), dense.finished()).with_error()})" if both else ""
+        made = f"{own.accuracy.with_deviation()}{gap}, lr {own.lr:g}"
+        count = len(own.tests[own.lr])
+        return f"{made}, {own.failed()} of {count} failed" if own.failed() else made
+
+    last = f"{dense.accuracy.with_deviation()}, lr {dense.lr:g}"
+    return _by_budget([(each.budget, each.label, cell(each)) for each in others], last)
+
+
+def _pairs(results: Path) -> dict[float, dict[str, Contender]]:
+    """Return learned and uniform p, with running and own norms, by budget."""
+    plain = [
+        each
+        for each in contenders_of(results)
+        if each.method.startswith("jointspar") and "topk" not in each.method
     ]
-    dense_line = ["100 %: dense LARS", f"{dense.accuracy.with_deviation()}, lr {dense.lr:g}"]
-    lines.append([*dense_line, *[""] * (len(labels) - 1)])
-    return markdown_table(["bytes", *labels], lines)
+    found: dict[float, dict[str, Contender]] = {}
+    for each in sorted(plain, key=lambda each: each.budget):
+        found.setdefault(each.budget, {})[each.label] = each
+    return found
+
+
+def _difference(pair: Sequence[Contender], lrs: Sequence[float]) -> str:
+    """Return the paired difference of two contenders, and how many runs of each failed."""
+    (ours, theirs), (own_lr, their_lr) = pair, lrs
+    finished, others = ours.finished(own_lr), theirs.finished(their_lr)
+    cells = [paired(finished, others).with_error()] if finished.keys() & others.keys() else []
+    failed = ours.failed(own_lr), theirs.failed(their_lr)
+    return ", ".join([*cells, *([f"{failed[0]} and {failed[1]} failed"] if any(failed) else [])])
 
 
 def learned_table(results: Path) -> str:
@@ -86,145 +300,109 @@ def learned_table(results: Path) -> str:
     With own norms, the two can have chosen different learning rates. They are also compared at
     equal ones.
     """
-    runs = _runs(results)
-    chosen = {row.contender: row.lr for row in run_table.summaries(runs)}
-    rows = []
-    for budget in large_batch.BUDGETS:
-        running, own = (
-            [Contender(method, optimizer) for method in _pair(budget)]
-            for optimizer in ("lars", "lars-own")
+    lrs = sorted({lr for each in contenders_of(results) for lr in each.tests})
+
+    def pair(own: dict[str, Contender], norm: str) -> list[Contender]:
+        return [own[f"{name}{norm}"] for name in ("JointSpar-LARS", "uniform dropping")]
+
+    def own_norm(own: tuple[float, dict[str, Contender]]) -> str:
+        both = pair(own[1], ", own norm")
+        chosen = [each.lr for each in both]
+        return f"{_difference(both, chosen)}, lr {chosen[0]:g} and {chosen[1]:g}"
+
+    columns: dict[str, Callable[[tuple[float, dict[str, Contender]]], str]] = {
+        "bytes": lambda own: f"{own[0]:.0%}",
+        "running norm": lambda own: _difference(
+            both := pair(own[1], ""), [each.lr for each in both]
+        ),
+        "own norm": own_norm,
+    }
+    for lr in lrs:
+        columns[f"own norm, both {lr:g}"] = lambda own, lr=lr: _difference(
+            pair(own[1], ", own norm"), (lr, lr)
         )
-        lrs = [chosen[each] for each in own]
-        cells = [_difference(runs, running, [chosen[each] for each in running])]
-        cells.append(f"{_difference(runs, own, lrs)}, lr {lrs[0]:g} and {lrs[1]:g}")
-        cells += [_difference(runs, own, [lr, lr]) for lr in large_batch.WHOLE.lrs]
-        rows.append([f"{budget:.0%}", *cells])
-    equal = [f"own norm, both {lr:g}" for lr in large_batch.WHOLE.lrs]
-    return markdown_table(["bytes", "running norm", "own norm", *equal], rows)
+    return table(columns, _pairs(results).items())
 
 
 def higher_lr_table(results: Path) -> str:
     """Return the failed runs and the mean of the others at the higher learning rate."""
-    runs, lr = _runs(results), max(large_batch.WHOLE.lrs)
-    rows = []
-    for budget in large_batch.BUDGETS:
-        cells = []
-        for method in _pair(budget):
-            tests, finished = _tests(runs, Contender(method), lr)
-            mean = f"; {spread(finished.values()).with_deviation()}" if finished else ""
-            cells.append(f"{len(tests) - len(finished)} of {len(tests)}{mean}")
-        rows.append([f"{budget:.0%}", *cells])
-    return markdown_table(["bytes", "learned p: failed; the others", "uniform p"], rows)
+
+    def cell(own: Contender) -> str:
+        lr = max(own.tests)
+        finished = own.finished(lr).values()
+        mean = f"; {spread(finished).with_deviation()}" if finished else ""
+        return f"{own.failed(lr)} of {len(own.tests[lr])}{mean}"
+
+    columns = {
+        "bytes": lambda own: f"{own[0]:.0%}",
+        "learned p: failed; the others": lambda own: cell(own[1]["JointSpar-LARS"]),
+        "uniform p": lambda own: cell(own[1]["uniform dropping"]),
+    }
+    return table(columns, _pairs(results).items())
 
 
 def wall_clock_table(results: Path) -> str:
     """Return the seconds of a run on two hosts."""
-    found = read_csv(results / "wall_clock.csv")
-    seconds = {contender_of(row): float(row["seconds"]) for row in found}
-    contenders = [each for each in seconds if each.method.name != "dense"]
-    labels = dict.fromkeys(each.label for each in contenders)
-    budgets = sorted({each.method.budget for each in contenders})
-    cells = {(each.method.budget, each.label): f"{seconds[each]:.1f} s" for each in contenders}
-    rows = [
-        [f"{budget:.0%}", *(cells.get((budget, label), "") for label in labels)]
-        for budget in budgets
+    rows = read_rows(results / "wall_clock.csv")
+    cells = [
+        (parse_method(row["method"]).budget, label_of(row["method"], row["optimizer"]), row)
+        for row in rows
     ]
-    (dense,) = (time for each, time in seconds.items() if each.method.name == "dense")
-    rows.append(["100 %: dense LARS", f"{dense:.1f} s", *[""] * (len(labels) - 1)])
-    return markdown_table(["bytes", *labels], rows)
+    others = [(b, label, f"{row['seconds']:.1f} s") for b, label, row in cells if b < 1]
+    (dense,) = where(rows, method=DENSE)
+    return _by_budget(others, f"{dense['seconds']:.1f} s")
 
 
-def network_table(results: Path) -> str:
-    """Return the time of a step of ResNet-18 on two hosts."""
-    found = read_csv(results / "network_resnet18.csv")
-    rows = []
-    for row in found:
-        low, middle, high = (float(row[f"step_ms{end}"]) / 1000 for end in ("_low", "", "_high"))
-        rows.append([f"`{row['method']}`", f"{middle:.2f} s ({low:.2f} to {high:.2f})"])
-    return markdown_table(["method", "time of a step"], rows)
+# --- The other parts ------------------------------------------------------------------------------
 
 
-def _convergence(
-    make: Callable[..., str], name: str, results: Path, optimizer: str | None = None
-) -> str:
-    rows = read_csv(results / name)
-    lrs = convergence_summary.chosen_lrs(read_csv(results / "convergence_tuning.csv"))
-    return make(*([optimizer] if optimizer else []), rows, lrs)
+def bandit_table(results: Path) -> str:
+    """Return the excess cost of both forms of Algorithm 1."""
+    rows = read_rows(results / "bandit.csv")
+    before, after = (name for name in rows[0] if name.startswith("excess_at_"))
+    half = int(before.rpartition("_")[2])
 
+    def steps(own: list[Row]) -> str:
+        found = [row["steps_to_2_percent"] for row in own]
+        return "never" if "never" in found else spread(found).with_deviation(0)
 
-def _runs(results: Path) -> list[TrainingRun]:
-    return run_table.read_runs(results, large_batch.task_of("digits", "mlp", large_batch.WHOLE))
-
-
-def _summaries(results: Path) -> list[Summary]:
-    return run_table.summaries(_runs(results))
-
-
-def _tests(
-    runs: list[TrainingRun], contender: Contender, lr: float
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Return the test accuracies of all runs, and of those that did not fail, by seed."""
-    least = dense_of(run_table.summaries(runs)).least
-    tests = {
-        run.planned.seed: run.outcome.test
-        for run in runs
-        if (run.planned.contender, run.planned.lr) == (contender, lr)
+    columns = {
+        "form": lambda own: own[0]["form"],
+        f"after {half:,} steps": lambda own: _percent(over_seeds(own, before)),
+        "steps to 2 %": steps,
+        f"{half:,} steps after a change of norms": lambda own: _percent(over_seeds(own, after)),
     }
-    return tests, {seed: test for seed, test in tests.items() if test >= least}
-
-
-def _difference(runs: list[TrainingRun], pair: Sequence[Contender], lrs: Sequence[float]) -> str:
-    """Return the paired difference of two contenders, and how many runs of each failed."""
-    (tests, ours), (others, theirs) = (
-        _tests(runs, contender, lr) for contender, lr in zip(pair, lrs, strict=True)
-    )
-    cells = [paired(ours, theirs).with_error()] if ours.keys() & theirs.keys() else []
-    failed = len(tests) - len(ours), len(others) - len(theirs)
-    cells += [f"{failed[0]} and {failed[1]} failed"] if any(failed) else []
-    return ", ".join(cells)
-
-
-def _pair(budget: float) -> tuple[Method, Method]:
-    return LayerSampling(budget, "bytes"), LayerSampling(budget, "bytes", rule=None)
-
-
-def _accuracy(row: Summary | None, dense: Summary) -> str:
-    if row is None:
-        return ""
-    difference = row.against(dense)
-    cell = row.accuracy.with_deviation() + (f" ({difference.with_error()})" if difference else "")
-    cell += f", lr {row.lr:g}"
-    return f"{cell}, {row.failed} of {len(row.tests)} failed" if row.failed else cell
+    return table(columns, grouped(rows, "form").values())
 
 
 def _percent(share: Spread) -> str:
     digits = 2 if share.mean < 0.02 else 0
-    return (
-        f"{Spread(100 * share.mean, 100 * share.deviation, share.count).with_deviation(digits)} %"
-    )
+    percent = Spread(100 * share.mean, 100 * share.deviation, share.count)
+    return f"{percent.with_deviation(digits)} %"
+
+
+def network_table(results: Path) -> str:
+    """Return the time of a step of ResNet-18 on two hosts."""
+
+    def time(row: Row) -> str:
+        low, middle, high = (row[f"step_ms{end}"] / 1000 for end in ("_low", "", "_high"))
+        return f"{middle:.2f} s ({low:.2f} to {high:.2f})"
+
+    columns = {"method": lambda row: f"`{row['method']}`", "time of a step": time}
+    return table(columns, read_rows(results / "network_resnet18.csv"))
 
 
 TABLES: dict[str, TableMaker] = {
     "bandit": bandit_table,
-    "selection": selection_table,
-    "backward": backward_table,
     "accuracy": accuracy_table,
     "learned": learned_table,
     "higher_lr": higher_lr_table,
     "wall_clock": wall_clock_table,
     "network": network_table,
-    "sets": partial(_convergence, convergence_summary.sets_table, "convergence.csv"),
+    "sets": _sets,
 }
 for _optimizer in ("sgd", "lars"):
-    TABLES[f"accuracy_{_optimizer}"] = partial(
-        _convergence, convergence_summary.accuracy_table, "convergence.csv", optimizer=_optimizer
-    )
-    TABLES[f"same_lr_{_optimizer}"] = partial(
-        _convergence, convergence_summary.same_lr_table, "convergence.csv", optimizer=_optimizer
-    )
-    TABLES[f"speed_{_optimizer}"] = partial(
-        _convergence,
-        convergence_summary.speed_table,
-        "convergence_curves.csv",
-        optimizer=_optimizer,
-    )
+    _own = partial(_accuracies, optimizer=_optimizer)
+    TABLES[f"accuracy_{_optimizer}"] = partial(_own, same_lr=False)
+    TABLES[f"same_lr_{_optimizer}"] = partial(_own, same_lr=True)
+    TABLES[f"speed_{_optimizer}"] = partial(_speeds, optimizer=_optimizer)

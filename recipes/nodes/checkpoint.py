@@ -26,12 +26,7 @@ def save(
 
 
 def resume(folder: Path, replica: Replica, optimizer: torch.optim.Optimizer, task: str) -> int:
-    """Load the newest checkpoint, and return the number of its steps. All ranks call this.
-
-    Raises:
-        RecipeError: if there is none, or if it is of another task.
-        CheckpointError: if it is of another method.
-    """
+    """Load the newest checkpoint, and return the number of its steps. All ranks call this."""
     # dcp.save writes this file last.
     complete = sorted(folder.glob("step-*/.metadata"))
     if not complete:

@@ -10,24 +10,24 @@ saved as it ends).
 
 import argparse
 import sys
-from dataclasses import astuple
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from recipes.errors import exit_on_user_error
-from recipes.experiments import ExperimentParser, ResultTable
-from recipes.local_ranks import run_on_ranks
+from recipes.experiments import ExperimentParser, ResultTable, fill_on_ranks
 from recipes.nodes.corpus import open_corpus
 from recipes.nodes.modes import MODES
 from recipes.nodes.settings import Settings
 from recipes.nodes.tables import losses
-from recipes.nodes.train import train
+from recipes.nodes.train import Outcome, train
 from recipes.result_files import make_folder
+from recipes.rows import columns
 
 _HERE = Path(__file__).resolve().parent
-COLUMNS = ("mode", "compress", "seed", "loss", "between", "inside", "residual")
+RUN = ("mode", "compress", "seed")
 RANKS, QUICK_STEPS = 4, 10
 METHODS = (
     "mean",
@@ -41,54 +41,36 @@ METHODS = (
 def main() -> None:
     """Train in every mode with every method and seed, and print the means."""
     arguments = parse(sys.argv[1:])
-    runs = settings_of(arguments)
-    table = ResultTable(arguments.out / "runs.csv", COLUMNS, task(runs[0]), resume=arguments.resume)
+    steps = QUICK_STEPS if arguments.quick else Settings.steps
+    nodes = RANKS // Settings.ranks_per_node
+    task = (
+        f"{nodes} nodes of {Settings.ranks_per_node} ranks, {steps} steps, batch "
+        f"{Settings.batch}, peak lr {Settings.lr:g}, {open_corpus().name}"
+    )
+    path = arguments.out / "runs.csv"
+    table = ResultTable(path, RUN, columns(Outcome), task, resume=arguments.resume)
     make_folder(arguments.out)
-    rows = run_on_ranks(RANKS, on_this_rank, missing(runs, table), table)[0]
-    print(f"\n{losses(rows)}\n\nthe table is in {table.path}")
+    runs = [
+        (mode, method, seed) for seed in arguments.seeds for method in METHODS for mode in MODES
+    ]
+    fill_on_ranks(RANKS, table, runs, partial(train_once, steps=steps))
+    print(f"\n{losses(arguments.out)}\n\nthe table is in {table.path}")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line."""
-    parser = ExperimentParser(__doc__.splitlines()[0], _HERE, quick_seeds=(0,))
+    parser = ExperimentParser(__doc__, _HERE, quick_seeds=(0,))
     parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
     return parsed
 
 
-def settings_of(arguments: argparse.Namespace) -> list[Settings]:
-    """Return the settings of all runs, seed by seed."""
-    steps = QUICK_STEPS if arguments.quick else Settings.steps
-    return [
-        Settings(mode=mode, compress=method, seed=seed, steps=steps, device="cpu")
-        for seed in arguments.seeds
-        for method in METHODS
-        for mode in MODES
-    ]
-
-
-def task(settings: Settings) -> str:
-    """Return the settings that all rows of a table share."""
-    nodes = RANKS // settings.ranks_per_node
-    return (
-        f"{nodes} nodes of {settings.ranks_per_node} ranks, {settings.steps} steps, batch "
-        f"{settings.batch}, peak lr {settings.lr:g}, {open_corpus().name}"
-    )
-
-
-def missing(runs: list[Settings], table: ResultTable) -> list[Settings]:
-    """Return the runs that the table lacks."""
-    finished = {(row["mode"], row["compress"], row["seed"]) for row in table.rows}
-    return [run for run in runs if (run.mode, run.compress, str(run.seed)) not in finished]
-
-
-def on_this_rank(runs: list[Settings], table: ResultTable) -> list[dict[str, str]]:
-    """Train as one rank of the default group. Rank 0 saves."""
-    for run in runs:
-        loss, *counts = astuple(train(run, torch.device(run.device)))
-        if dist.get_rank() == 0:
-            table.add((run.mode, run.compress, run.seed, f"{loss:.4f}", *counts))
-    return table.rows
+def train_once(run: tuple[str, str, int], steps: int) -> Outcome:
+    """Train in a mode, with a method and a seed."""
+    mode, compress, seed = run
+    settings = Settings(mode=mode, compress=compress, seed=seed, steps=steps, device="cpu")
+    outcome = train(settings, torch.device("cpu"))
+    return replace(outcome, loss=round(outcome.loss, 4))
 
 
 if __name__ == "__main__":

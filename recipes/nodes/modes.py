@@ -62,15 +62,7 @@ class Replica:
 def replicate(
     model: SmallGPT, mode: str, spec: str, node_size: int, device: torch.device
 ) -> Replica:
-    """Replicate a model, or shard it inside the nodes, with a compressed exchange between them.
-
-    Args:
-        model: the whole model, with the same parameters on all ranks, on `device`.
-        mode: one of :data:`MODES`.
-        spec: the method.
-        node_size: ranks per node.
-        device: where `model` is.
-    """
+    """Replicate a model, or shard it inside the nodes, with a compressed exchange between them."""
     nodes = dist.get_world_size() // node_size
     if mode == "hsdp":
         mesh = init_device_mesh(device.type, (nodes, node_size), mesh_dim_names=_DIMENSIONS)

@@ -35,17 +35,7 @@ class Settings:
 
 
 def read_settings(argv: list[str], world_size: int) -> Settings:
-    """Read the flags.
-
-    Args:
-        argv: the command line without the program's name.
-        world_size: number of ranks.
-
-    Raises:
-        RecipeError: if a flag is unknown or its value invalid, or if the ranks cannot be divided
-            into nodes or share the batch.
-        SpecError: if ``--compress`` is not a method.
-    """
+    """Read the flags."""
     settings = read_options(Settings, argv)
     check_limits(settings)
     parse_aggregator(settings.compress)

@@ -1,40 +1,39 @@
 """The tables of the pages, from the committed results."""
 
-from recipes.page_tables import markdown_table
-from recipes.result_files import read_csv
-from recipes.spread import paired, spread
+from pathlib import Path
 
-_HEADER = ["method", "mode", "loss", "excess", "between nodes", "inside a node", "residual"]
+from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows
+from recipes.spread import paired
+from recipes.tables import TableMaker, table
+
 _PLAIN = ("mean", "ddp")
-_Row = dict[str, str]
+_TOPK = "ef(topk(0.1))"
 
 
-def losses(rows: list[_Row]) -> str:
+def losses(results: Path, *only: str) -> str:
     """Return the mean loss over the seeds, and the bytes, by method and mode."""
-    runs: dict[tuple[str, str], list[_Row]] = {}
-    for row in rows:
-        runs.setdefault((row["compress"], row["mode"]), []).append(row)
-    plain, lines = _by_seed(runs[_PLAIN]), []
-    for kind, own in runs.items():
-        found = _by_seed(own)
-        excess = "" if kind == _PLAIN else paired(found, plain).with_error(3)
-        counts = [f"{int(own[0][name]):,}" for name in ("between", "inside", "residual")]
-        loss = spread(found.values()).with_deviation(3)
-        lines.append([f"`{kind[0]}`", kind[1], loss, excess, *counts])
-    return markdown_table(_HEADER, lines)
+    kinds = grouped(read_rows(results / "runs.csv"), "compress", "mode")
+    plain = by_seed(kinds[_PLAIN], "loss")
+
+    def excess(runs: list[Row]) -> str:
+        if runs is kinds[_PLAIN]:
+            return ""
+        return paired(by_seed(runs, "loss"), plain).with_error(3)
+
+    columns = {
+        "method": lambda runs: f"`{runs[0]['compress']}`",
+        "mode": lambda runs: runs[0]["mode"],
+        "loss": lambda runs: over_seeds(runs, "loss").with_deviation(3),
+        "excess": excess,
+        "between nodes": lambda runs: f"{runs[0]['between']:,}",
+        "inside a node": lambda runs: f"{runs[0]['inside']:,}",
+        "residual": lambda runs: f"{runs[0]['residual']:,}",
+    }
+    shown = [runs for kind, runs in kinds.items() if not only or kind == _PLAIN or kind[0] in only]
+    return table(columns, shown)
 
 
-def modes(rows: list[_Row]) -> str:
-    """Return the rows of plain DDP, and of TopK in all modes."""
-    shown = [row for row in rows if row["compress"] == "ef(topk(0.1))"]
-    return losses([row for row in rows if (row["compress"], row["mode"]) == _PLAIN] + shown)
-
-
-def _by_seed(rows: list[_Row]) -> dict[int, float]:
-    return {int(row["seed"]): float(row["loss"]) for row in rows}
-
-
-TABLES = {
-    "losses": lambda results: losses(read_csv(results / "runs.csv")),
-    "modes": lambda results: modes(read_csv(results / "runs.csv")),
+TABLES: dict[str, TableMaker] = {
+    "losses": losses,
+    "modes": lambda results: losses(results, _TOPK),
 }

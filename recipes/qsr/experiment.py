@@ -4,137 +4,96 @@
     python -m recipes.qsr.experiment --quick
     python -m recipes.qsr.experiment --only lengths decays --resume
     python -m recipes.qsr.experiment --optimizer adamw --decay linear --ranks 2 --epochs 40
-    python -m recipes.qsr.experiment --dataset cifar10 --data ARCHIVE
 
 Every method is tuned on one half of the images. Its best point runs on the other half, with other
 seeds. A seed draws training images, wrong labels and images to evaluate on. Every part has a file
 in ``--out``, with one row per run and seed. A flag of a setting, such as ``--decay``, replaces the
-published comparisons by a single one. All ranks of a run are in one process. With ``--processes``,
-they are processes over gloo that train through plain DDP and ``torchcomp.LocalSGD``, with the same
-results.
+published comparisons by a single one. All ranks of a run are in one process.
 """
 
 import argparse
+import itertools
 import sys
-import time
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from recipes.errors import RecipeError, exit_on_user_error
-from recipes.experiments import ExperimentParser
-from recipes.qsr.comparison import QUICK_GRID, Grid
-from recipes.qsr.figures import draw_all
-from recipes.qsr.launch import run_studies
-from recipes.qsr.ledger import open_tables
-from recipes.qsr.results import ALL_PARTS, read_results
+from recipes.experiments import ExperimentParser, Part, ResultTable, run_parts, tuning_seeds
+from recipes.qsr.pictures import PICTURES
 from recipes.qsr.settings import (
     ALL_DECAYS,
-    CIFAR10,
-    LABEL_NOISE,
+    GRID,
     METHODS,
     MODELS,
     OPTIMIZERS,
     OWN,
+    PARALLEL,
     PARTS,
+    QUICK_GRID,
     SGD_MLP,
+    Grid,
+    Point,
+    Run,
     Setting,
     Study,
+    rule,
 )
 from recipes.qsr.tables import summary
-from recipes.qsr.task import open_task
-from recipes.result_files import make_folder
+from recipes.qsr.task import SAMPLES
+from recipes.qsr.training import Outcome, train
+from recipes.rows import Row, columns, typed, where
 from torchcomp.checks import check_count, check_share
 
-_HERE = Path(__file__).resolve().parent
 _QUICK_SHORTER = 20
-_BATCH_HELP = f"images per step of all ranks [{SGD_MLP.batch}; cifar10: {CIFAR10.batch}]"
-_EPOCHS_HELP = f"passes over the training images [{SGD_MLP.epochs}; cifar10: {CIFAR10.epochs}]"
-_NOISE_HELP = "fraction of the training labels made random [digits: 0.2; cifar10: 0]"
-_METHODS_HELP = f"any of {', '.join(METHODS)} [all]"
-_SETTING_FLAGS = (*(field.name for field in fields(Setting)), "methods")
+_TASK = "schedules of averages; the columns have all settings"
 
 
 @exit_on_user_error()
 def main() -> None:
     """Run the comparisons, print and save their results; bad input ends in one line."""
     arguments = parse(sys.argv[1:])
-    started = time.monotonic()
-    # All input is checked before any process starts and before any file is written.
-    samples = training_images(arguments)
-    tables = {
-        part: open_tables(arguments.out, part, resume=arguments.resume) for part in arguments.parts
-    }
-    # The pictures are of all files of the folder, and without --resume some of them start anew.
-    kept = [part for part in ALL_PARTS if arguments.resume or part not in tables]
-    read_results(arguments.out, kept)
-    make_folder(arguments.out)
-    for part, studies in arguments.parts.items():
-        run_studies(studies, arguments, tables[part])
-    print(f"\n{summary(arguments.out)}\n")
-    draw_all(arguments.out, samples)
-    print(f"tables and pictures are in {arguments.out}")
-    print(f"total time: {time.monotonic() - started:.0f} s")
-
-
-def training_images(arguments: argparse.Namespace) -> int:
-    """Read the data of the studies and return the number of training images."""
-    # All studies of a command are of one data set.
-    setting = next(study.setting for studies in arguments.parts.values() for study in studies)
-    samples = open_task(setting.dataset, arguments.data, setting.label_noise).samples
-    if setting.batch > samples:
-        raise RecipeError(
-            f"--batch {setting.batch}: expected at most the {samples:,} training images"
-        )
-    return samples
+    parts = {name: Part(partial(open_part, name)) for name in arguments.parts}
+    arguments.only = list(parts)
+    # The tables and pictures are of all files of the folder.
+    last = arguments.only[-1]
+    parts[last] = replace(parts[last], tables=[summary], pictures=PICTURES)
+    run_parts(arguments, parts)
 
 
 def parse(words: list[str]) -> argparse.Namespace:
     """Read the command line, and set ``parts``: the studies to run, by name."""
-    parser = _parser()
+    parser = ExperimentParser(__doc__, Path(__file__).resolve().parent, PARTS, seeds=range(12))
+    noise = "fraction of the training labels made random [0.2]"
+    parser.add_argument("--label-noise", type=float, metavar="SHARE", help=noise)
+    parser.add_argument("--model", choices=MODELS, help="[mlp]")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="[sgd]")
+    parser.add_argument("--decay", choices=ALL_DECAYS, help="of the learning rate [cosine]")
+    parser.add_argument("--ranks", type=int, help=f"workers [{SGD_MLP.ranks}]")
+    parser.add_argument("--batch", type=int, help=f"images per step of all ranks [{SGD_MLP.batch}]")
+    parser.add_argument("--epochs", type=int, help=f"passes over the images [{SGD_MLP.epochs}]")
+    text = f"any of {', '.join(METHODS)} [all]"
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", choices=METHODS, help=text)
     parsed = parser.read(words)
-    own = {name: getattr(parsed, name) for name in _SETTING_FLAGS}
-    given = {name: value for name, value in own.items() if value is not None}
+    names = [field.name for field in fields(Setting) if field.name != "dataset"]
+    given = {n: getattr(parsed, n) for n in (*names, "methods") if getattr(parsed, n) is not None}
     if given and parsed.only != list(PARTS):
+        flag = next(iter(given)).replace("_", "-")
         raise RecipeError(
-            f"--only picks published comparisons: it cannot be combined with --{_flag(given)}"
+            f"--only picks published comparisons: it cannot be combined with --{flag}"
         )
-    parsed.grid = QUICK_GRID if parsed.quick else Grid()
+    parsed.grid = QUICK_GRID if parsed.quick else GRID
     parsed.parts = {OWN: (_own_study(given),)} if given else {p: PARTS[p] for p in parsed.only}
-    parsed.processes = parsed.processes or parsed.model == "cnn" or parsed.dataset == "cifar10"
     if parsed.quick:
         parsed.parts = {
             part: tuple(_shortened(study, given) for study in studies)
             for part, studies in parsed.parts.items()
         }
-    parsed.out = parser.output_folder(parsed, published=not given and not parsed.processes)
+    parsed.out = parser.output_folder(parsed, published=not given)
     return parsed
-
-
-def _parser() -> ExperimentParser:
-    parser = ExperimentParser(
-        __doc__.splitlines()[0], _HERE, tuple(PARTS), seeds=range(12), quick_seeds=(0, 1)
-    )
-    parser.add_argument("--dataset", choices=LABEL_NOISE, help="[digits]")
-    parser.add_argument("--data", type=Path, help="cifar10: its python archive")
-    parser.add_argument("--label-noise", type=float, metavar="SHARE", help=_NOISE_HELP)
-    parser.add_argument("--model", choices=MODELS, help="[digits: mlp; cifar10: cnn]")
-    parser.add_argument("--optimizer", choices=OPTIMIZERS, help="[sgd]")
-    parser.add_argument("--decay", choices=ALL_DECAYS, help="of the learning rate [cosine]")
-    parser.add_argument("--ranks", type=int, help=f"workers [{SGD_MLP.ranks}]")
-    parser.add_argument("--batch", type=int, help=_BATCH_HELP)
-    parser.add_argument("--epochs", type=int, help=_EPOCHS_HELP)
-    parser.add_argument(
-        "--methods", nargs="+", metavar="METHOD", choices=METHODS, help=_METHODS_HELP
-    )
-    parser.add_argument(
-        "--processes", action="store_true", help="ranks are processes over gloo (always for cnn)"
-    )
-    return parser
-
-
-def _flag(given: dict[str, Any]) -> str:
-    return next(iter(given)).replace("_", "-")
 
 
 def _own_study(given: dict[str, Any]) -> Study:
@@ -144,9 +103,8 @@ def _own_study(given: dict[str, Any]) -> Study:
             check_count(f"--{name}", given[name])
     if "label_noise" in given:
         check_share("--label-noise", given["label_noise"])
-    usual = CIFAR10 if given.get("dataset") == "cifar10" else SGD_MLP
-    setting = replace(usual, **{name: given[name] for name in given if name != "methods"})
-    setting.check()
+    setting = replace(SGD_MLP, **{name: given[name] for name in given if name != "methods"})
+    setting.check(SAMPLES)
     # A method that is named twice runs once.
     return Study(setting, tuple(dict.fromkeys(given.get("methods", METHODS))), curves=True)
 
@@ -154,6 +112,84 @@ def _own_study(given: dict[str, Any]) -> Study:
 def _shortened(study: Study, given: dict[str, Any]) -> Study:
     epochs = given.get("epochs", max(2, study.setting.epochs // _QUICK_SHORTER))
     return replace(study, setting=replace(study.setting, epochs=epochs))
+
+
+def open_part(name: str, arguments: argparse.Namespace) -> Callable[[], None]:
+    """Return what runs the studies of a part."""
+    table = ResultTable(
+        arguments.out / f"{name}.csv",
+        *(columns(Run), columns(Outcome), _TASK),
+        resume=arguments.resume,
+        curve=("step", "accuracy"),
+        curve_of=(*columns(Setting), "method", "seed"),
+    )
+    seeds, grid = arguments.seeds, arguments.grid
+    tuning = tuning_seeds(seeds, grid.seeds)
+
+    def measure() -> None:
+        for study in arguments.parts[name]:
+            print(study.setting, flush=True)
+            run_study(study, table, grid, seeds, tuning)
+
+    return measure
+
+
+def run_study(
+    study: Study, table: ResultTable, grid: Grid, seeds: Sequence[int], tuning: Sequence[int]
+) -> None:
+    """Tune every method and run its best point with all seeds.
+
+    All methods use the peak learning rate that is best for parallel training, and each uses its own
+    weight decay, as in the paper.
+    """
+    setting = study.setting
+
+    def tuned(method: str, peak: float | None = None) -> Point:
+        """Return the point of highest accuracy in tuning; among equals, that of least traffic."""
+
+        def merit(point: Point) -> tuple[float, int]:
+            found = measured(table, setting, point, tuning, "validation")
+            # A run that diverged sent nothing. It is no better for that.
+            return fmean(row["accuracy"] for row in found), -max(row["nbytes"] for row in found)
+
+        return max(grid.points(method, setting, SAMPLES, peak), key=merit)
+
+    best = {PARALLEL: tuned(PARALLEL)}
+    peak = best[PARALLEL].lr
+    for method in study.methods:
+        if method != PARALLEL:
+            best[method] = tuned(method, peak)
+        measured(table, setting, best[method], seeds, "test", curve=study.curves)
+    if study.map:
+        for h_base, ratio in itertools.product(grid.map_bases, grid.map_ratios):
+            point = replace(best["QSR"], schedule=rule(2, peak * ratio, h_base))
+            measured(table, setting, point, tuning, "validation")
+
+
+def measured(
+    table: ResultTable,
+    setting: Setting,
+    point: Point,
+    seeds: Sequence[int],
+    part: str,
+    *,
+    curve: bool = False,
+) -> list[Row]:
+    """Return the rows of a point; train the seeds that the table lacks, side by side."""
+    runs = [Run(setting, point, seed, part) for seed in seeds]
+    if missing := table.missing(runs):
+        found = train(setting, point, [run.seed for run in missing], part, curve=curve)
+        for run, (outcome, readings) in zip(missing, found, strict=True):
+            table.add(run, outcome, readings)
+    wanted = {**vars(setting), **vars(point), "part": part}
+    rows = [row for row in where(typed(table.rows), **wanted) if row["seed"] in seeds]
+    accuracy, syncs = fmean(row["accuracy"] for row in rows), max(row["syncs"] for row in rows)
+    print(
+        f"{part:<11}{point.schedule:<40}lr {point.lr:<6g} decay {point.weight_decay:<6g}"
+        f"{accuracy:6.2f} %{syncs:8,} syncs",
+        flush=True,
+    )
+    return rows
 
 
 if __name__ == "__main__":

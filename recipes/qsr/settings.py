@@ -1,5 +1,6 @@
-"""What is compared with what: the settings of the published experiment, part by part."""
+"""What is compared with what: settings, points and grids, and the published parts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -7,14 +8,13 @@ from recipes.errors import RecipeError
 from recipes.lr_schedules import step_decay
 from torchcomp.learning_rates import DECAYS, LRFunction, decaying, warmed_up
 
-MODELS = ("mlp", "vit", "cnn")
+PARALLEL = "parallel"
+MODELS = ("mlp", "vit")
 OPTIMIZERS = ("sgd", "adamw")
 ALL_DECAYS = (*DECAYS, "step")
-METHODS = ("parallel", "constant H", "linear", "QSR", "cubic", "post-local", "SWAP")
-MAIN_METHODS = ("parallel", "constant H", "QSR")
-LABEL_NOISE = {"digits": 0.2, "cifar10": 0.0}
+METHODS = (PARALLEL, "constant H", "linear", "QSR", "cubic", "post-local", "SWAP")
+MAIN_METHODS = (PARALLEL, "constant H", "QSR")
 FINAL_LR = 1e-6
-_MODELS_OF = {"digits": ("mlp", "vit"), "cifar10": ("cnn",)}
 # Warm-up takes this fraction of the epochs, as in the paper: 5 of 200, and 10,000 of 93,600 steps.
 _EPOCHS_PER_WARMUP_EPOCH = 20
 # "step" multiplies the learning rate by gamma at these fractions of the epochs.
@@ -26,9 +26,7 @@ class Setting:
     """What all methods of one comparison share.
 
     Attributes:
-        dataset: "digits" or "cifar10".
         label_noise: fraction of the training labels that are replaced by random classes.
-        model: "mlp" or "vit" for the digits, "cnn" for CIFAR-10.
         optimizer: "sgd" (momentum 0.9) or "adamw".
         decay: of the learning rate after warm-up, one of :data:`ALL_DECAYS`.
         ranks: K, the workers.
@@ -37,7 +35,7 @@ class Setting:
     """
 
     dataset: str = "digits"
-    label_noise: float = LABEL_NOISE["digits"]
+    label_noise: float = 0.2
     model: str = "mlp"
     optimizer: str = "sgd"
     decay: str = "cosine"
@@ -45,19 +43,16 @@ class Setting:
     batch: int = 32
     epochs: int = 120
 
-    def check(self) -> None:
-        """Raise RecipeError if the values do not go together."""
-        models = _MODELS_OF[self.dataset]
-        if self.model not in models:
-            raise RecipeError(
-                f"--model {self.model}: expected {' or '.join(models)} for {self.dataset}"
-            )
+    def check(self, samples: int) -> None:
+        """Raise RecipeError if the values do not go together, or with the training images."""
         if self.batch % self.ranks:
             raise RecipeError(
                 f"--ranks {self.ranks}: expected a divisor of the batch of {self.batch} images"
             )
         if self.epochs < 2:
             raise RecipeError(f"--epochs {self.epochs}: expected at least 2, one of them warm-up")
+        if self.batch > samples:
+            raise RecipeError(f"--batch {self.batch}: expected at most {samples} training images")
 
     def total_steps(self, samples: int) -> int:
         """Return T, the number of steps, for a number of training images."""
@@ -80,15 +75,102 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Study:
-    """One comparison.
+class Point:
+    """What is tuned: "parallel" or the schedule of averages, peak lr and weight decay."""
+
+    method: str
+    schedule: str
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that the outcome of a run depends on; ``part`` is "validation" or "test"."""
+
+    setting: Setting
+    point: Point
+    seed: int
+    part: str
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The points to try: the same number for every method.
 
     Attributes:
-        setting: what its methods share.
-        methods: which are compared.
-        curves: whether the accuracy is also measured during the run.
-        map: whether QSR also runs with every H_base and alpha of a map, with tuning seeds.
+        lrs: peak learning rates of parallel training, by optimizer. The others use the best.
+        weight_decays: of all methods, by optimizer. Each method uses its own best.
+        periods: H of constant H, and of post-local SGD after half of the steps.
+        rules: H_base and the coefficient (alpha, for QSR) divided by the peak learning rate.
+        switches: when SWAP stops averaging every step, as a fraction of the steps after warm-up.
+        map_bases: H_base of the map.
+        map_ratios: alpha divided by the peak learning rate, of the map.
+        seeds: how many seeds every point is tried with.
     """
+
+    lrs: Mapping[str, tuple[float, ...]]
+    weight_decays: Mapping[str, tuple[float, ...]]
+    periods: tuple[int, ...] = (2, 4, 8)
+    rules: tuple[tuple[int, float], ...] = ((2, 1.0), (4, 1.0), (4, 2.0))
+    switches: tuple[float, ...] = (0.5, 0.7, 0.9)
+    map_bases: tuple[int, ...] = (2, 4, 8, 16)
+    map_ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
+    seeds: int = 3
+
+    def points(
+        self, method: str, setting: Setting, samples: int, peak: float | None = None
+    ) -> list[Point]:
+        """Return the points of a method; ``peak`` is the best lr of parallel training."""
+        optimizer, decays = setting.optimizer, self.weight_decays[setting.optimizer]
+        if method == PARALLEL:
+            lrs = self.lrs[optimizer]
+            return [Point(method, method, lr, decay) for lr in lrs for decay in decays]
+        assert peak is not None
+        schedules = self._schedules(method, peak, setting, samples)
+        return [Point(method, each, peak, decay) for each in schedules for decay in decays]
+
+    def _schedules(self, method: str, peak: float, setting: Setting, samples: int) -> list[str]:
+        exponents = {"linear": 1, "QSR": 2, "cubic": 3}
+        if method in exponents:
+            return [rule(exponents[method], peak * ratio, h) for h, ratio in self.rules]
+        warmup = setting.warmup_steps(samples)
+        after = setting.total_steps(samples) - warmup
+        half, *switches = (warmup + round(share * after) for share in (0.5, *self.switches))
+        schedules = {
+            "constant H": [f"every({h})" for h in self.periods],
+            "post-local": [f"post_local(switch={half}, h={h})" for h in self.periods],
+            "SWAP": [f"swap(switch={switch})" for switch in switches],
+        }
+        return schedules[method]
+
+
+GRID = Grid(
+    lrs={"sgd": (0.05, 0.1, 0.2), "adamw": (0.001, 0.003, 0.01)},
+    weight_decays={"sgd": (5e-4, 5e-3, 2e-2), "adamw": (0.1, 0.5, 2.0)},
+)
+QUICK_GRID = Grid(
+    lrs={"sgd": (0.1,), "adamw": (0.003,)},
+    weight_decays={"sgd": (5e-4,), "adamw": (0.1,)},
+    periods=(4,),
+    rules=((2, 1.0),),
+    switches=(0.5,),
+    map_bases=(2, 4),
+    map_ratios=(0.5, 1.0),
+    seeds=1,
+)
+
+
+def rule(exponent: int, coefficient: float, h_base: int) -> str:
+    """Return the schedule H = max(h_base, floor((coefficient / lr)^exponent))."""
+    if exponent == 2:
+        return f"qsr(alpha={coefficient:g}, h_base={h_base})"
+    return f"power(coef={coefficient:g}, exponent={exponent}, h_base={h_base})"
+
+
+@dataclass(frozen=True)
+class Study:
+    """One comparison, perhaps with the accuracy during the run and a map of H_base and alpha."""
 
     setting: Setting
     methods: tuple[str, ...] = MAIN_METHODS
@@ -98,7 +180,6 @@ class Study:
 
 SGD_MLP = Setting()
 ADAMW_MLP = Setting(optimizer="adamw")
-CIFAR10 = Setting("cifar10", LABEL_NOISE["cifar10"], "cnn", batch=256, epochs=100)
 ADAMW_VIT = Setting(model="vit", optimizer="adamw", epochs=40)
 
 PARTS = {

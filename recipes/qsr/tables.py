@@ -1,95 +1,173 @@
 """The tables of the pages, computed from the files of the results."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from recipes.page_tables import markdown_table
-from recipes.qsr.comparison import Grid
-from recipes.qsr.results import Entry, Results, read_results
-from recipes.qsr.settings import ADAMW_MLP, ADAMW_VIT, MAIN_METHODS, METHODS, SGD_MLP, Setting
+from recipes.errors import RecipeError
+from recipes.qsr.settings import (
+    ADAMW_MLP,
+    ADAMW_VIT,
+    GRID,
+    MAIN_METHODS,
+    METHODS,
+    OWN,
+    PARALLEL,
+    PARTS,
+    SGD_MLP,
+    Point,
+    Setting,
+)
+from recipes.rows import Row, build, by_seed, grouped, over_seeds, read_rows, where
 from recipes.spread import Spread, paired, spread
+from recipes.tables import TableMaker, table
 
 _NONE = "–"
 # Marks a tuned value that is an end of its grid.
 _END = "†"
 _LENGTHS = {f"{epochs} epochs": Setting(epochs=epochs) for epochs in (30, 120, 360)}
-_CLEAN = replace(SGD_MLP, label_noise=0.0)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The runs of a point in a setting, one of each seed."""
+
+    point: Point
+    rows: list[Row]
+
+    @property
+    def accuracy(self) -> Spread:
+        """Accuracy over the seeds, in per cent."""
+        return over_seeds(self.rows, "accuracy")
+
+    @property
+    def syncs(self) -> int:
+        """Number of averages, which does not depend on the seed."""
+        return max(row["syncs"] for row in self.rows)
+
+    @property
+    def by_seed(self) -> dict[int, float]:
+        """Accuracy in per cent by seed."""
+        return by_seed(self.rows, "accuracy")
+
+    def ahead_of(self, other: "Entry") -> Spread:
+        """Return the difference in accuracy, paired by seed."""
+        return paired(self.by_seed, other.by_seed)
+
+
+class Results:
+    """Everything that the files of a folder hold."""
+
+    def __init__(self, folder: Path) -> None:
+        names = [f"{part}{kind}" for part in (*PARTS, OWN) for kind in ("", "_curves")]
+        found = {n: read_rows(folder / f"{n}.csv") for n in names if (folder / f"{n}.csv").exists()}
+        rows = [row for n, own in found.items() if not n.endswith("_curves") for row in own]
+        self.curves = [row for n, own in found.items() if n.endswith("_curves") for row in own]
+        self._by_setting = grouped(rows, lambda row: build(Setting, row))
+
+    def settings(self) -> list[Setting]:
+        """Return the settings that have reported runs."""
+        return [each for each, rows in self._by_setting.items() if where(rows, part="test")]
+
+    def entries(self, setting: Setting, part: str, method: str) -> list[Entry]:
+        """Return a method's points on "validation" or "test"."""
+        rows = where(self._by_setting.get(setting, []), part=part, method=method)
+        groups = grouped(rows, lambda row: build(Point, row))
+        return [Entry(point, own) for point, own in groups.items()]
+
+    def reported(self, setting: Setting, method: str) -> Entry | None:
+        """Return a method's reported runs, or None without any."""
+        found = self.entries(setting, "test", method)
+        if len(found) > 1:
+            raise RecipeError(
+                f"{method} has test runs of {len(found)} points in {setting}: expected one. "
+                "Measure the part again without --resume"
+            )
+        return found[0] if found else None
+
+    def main(self, setting: Setting) -> tuple[Entry, Entry, Entry] | None:
+        """Return parallel training, constant H and QSR, or None unless all three have runs."""
+        parallel, constant, qsr = (self.reported(setting, method) for method in MAIN_METHODS)
+        return (parallel, constant, qsr) if parallel and constant and qsr else None
 
 
 def summary(folder: Path) -> str:
     """Return all reported results of a folder as text."""
-    results = read_results(folder)
-    tables = [f"{each}\n{_methods(results, each)}" for each in results.settings()]
-    return "\n\n".join(tables)
+    results = Results(folder)
+    return "\n\n".join(f"{each}\n{_methods(results, each)}" for each in results.settings())
 
 
 def methods(folder: Path, setting: Setting) -> str:
     """Return the methods of one setting: accuracy, differences and communication."""
-    return _methods(read_results(folder), setting)
+    return _methods(Results(folder), setting)
 
 
 def _methods(results: Results, setting: Setting) -> str:
-    parallel, qsr = (results.reported(setting, name) for name in ("parallel", "QSR"))
-    found = [entry for each in METHODS if (entry := results.reported(setting, each))]
-    rows = [
-        (
-            *(entry.point.method, f"`{entry.point.schedule}`", entry.accuracy.with_deviation()),
-            *(_difference(entry, parallel), _difference(qsr, entry)),
-            *(_share(entry, parallel), f"{entry.nbytes / 1e6:.1f}"),
-        )
-        for entry in found
-    ]
-    header = ("", "schedule", "accuracy, %", "it − parallel", "QSR − it", "averages", "MB")
-    return markdown_table(header, rows)
+    parallel, qsr = (results.reported(setting, name) for name in (PARALLEL, "QSR"))
+    columns = {
+        "": lambda entry: entry.point.method,
+        "schedule": lambda entry: f"`{entry.point.schedule}`",
+        "accuracy, %": lambda entry: entry.accuracy.with_deviation(),
+        "it − parallel": lambda entry: _difference(entry, parallel),
+        "QSR − it": lambda entry: _difference(qsr, entry),
+        "averages": lambda entry: _share(entry, parallel),
+        "MB": lambda entry: f"{max(row['nbytes'] for row in entry.rows) / 1e6:.1f}",
+    }
+    return table(columns, [entry for each in METHODS if (entry := results.reported(setting, each))])
 
 
-def settings(folder: Path, chosen: dict[str, Setting]) -> str:
+def settings(folder: Path, chosen: Mapping[str, Setting]) -> str:
     """Return the main methods of several settings, one setting per row."""
-    results = read_results(folder)
-    rows = []
-    for name, setting in chosen.items():
-        if entries := results.main(setting):
-            parallel, constant, qsr = entries
-            rows.append(
-                (
-                    *(name, *(entry.accuracy.with_deviation() for entry in entries)),
-                    *(_difference(qsr, parallel), _difference(qsr, constant)),
-                    *(_share(constant, parallel), _share(qsr, parallel)),
-                )
-            )
-    header = ("", "parallel, %", "constant H, %", "QSR, %", "QSR − parallel", "QSR − constant H")
-    return markdown_table((*header, "averages: constant H", "QSR"), rows)
+    results = Results(folder)
+    found = [(name, each) for name, own in chosen.items() if (each := results.main(own))]
+    columns: dict[str, Callable[..., object]] = {"": lambda each: each[0]}
+    for index, method in enumerate(MAIN_METHODS):
+        columns[f"{method}, %"] = lambda each, i=index: each[1][i].accuracy.with_deviation()
+    columns |= {
+        "QSR − parallel": lambda each: _difference(each[1][2], each[1][0]),
+        "QSR − constant H": lambda each: _difference(each[1][2], each[1][1]),
+        "averages: constant H": lambda each: _share(each[1][1], each[1][0]),
+        "QSR": lambda each: _share(each[1][2], each[1][0]),
+    }
+    return table(columns, found)
 
 
 def growth(folder: Path) -> str:
     """Return how QSR's lead changes from the shortest run to the longest, paired by seed."""
-    results = read_results(folder)
-    found = [entries for each in _LENGTHS.values() if (entries := results.main(each))]
-    rows = []
-    for index, name in enumerate(MAIN_METHODS[:2]):
-        leads = [_lead(entries[2], entries[index]) for entries in (found[0], found[-1])]
-        rows.append((name, *(spread(lead.values()).with_error() for lead in leads)))
-        rows[-1] += (paired(leads[1], leads[0]).with_error(),)
-    short, *_, long = _LENGTHS
-    return markdown_table(("QSR ahead of", short, long, "change"), rows)
+    results, names = Results(folder), [*_LENGTHS]
 
+    def lead(index: int, name: str) -> dict[int, float]:
+        entries = results.main(_LENGTHS[name])
+        assert entries is not None
+        other = entries[index].by_seed
+        return {seed: own - other[seed] for seed, own in entries[2].by_seed.items()}
 
-def _lead(ours: Entry, theirs: Entry) -> dict[int, float]:
-    both = theirs.by_seed
-    return {seed: accuracy - both[seed] for seed, accuracy in ours.by_seed.items()}
+    columns = {
+        "QSR ahead of": lambda index: MAIN_METHODS[index],
+        names[0]: lambda index: spread(lead(index, names[0]).values()).with_error(),
+        names[-1]: lambda index: spread(lead(index, names[-1]).values()).with_error(),
+        "change": lambda index: paired(lead(index, names[-1]), lead(index, names[0])).with_error(),
+    }
+    return table(columns, range(2))
 
 
 def verdicts(folder: Path) -> str:
     """Return in how many settings QSR differs from the others by two standard errors or more."""
-    results = read_results(folder)
+    results = Results(folder)
     found = [entries for each in results.settings() if (entries := results.main(each))]
-    rows = []
-    for index, name in enumerate(MAIN_METHODS[:2]):
+
+    def count(index: int, side: int) -> str:
         sides = [_side(entries[2].ahead_of(entries[index])) for entries in found]
-        rows.append((name, *(f"{sides.count(side)} of {len(sides)}" for side in (1, 0, -1))))
-    return markdown_table(("QSR against", "ahead", "no difference", "behind"), rows)
+        return f"{sides.count(side)} of {len(sides)}"
+
+    columns = {
+        "QSR against": lambda index: MAIN_METHODS[index],
+        "ahead": lambda index: count(index, 1),
+        "no difference": lambda index: count(index, 0),
+        "behind": lambda index: count(index, -1),
+    }
+    return table(columns, range(2))
 
 
 def _side(difference: Spread) -> int:
@@ -100,36 +178,35 @@ def _side(difference: Spread) -> int:
 
 def tuned(folder: Path) -> str:
     """Return what tuning has chosen in every setting; a mark shows an end of the grid."""
-    results, grid = read_results(folder), Grid()
-    periods = [f"every({h})" for h in grid.periods]
-    rows = []
-    for setting in results.settings():
-        if entries := results.main(setting):
-            parallel, constant, qsr = (entry.point for entry in entries)
-            lrs, decays = grid.lrs[setting.optimizer], grid.weight_decays[setting.optimizer]
-            rows.append(
-                (
-                    *(setting.model, setting.optimizer, setting.decay, setting.ranks),
-                    *(setting.epochs, f"{setting.label_noise:g}"),
-                    f"{parallel.lr:g}{_end_mark(parallel.lr, lrs)}",
-                    ", ".join(
-                        f"{each:g}{_end_mark(each, decays)}"
-                        for each in (entry.point.weight_decay for entry in entries)
-                    ),
-                    f"`{constant.schedule}`{_end_mark(constant.schedule, periods)}",
-                    f"`{qsr.schedule}`",
-                )
-            )
-    header = ("model", "optimizer", "decay", "K", "epochs", "label noise", "peak lr")
-    return markdown_table((*header, "weight decays of the three", "constant H", "QSR"), rows)
+    results = Results(folder)
+    found = [(each, entries) for each in results.settings() if (entries := results.main(each))]
+    columns: dict[str, Callable[..., object]] = {
+        "model": lambda each: each[0].model,
+        "optimizer": lambda each: each[0].optimizer,
+        "decay": lambda each: each[0].decay,
+        "K": lambda each: each[0].ranks,
+        "epochs": lambda each: each[0].epochs,
+        "label noise": lambda each: f"{each[0].label_noise:g}",
+        "peak lr": lambda each: _marked(each[1][0].point.lr, GRID.lrs[each[0].optimizer]),
+        "weight decays of the three": lambda each: ", ".join(
+            _marked(entry.point.weight_decay, GRID.weight_decays[each[0].optimizer])
+            for entry in each[1]
+        ),
+        "constant H": lambda each: _marked(
+            f"`{each[1][1].point.schedule}`", [f"`every({h})`" for h in GRID.periods]
+        ),
+        "QSR": lambda each: f"`{each[1][2].point.schedule}`",
+    }
+    return table(columns, found)
 
 
-def _end_mark(chosen: object, tried: Sequence[object]) -> str:
-    return _END if chosen in (tried[0], tried[-1]) else ""
+def _marked(chosen: object, tried: Sequence[object]) -> str:
+    text = chosen if isinstance(chosen, str) else f"{chosen:g}"
+    return f"{text}{_END}" if chosen in (tried[0], tried[-1]) else text
 
 
 def _difference(ours: Entry | None, theirs: Entry | None) -> str:
-    if ours is None or theirs is None or ours is theirs:
+    if ours is None or theirs is None or ours.point == theirs.point:
         return _NONE
     return ours.ahead_of(theirs).with_error()
 
@@ -140,26 +217,20 @@ def _share(entry: Entry, parallel: Entry | None) -> str:
     return f"{entry.syncs:,}{share}"
 
 
-TABLES = {
+_MAIN = {"SGD, MLP": SGD_MLP, "AdamW, MLP": ADAMW_MLP, "AdamW, ViT": ADAMW_VIT}
+_DECAYS = {each: Setting(decay=each) for each in ("cosine", "linear", "step-cosine", "step")}
+_WORKERS = {f"{ranks} workers": Setting(ranks=ranks) for ranks in (2, 4, 8)}
+_LABELS = {"a fifth of the labels random": SGD_MLP, "all right": replace(SGD_MLP, label_noise=0.0)}
+TABLES: dict[str, TableMaker] = {
     "sgd_mlp": partial(methods, setting=SGD_MLP),
     "adamw_mlp": partial(methods, setting=ADAMW_MLP),
     "adamw_vit": partial(methods, setting=ADAMW_VIT),
-    "main": partial(
-        settings,
-        chosen={"SGD, MLP": SGD_MLP, "AdamW, MLP": ADAMW_MLP, "AdamW, ViT": ADAMW_VIT},
-    ),
+    "main": partial(settings, chosen=_MAIN),
     "lengths": partial(settings, chosen=_LENGTHS),
     "growth": growth,
-    "decays": partial(
-        settings,
-        chosen={each: Setting(decay=each) for each in ("cosine", "linear", "step-cosine", "step")},
-    ),
-    "workers": partial(
-        settings, chosen={f"{ranks} workers": Setting(ranks=ranks) for ranks in (2, 4, 8)}
-    ),
-    "clean_labels": partial(
-        settings, chosen={"a fifth of the labels random": SGD_MLP, "all right": _CLEAN}
-    ),
+    "decays": partial(settings, chosen=_DECAYS),
+    "workers": partial(settings, chosen=_WORKERS),
+    "clean_labels": partial(settings, chosen=_LABELS),
     "verdicts": verdicts,
     "tuned": tuned,
 }

@@ -1,45 +1,39 @@
-"""One schedule, trained with several seeds: the loop, whatever the ranks are."""
+"""One schedule, trained with several seeds, with all ranks and seeds side by side in this process.
 
+A step of a small model on a rank takes less time than its wait for the other ranks. The schedule
+decides when to average, by :func:`torchcomp.sync_steps`. Tests compare the results with those of
+``torchcomp.LocalSGD`` and of plain DDP: they are equal.
+"""
+
+import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+import torchcomp
 from recipes.image_data.augment import Augmentation
 from recipes.image_data.order import TrainOrder
-from recipes.qsr.settings import Setting
-from recipes.qsr.task import Part, Task
+from recipes.qsr.settings import PARALLEL, Point, Setting
+from recipes.qsr.task import (
+    PRESET,
+    SAMPLES,
+    Images,
+    average_over_ranks,
+    build,
+    draw,
+    first_models,
+    inputs,
+)
 
-PARALLEL = "parallel"
 # The accuracy is measured as many times during a run, at equal distances.
 CURVE_POINTS = 16
 # Images that are augmented at a time. One call for an epoch of the digits is faster than 11.
 _AUGMENTED = 1024
-_EVALUATED = 1000
 Batch = tuple[Tensor, Tensor]
-Score = tuple[float, float]
-"""Accuracy in per cent, and mean loss."""
-
-
-@dataclass(frozen=True)
-class Point:
-    """What is tuned.
-
-    Attributes:
-        method: one of :data:`recipes.qsr.settings.METHODS`.
-        schedule: "parallel", or the spec string of a schedule of averages.
-        lr: peak learning rate.
-        weight_decay: of all parameters.
-    """
-
-    method: str
-    schedule: str
-    lr: float
-    weight_decay: float
 
 
 @dataclass(frozen=True)
@@ -47,108 +41,84 @@ class Outcome:
     """The result of a run.
 
     Attributes:
-        accuracy: of the averaged model, in per cent.
-        loss: its mean cross-entropy.
+        accuracy, loss: of the averaged model, in per cent, and its mean cross-entropy.
         syncs: number of averages of the parameters, or of the gradients.
-        nbytes: bytes that one rank sent, as the library counts them.
-        curve: step and accuracy of the averaged model, at points of the run; often empty.
+        nbytes: bytes that one rank of processes would send, as the library counts them.
     """
 
     accuracy: float
     loss: float
     syncs: int
     nbytes: int
-    curve: tuple[tuple[int, float], ...] = ()
 
 
-# The worst score, so that no tuning chooses it.
-DIVERGED: Score = (0.0, float("inf"))
+Reading = tuple[int, float]
+"""Step and accuracy of the averaged model, at a point of a run."""
 
 
-class Ranks(Protocol):
-    """The ranks of a run: processes, or models side by side in this one.
-
-    Attributes:
-        model: what the optimizer of this process trains.
-    """
-
-    model: nn.Module
-
-    def shard(self, batch: Batch) -> Batch:
-        """Return the part of a batch of all ranks, (N, S, ...), that goes through ``model``."""
-
-    def start(self, optimizer: torch.optim.Optimizer) -> None:
-        """Prepare for the first step."""
-
-    def after_backward(self) -> None:
-        """Average the gradients if the schedule is parallel training."""
-
-    def after_step(self, step: int) -> None:
-        """Average the parameters if a round ends after this step, counted from 1."""
-
-    def averaged(self) -> nn.Module:
-        """Return the mean models of the ranks, side by side for all seeds, as a copy."""
-
-    def finish(self) -> tuple[int, int]:
-        """End the run; return the number of averages, and the bytes that one rank sent."""
+def sync_steps(setting: Setting, point: Point) -> list[int]:
+    """Return the steps after which the ranks average."""
+    return torchcomp.sync_steps(
+        "every(1)" if point.schedule == PARALLEL else point.schedule,
+        lr=setting.lr_function(point.lr, SAMPLES),
+        total_steps=setting.total_steps(SAMPLES),
+        warmup_steps=setting.warmup_steps(SAMPLES),
+    )
 
 
 def train(
-    task: Task,
-    setting: Setting,
-    point: Point,
-    ranks: Ranks,
-    *,
-    seeds: Sequence[int],
-    part: str,
-    curve: bool,
-) -> list[Outcome]:
-    """Train with all seeds side by side and evaluate the averaged models.
-
-    Args:
-        task: the data.
-        setting: model, optimizer and length.
-        point: the schedule, and the tuned numbers.
-        ranks: that hold the models.
-        seeds: of the data, the weights, the order and the augmentation.
-        part: "validation" for tuning or "test" for reporting.
-        curve: whether the accuracy is also measured during the run.
-
-    Returns:
-        One outcome per seed.
-    """
-    total = setting.total_steps(task.samples)
-    lr_at = setting.lr_function(point.lr, task.samples)
-    drawn = [task.draw(seed, part) for seed in seeds]
+    setting: Setting, point: Point, seeds: Sequence[int], part: str, *, curve: bool = False
+) -> list[tuple[Outcome, list[Reading]]]:
+    """Train with all seeds side by side; return the outcome and the curve of each."""
+    total, ranks = setting.total_steps(SAMPLES), setting.ranks
+    lr_at, ends = setting.lr_function(point.lr, SAMPLES), set(sync_steps(setting, point))
+    drawn = [draw(seed, part, setting.label_noise) for seed in seeds]
     evaluated = [each for _, each in drawn]
-    stream = batches(task, setting, seeds, [each for each, _ in drawn])
-    optimizer = build_optimizer(setting, point, ranks.model)
-    ranks.start(optimizer)
+    # All ranks start with the same weights.
+    model = build(setting.model, [*seeds] * ranks)
+    optimizer = build_optimizer(setting, point, model)
     marks = {round(total * i / CURVE_POINTS) for i in range(1, CURVE_POINTS)} if curve else set()
-    found: list[tuple[int, list[Score]]] = []
+    found: list[tuple[int, list[tuple[float, float]]]] = []
+    stream = batches(setting, seeds, [each for each, _ in drawn])
     for step, batch in enumerate(itertools.islice(stream, total)):
         if step in marks:
-            found.append((step, evaluate(ranks.averaged(), task, evaluated)))
+            found.append((step, evaluate(averaged(model, setting, len(seeds)), evaluated)))
         optimizer.param_groups[0]["lr"] = lr_at(step)
         optimizer.zero_grad()
-        loss_of(ranks.model, ranks.shard(batch)).backward()
-        ranks.after_backward()
+        loss_of(model, shard(batch, ranks)).backward()
+        if point.schedule == PARALLEL:
+            average_over_ranks(model, ranks, gradients=True)
         optimizer.step()
-        ranks.after_step(step + 1)
-    syncs, nbytes = ranks.finish()
-    found.append((total, evaluate(ranks.averaged(), task, evaluated)))
+        if step + 1 in ends and point.schedule != PARALLEL:
+            average_over_ranks(model, ranks)
+    found.append((total, evaluate(averaged(model, setting, len(seeds)), evaluated)))
+    one = sum(parameter.numel() for parameter in model.parameters()) // (ranks * len(seeds))
+    dense_bytes = torchcomp.explain("mean", numel=one, world_size=ranks).dense_bytes_sent
+    counts = (len(ends), len(ends) * dense_bytes)
+    points = found if curve else []
     return [
-        Outcome(
-            *found[-1][1][i],
-            *(syncs, nbytes),
-            tuple((step, scores[i][0]) for step, scores in found) if curve else (),
-        )
+        (Outcome(*found[-1][1][i], *counts), [(step, scores[i][0]) for step, scores in points])
         for i in range(len(seeds))
     ]
 
 
+def shard(batch: Batch, ranks: int) -> Batch:
+    """Return (N, S, ...) as (N / K, K * S, ...): each of K ranks takes a slice of the batch."""
+    images, labels = (
+        each.unflatten(0, (ranks, -1)).transpose(0, 1).flatten(1, 2) for each in batch
+    )
+    return images, labels
+
+
+def averaged(model: nn.Module, setting: Setting, seeds: int) -> nn.Module:
+    """Return the mean over the ranks, side by side for all seeds, as a copy."""
+    mean = copy.deepcopy(model)
+    average_over_ranks(mean, setting.ranks)
+    return first_models(mean, seeds)
+
+
 def build_optimizer(setting: Setting, point: Point, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer of one rank."""
+    """Return the optimizer."""
     parameters, lr, decay = model.parameters(), point.lr, point.weight_decay
     if setting.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=True)
@@ -157,61 +127,46 @@ def build_optimizer(setting: Setting, point: Point, model: nn.Module) -> torch.o
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the sum of the models' losses, so that each gets the gradient of its own."""
-    inputs, labels = batch
-    mean = cross_entropy(model(inputs).flatten(0, 1), labels.flatten())
+    images, labels = batch
+    mean = cross_entropy(model(images).flatten(0, 1), labels.flatten())
     return mean * labels.shape[1]
 
 
-def batches(
-    task: Task,
-    setting: Setting,
-    seeds: Sequence[int],
-    parts: Sequence[Part],
-    first_epoch: int = 0,
-) -> Iterator[Batch]:
+def batches(setting: Setting, seeds: Sequence[int], parts: Sequence[Images]) -> Iterator[Batch]:
     """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch.
 
-    Args:
-        task: of the data.
-        setting: for the size N of a batch.
-        seeds: of order and augmentation.
-        parts: the training images of each seed.
-        first_epoch: to begin with.
+    The seeds are those of order and augmentation; ``parts`` are their training images.
     """
-    orders = [TrainOrder(task.samples, setting.batch, 0, 1, seed) for seed in seeds]
+    orders = [TrainOrder(SAMPLES, setting.batch, 0, 1, seed) for seed in seeds]
     steps = max(1, _AUGMENTED // setting.batch)
-    for epoch in itertools.count(first_epoch):
+    for epoch in itertools.count():
         rows = [torch.from_numpy(order.batches(epoch)).split(steps) for order in orders]
         for number, blocks in enumerate(zip(*rows, strict=True)):
             each = list(zip(orders, parts, blocks, strict=True))
-            inputs = [_augmented(task, *one, epoch, number) for one in each]
+            images = [_augmented(*one, epoch, number) for one in each]
             labels = [part.labels[block] for _, part, block in each]
-            yield from zip(torch.stack(inputs, 2), torch.stack(labels, 2), strict=True)
+            yield from zip(torch.stack(images, 2), torch.stack(labels, 2), strict=True)
 
 
-def _augmented(
-    task: Task, order: TrainOrder, part: Part, rows: Tensor, epoch: int, block: int
-) -> Tensor:
+def _augmented(order: TrainOrder, part: Images, rows: Tensor, epoch: int, block: int) -> Tensor:
     """Return the inputs of some steps, (steps, batch, C, H, W), for indices (steps, batch)."""
-    augmentation = Augmentation(task.preset, replace(order, batch_size=rows.numel()))
+    augmentation = Augmentation(PRESET, replace(order, batch_size=rows.numel()))
     images = augmentation(part.images[rows.flatten()], epoch, block)
-    return task.inputs(images).unflatten(0, rows.shape)
+    return inputs(images).unflatten(0, rows.shape)
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, task: Task, parts: Sequence[Part]) -> list[Score]:
-    """Return the scores of models that are side by side, each on its own images."""
+def evaluate(model: nn.Module, parts: Sequence[Images]) -> list[tuple[float, float]]:
+    """Return accuracy in per cent and mean loss of models side by side, each on its own images."""
     model.eval()
-    chunks = zip(*(part.images.split(_EVALUATED) for part in parts), strict=True)
-    scores = torch.cat(
-        [model(torch.stack([task.inputs(own) for own in each], dim=1)) for each in chunks]
-    )
+    scores = model(torch.stack([inputs(part.images) for part in parts], dim=1))
     return [_score(own, part.labels) for own, part in zip(scores.unbind(1), parts, strict=True)]
 
 
-def _score(scores: Tensor, labels: Tensor) -> Score:
+def _score(scores: Tensor, labels: Tensor) -> tuple[float, float]:
+    # The worst score, so that no tuning chooses it.
     if not scores.isfinite().all():
-        return DIVERGED
+        return 0.0, float("inf")
     correct = (scores.argmax(1) == labels).float().mean()
     # Rounded as in the files, so that a resumed run chooses the same points of the grid.
     return round(100 * float(correct), 3), round(float(cross_entropy(scores, labels)), 4)

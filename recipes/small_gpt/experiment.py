@@ -11,25 +11,31 @@ ends) and ``tradeoff.png``.
 
 import argparse
 import sys
-import time
+from functools import partial
 from pathlib import Path
-
-import torch.distributed as dist
 
 import torchcomp
 from recipes.errors import RecipeError, exit_on_user_error
-from recipes.experiments import ExperimentParser, ResultTable
-from recipes.local_ranks import run_on_ranks
+from recipes.experiments import ExperimentParser, ResultTable, fill_on_ranks
 from recipes.result_files import make_folder
+from recipes.rows import columns
 from recipes.small_gpt.corpus import open_corpus
-from recipes.small_gpt.pictures import draw_tradeoff
-from recipes.small_gpt.summary import Summary, summaries
-from recipes.small_gpt.training import BATCH, DENSE, LR, SHAPE, Run, split, train
+from recipes.small_gpt.pictures import tradeoff
+from recipes.small_gpt.tables import TABLES
+from recipes.small_gpt.training import (
+    BATCH,
+    DENSE,
+    LR,
+    SHAPE,
+    Outcome,
+    split,
+    train,
+)
 from torchcomp.checks import check_count, check_positive
 from torchcomp.spec import parse_aggregator, parse_outer_step
 
 _HERE = Path(__file__).resolve().parent
-COLUMNS = ("method", "seed", "loss", "bytes", "dense_bytes")
+RUN = ("method", "seed")
 RANKS, STEPS = 2, 200
 QUICK_STEPS = 10
 METHODS = (
@@ -53,19 +59,17 @@ METHODS = (
 def main() -> None:
     """Train with every method and seed, and compare loss and traffic."""
     arguments = parse(sys.argv[1:])
-    started = time.monotonic()
     path = arguments.out / "runs.csv"
-    table = ResultTable(path, COLUMNS, task(arguments), resume=arguments.resume)
+    table = ResultTable(path, RUN, columns(Outcome), task(arguments), resume=arguments.resume)
     make_folder(arguments.out)
-    runs = missing(arguments, table)
-    if runs:
-        table.rows = run_on_ranks(arguments.ranks, on_this_rank, runs, table)[0]
-    compared = summaries(table.rows)
-    print(f"\n{text_table(compared)}\n")
-    title = f"A small GPT, AdamW, {arguments.steps} steps, {arguments.ranks} ranks"
-    draw_tradeoff(compared, title, arguments.out / "tradeoff.png")
+    runs = [(method, seed) for seed in arguments.seeds for method in arguments.methods]
+    fill_on_ranks(
+        arguments.ranks, table, runs, partial(train, steps=arguments.steps, lr=arguments.lr)
+    )
+    print(f"\n{TABLES['short_runs'](arguments.out)}\n")
+    print("excess: validation loss above plain DDP's, by seed: mean and standard error")
+    tradeoff(arguments.out, arguments.out / "tradeoff.png")
     print(f"tables and pictures are in {arguments.out}")
-    print(f"total time: {time.monotonic() - started:.0f} s")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -115,41 +119,6 @@ def task(arguments: argparse.Namespace) -> str:
         f"{arguments.ranks} ranks, {arguments.steps} steps, batch {BATCH} x {SHAPE.context}, "
         f"peak lr {arguments.lr:g}, {open_corpus().name}"
     )
-
-
-def missing(arguments: argparse.Namespace, table: ResultTable) -> list[Run]:
-    """Return the runs that the table lacks, seed by seed."""
-    finished = {(row["method"], int(row["seed"])) for row in table.rows}
-    return [
-        Run(method, arguments.steps, seed, arguments.lr)
-        for seed in arguments.seeds
-        for method in arguments.methods
-        if (method, seed) not in finished
-    ]
-
-
-def on_this_rank(runs: list[Run], table: ResultTable) -> list[dict[str, str]]:
-    """Train as one rank of the default group. Rank 0 prints and saves."""
-    for run in runs:
-        started = time.monotonic()
-        outcome = train(run)
-        if dist.get_rank() == 0:
-            cells = (f"{outcome.loss:.4f}", outcome.nbytes, outcome.dense_bytes)
-            table.add((run.method, run.seed, *cells))
-            seconds = time.monotonic() - started
-            # The parent's output is often a pipe, where lines would otherwise wait in the buffer.
-            print(f"seed {run.seed}, {outcome.loss:.4f}, {seconds:.0f} s: {run.method}", flush=True)
-    return table.rows
-
-
-def text_table(compared: list[Summary]) -> str:
-    """Return the comparison as text."""
-    lines = [f"{'loss':>6}{'excess, %':>18}{'traffic':>13}  method"]
-    for each in compared:
-        excess = each.excess.with_error(1)
-        lines.append(f"{each.loss.mean:>6.3f}{excess:>18}{each.saving:>7.1f}x less  {each.method}")
-    lines.append("excess: validation loss above plain DDP's, by seed: mean and standard error")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,75 +1,101 @@
-"""The tables of the page, from the committed results."""
+"""The tables and the picture of the page: excess of the loss over plain DDP, and traffic."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.page_tables import markdown_table
-from recipes.result_files import read_csv
-from recipes.small_gpt.summary import Summary, summaries
+from recipes.rows import Row, grouped, over_seeds, read_rows, where
 from recipes.small_gpt.training import DENSE
+from recipes.spread import Spread
+from recipes.tables import TableMaker, table
 
 _WARMUP = 'warmup(topk(0.17, values="int4"), steps=60, start=0.34)'
 
 
-def short_runs(results: Path) -> str:
-    """Return the table of 200 steps on two ranks, the lowest loss first."""
-    compared = _compared(results)
-    rows = [[*_named(each), _excess(each), f"{each.loss.mean:.3f}"] for each in compared]
-    return markdown_table(["method", "traffic", "excess, %", "loss"], rows)
+@dataclass(frozen=True)
+class Method:
+    """The runs of one method: by how many per cent the loss is above plain DDP's, by seed."""
+
+    name: str
+    loss: Spread
+    excess: Spread
+    saving: float  # how many times fewer bytes than plain DDP a rank sent
+
+
+def compared(folder: Path) -> list[Method]:
+    """Return the methods of a folder, plain DDP included, the lowest excess first."""
+    rows = read_rows(folder / "runs.csv")
+    dense = {row["seed"]: row["loss"] for row in where(rows, method=DENSE)}
+
+    def excess(row: Row) -> float:
+        return 100 * (row["loss"] / dense[row["seed"]] - 1)
+
+    found = [
+        Method(
+            name,
+            over_seeds(runs, "loss"),
+            over_seeds(runs, excess),
+            sum(row["dense_bytes"] for row in runs) / sum(row["bytes"] for row in runs),
+        )
+        for name, runs in grouped(rows, "method").items()
+    ]
+    return sorted(found, key=lambda each: each.excess.mean)
+
+
+def others(folder: Path) -> list[Method]:
+    """Return the methods of a folder without plain DDP."""
+    return [each for each in compared(folder) if each.name != DENSE]
+
+
+_METHOD = {"method": lambda each: f"`{each.name}`", "traffic": lambda each: f"{each.saving:.1f}x"}
+_EXCESS = {"excess, %": lambda each: each.excess.with_error(1)}
+_LOSS = {"loss": lambda each: f"{each.loss.mean:.3f}"}
 
 
 def longer_runs(results: Path) -> str:
     """Return the table of 600 and 2,400 steps, the least traffic saved first."""
-    short, long = (
-        {each.method: each for each in _compared(results / folder)}
+    lengths = [
+        {each.name: each for each in others(results / folder)}
         for folder in ("steps_600", "steps_2400")
-    )
-    rows = []
-    for each in sorted((long | short).values(), key=lambda each: each.saving):
-        found = [runs.get(each.method) for runs in (short, long)]
+    ]
+    short, long = lengths
+
+    def traffic(each: Method) -> str:
         # The warm-up has another share of the longer run.
-        savings = dict.fromkeys(f"{one.saving:.1f}x" for one in found if one)
-        excesses = [_excess(one) if one else "" for one in found]
-        rows.append([f"`{each.method}`", ", ".join(savings), *excesses])
-    return markdown_table(["method", "traffic", "600 steps, %", "2,400 steps, %"], rows)
+        found = [length[each.name].saving for length in lengths if each.name in length]
+        return ", ".join(dict.fromkeys(f"{saving:.1f}x" for saving in found))
 
+    def excess(length: dict[str, Method], each: Method) -> str:
+        return length[each.name].excess.with_error(1) if each.name in length else ""
 
-def four_ranks(results: Path) -> str:
-    """Return the table of 600 steps on four ranks."""
-    rows = [[*_named(each), _excess(each)] for each in _compared(results / "four_ranks")]
-    table = markdown_table(["method", "traffic", "excess, %"], rows)
-    return table.replace(_WARMUP, "W")
+    columns = {
+        "method": lambda each: f"`{each.name}`",
+        "traffic": traffic,
+        "600 steps, %": lambda each: excess(short, each),
+        "2,400 steps, %": lambda each: excess(long, each),
+    }
+    return table(columns, sorted((long | short).values(), key=lambda each: each.saving))
 
 
 def dense(results: Path) -> str:
     """Return the losses of plain DDP, in nats per character."""
     folders = {"200": "", "600": "steps_600", "2,400": "steps_2400"}
-    rows = []
-    for steps, folder in folders.items():
-        loss = _all(results / folder)[0].loss
-        rows.append([steps, loss.with_deviation(3), loss.count])
-    return markdown_table(["steps", "loss of plain DDP, nats per character", "seeds"], rows)
+    found = [
+        (steps, next(each.loss for each in compared(results / folder) if each.name == DENSE))
+        for steps, folder in folders.items()
+    ]
+    columns = {
+        "steps": lambda each: each[0],
+        "loss of plain DDP, nats per character": lambda each: each[1].with_deviation(3),
+        "seeds": lambda each: each[1].count,
+    }
+    return table(columns, found)
 
 
-TABLES = {
-    "short_runs": short_runs,
+TABLES: dict[str, TableMaker] = {
+    "short_runs": lambda results: table(_METHOD | _EXCESS | _LOSS, others(results)),
     "longer_runs": longer_runs,
-    "four_ranks": four_ranks,
+    "four_ranks": lambda results: table(_METHOD | _EXCESS, others(results / "four_ranks")).replace(
+        _WARMUP, "W"
+    ),
     "dense": dense,
 }
-
-
-def _all(folder: Path) -> list[Summary]:
-    return summaries(read_csv(folder / "runs.csv"))
-
-
-def _compared(folder: Path) -> list[Summary]:
-    others = [each for each in _all(folder) if each.method != DENSE]
-    return sorted(others, key=lambda each: each.excess.mean)
-
-
-def _named(each: Summary) -> list[str]:
-    return [f"`{each.method}`", f"{each.saving:.1f}x"]
-
-
-def _excess(each: Summary) -> str:
-    return each.excess.with_error(1)

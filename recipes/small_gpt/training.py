@@ -26,55 +26,31 @@ _WARMUP_SHARE = 0.1
 
 
 @dataclass(frozen=True)
-class Run:
-    """The settings of a run.
-
-    Attributes:
-        method: "dense" for plain DDP, a spec string for :func:`torchcomp.register`, or a schedule
-            for :class:`torchcomp.LocalSGD` and its options, as :func:`torchcomp.explain` prints
-            them: ``every(8) with compress=ef(quantize("int8")), outer=nesterov(lr=0.7)``.
-        steps: optimizer steps.
-        seed: of weights and batches.
-        lr: peak learning rate of AdamW.
-    """
-
-    method: str
-    steps: int
-    seed: int
-    lr: float = LR
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
+    """The result of a run: the loss is in nats per character, bytes are those that a rank sent."""
 
-    Attributes:
-        loss: mean cross-entropy on the validation text after the last step, in nats per character.
-        nbytes: bytes that one rank sent in the run, as the library counts them.
-        dense_bytes: bytes that plain DDP would have sent.
-    """
-
-    loss: float
-    nbytes: int
+    loss: str
+    bytes: int
     dense_bytes: int
 
 
-def train(run: Run) -> Outcome:
+def train(run: tuple[str, int], steps: int, lr: float) -> Outcome:
     """Train once, and evaluate the model that the ranks share at the end; all ranks call this."""
+    method, seed = run
     corpus = open_corpus()
-    torch.manual_seed(run.seed)
+    torch.manual_seed(seed)
     model = DistributedDataParallel(SmallGPT(SHAPE))
-    optimizer, lr_at = new_optimizer(model, run.lr, run.steps)
+    optimizer, lr_at = new_optimizer(model, lr, steps)
     plan = torchcomp.explain("mean", model=model, world_size=dist.get_world_size())
-    dense_bytes = run.steps * plan.dense_bytes_sent
-    batches = torch.Generator().manual_seed(run.seed)
-    handle = attach(model, optimizer, run)
+    dense_bytes = steps * plan.dense_bytes_sent
+    batches = torch.Generator().manual_seed(seed)
+    handle = attach(model, optimizer, method, steps)
     with closing(handle) if handle else nullcontext():
-        for step in range(run.steps):
+        for step in range(steps):
             optimizer.param_groups[0]["lr"] = lr_at(step)
             train_step(model, optimizer, draw(corpus.train, batches, BATCH))
         sent = handle.stats.total_bytes_sent if handle else dense_bytes
-    return Outcome(evaluate(model.module, corpus), sent, dense_bytes)
+    return Outcome(f"{evaluate(model.module, corpus):.4f}", sent, dense_bytes)
 
 
 def new_optimizer(
@@ -93,14 +69,16 @@ def _warmup_steps(steps: int) -> int:
     return int(_WARMUP_SHARE * steps)
 
 
-def attach(model: DistributedDataParallel, optimizer: torch.optim.Optimizer, run: Run) -> Any:
+def attach(
+    model: DistributedDataParallel, optimizer: torch.optim.Optimizer, method: str, steps: int
+) -> Any:
     """Attach the method to the model, and return its handle; None for plain DDP."""
-    spec, options = split(run.method)
+    spec, options = split(method)
     if spec == DENSE:
         return None
     if isinstance(torchcomp.parse(spec), Schedule):
-        steps = {"total_steps": run.steps, "warmup_steps": _warmup_steps(run.steps)}
-        return torchcomp.LocalSGD(model, optimizer, spec, **steps, **options)
+        lengths = {"total_steps": steps, "warmup_steps": _warmup_steps(steps)}
+        return torchcomp.LocalSGD(model, optimizer, spec, **lengths, **options)
     return torchcomp.register(model, spec)
 
 

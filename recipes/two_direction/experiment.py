@@ -10,138 +10,45 @@ The parts are
 * contest: what a worker sends and receives in softmax regression until f is within a gap of its
   infimum, by regulariser and number of workers (``contest.py``).
 * alpha: the same by size of the downlink messages, and by their price, with 2Direction's
-  probability for that price (``sweeps.py``).
-* scaling: iterations on quadratics by condition number, omega and number of workers
-  (``scaling.py``).
-* winners: on quadratics, which method sends least by condition number and omega (``winners.py``).
-* ranks: four real ranks over gloo with the first seed, compared with the simulation bit for bit
-  (``on_ranks.py``). The exit status is 1 if they differ.
+  probability for that price (``contest.py``).
+* winners: on quadratics, which method sends least by condition number and omega
+  (``quadratics.py``).
 
 Each method uses its best step size 2^i, found with seeds that are not reported (``race.py``). Each
 part writes its table as a CSV file and draws its picture from it.
 """
 
 import argparse
-import functools
 import sys
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from recipes.errors import exit_on_user_error
-from recipes.experiments import ExperimentParser, ResultTable
-from recipes.result_files import make_folder
-from recipes.two_direction import contest, on_ranks, pictures, scaling, sweeps, winners
-from recipes.two_direction.data_sets import DATASETS, open_samples
-from recipes.two_direction.methods import METHODS, Messages
-from recipes.two_direction.race import COLUMNS, CURVE_COLUMNS, Setting, check, race, rows_of
+from recipes.experiments import ExperimentParser, Part, run_parts
+from recipes.two_direction import contest, pictures, quadratics
+from recipes.two_direction.data_sets import DATASETS
+from recipes.two_direction.methods import METHODS
 from torchcomp.checks import check_at_least_0, check_count, check_positive
 
-PARTS = ("contest", "alpha", "scaling", "winners", "ranks")
+PARTS = {
+    "contest": Part(contest.open_contest),
+    "alpha": Part(contest.open_alpha),
+    "winners": Part(quadratics.open_winners, pictures={"winners": pictures.winners}),
+}
 _HERE = Path(__file__).resolve().parent
 # A step size 2^i and its inverse are normal floats up to this i.
 _LARGEST_POWER = 1022
 _QUICK_GAP, _QUICK_POWERS = 1e-1, range(-1, 7)
 
 
-@dataclass(frozen=True)
-class Part:
-    """Races whose rows are in one table.
-
-    Attributes:
-        table: the rows.
-        races: the settings, and the methods of each.
-        draw: draws the picture from the table's file.
-        curves: of the first seeds.
-    """
-
-    table: ResultTable
-    races: Sequence[tuple[Setting, Sequence[str]]]
-    draw: Callable[[Path], None]
-    curves: ResultTable | None = None
-
-
 @exit_on_user_error()
 def main() -> None:
     """Run the parts, print and save their results; bad input ends in one line."""
     arguments = parse(sys.argv[1:])
-    torch.set_num_threads(1)
-    started = time.monotonic()
-    # All input is checked before anything is computed and before any file is written.
-    parts = [part for name in arguments.only if name in _PARTS for part in _PARTS[name](arguments)]
-    for part in parts:
-        rows_of(part.table)
-        for setting, methods in part.races:
-            check(setting, methods, arguments.seeds)
-    # Real ranks are compared with the simulation: one seed is enough.
-    seed = arguments.seeds[0]
-    shared = on_ranks.setting(arguments.gap, seed) if "ranks" in arguments.only else None
-    ranks_table = (
-        on_ranks.open_table(shared, arguments.out, seed, resume=arguments.resume)
-        if shared
-        else None
-    )
-    make_folder(arguments.out)
-    for part in parts:
-        for setting, methods in part.races:
-            race(setting, methods, arguments.seeds, part.table, part.curves)
-        part.draw(part.table.path)
-    if shared and ranks_table:
-        on_ranks.run_ranks(shared, ranks_table, seed)
-    print(f"\ntables and pictures are in {arguments.out}")
-    print(f"total time: {time.monotonic() - started:.0f} s")
-
-
-def _contest(arguments: argparse.Namespace) -> list[Part]:
-    samples = open_samples(arguments.dataset, arguments.data)
-    sent = contest.tenth(samples) if arguments.k is None else Messages(arguments.k, arguments.k)
-    options = contest.Options(arguments.gap, arguments.budget, arguments.powers)
-    parts = []
-    for n in arguments.workers:
-        methods = arguments.methods or tuple(METHODS)
-        races = contest.contest_races(samples, n, sent, arguments.mu, methods, options)
-        task, name = contest.task(samples, n, sent, options), f"contest_{samples.name}_n{n}"
-        curves = ResultTable(
-            arguments.out / f"{name}_curves.csv",
-            CURVE_COLUMNS,
-            task,
-            resume=arguments.resume,
-            curves=True,
-        )
-        parts.append(Part(_table(arguments, name, task), races, pictures.draw_contest, curves))
-    return parts
-
-
-def _downlink(arguments: argparse.Namespace) -> list[Part]:
-    races = sweeps.downlink_races(quick=arguments.quick)
-    table = _table(arguments, "alpha", sweeps.task(quick=arguments.quick))
-    return [Part(table, races, pictures.draw_downlink)]
-
-
-def _scaling(arguments: argparse.Namespace) -> list[Part]:
-    races = scaling.scaling_races(quick=arguments.quick)
-    draw = functools.partial(pictures.draw_scaling, quick=arguments.quick)
-    return [Part(_table(arguments, "scaling", winners.TASK), races, draw)]
-
-
-def _winners(arguments: argparse.Namespace) -> list[Part]:
-    races = winners.winner_races(quick=arguments.quick)
-    return [Part(_table(arguments, "winners", winners.TASK), races, pictures.draw_winners)]
-
-
-def _table(arguments: argparse.Namespace, name: str, task: str) -> ResultTable:
-    return ResultTable(arguments.out / f"{name}.csv", COLUMNS, task, resume=arguments.resume)
-
-
-_PARTS: dict[str, Callable[[argparse.Namespace], list[Part]]] = {
-    "contest": _contest,
-    "alpha": _downlink,
-    "scaling": _scaling,
-    "winners": _winners,
-}
+    run_parts(arguments, PARTS)
+    if "contest" in arguments.only:
+        for n in arguments.workers:
+            name = f"contest_{arguments.dataset}_n{n}"
+            pictures.contest(name, arguments.out, arguments.out / f"{name}.png")
 
 
 def parse(words: list[str]) -> argparse.Namespace:
@@ -164,16 +71,14 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def _parser() -> ExperimentParser:
-    parser = ExperimentParser(__doc__.splitlines()[0], _HERE, PARTS)
+    parser = ExperimentParser(__doc__, _HERE, PARTS)
     group = parser.add_argument_group("contest")
     group.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
-    group.add_argument("--data", type=Path, help="path of cifar10 or real-sim")
+    group.add_argument("--data", type=Path, help="torchvision's root folder of cifar10")
     group.add_argument("--workers", type=int, nargs="+", help="n, with equal shards [10 100]")
     group.add_argument("--mu", type=float, nargs="+", help="regulariser [0 1e-4 1e-3 1e-2]")
     group.add_argument("--k", type=int, help="values of a compressed message [d/10]")
-    group.add_argument(
-        "--gap", type=float, help="f - f* to reach; also for ranks [1e-6, and 1e-3 for mu = 0]"
-    )
+    group.add_argument("--gap", type=float, help="f - f* to reach [1e-6, and 1e-3 for mu = 0]")
     group.add_argument("--budget", type=int, help="coordinates that a run can send [1e6]")
     group.add_argument(
         "--powers",

@@ -2,11 +2,9 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from scipy import sparse
 from torch import Tensor
 
 from recipes.errors import RecipeError
@@ -17,30 +15,14 @@ _ROUNDS = 100
 _ITERATIONS = 200
 
 
-def problem(shards: Sequence[Samples], mu: float) -> "Dense | Sparse":
-    """Return the problem on these shards, in the form that suits their features.
+class SoftmaxRegression:
+    """The problem on equal shards, evaluated for all workers in one batch.
 
     A shard can lack samples of some classes.
-
-    Raises:
-        RecipeError: if the shards differ in shape.
     """
-    sizes = {len(shard) for shard in shards}
-    if len(sizes) > 1:
-        raise RecipeError(
-            f"the shards have {sorted(sizes)} samples, expected equal shards, because f is the "
-            "unweighted mean of the f_i"
-        )
-    kinds = {(shard.features.shape[1], shard.classes) for shard in shards}
-    if len(kinds) > 1:
-        raise RecipeError(f"the shards differ in (features, classes): {sorted(kinds)}")
-    return (Sparse if sparse.issparse(shards[0].features) else Dense)(shards, mu)
-
-
-class Dense:
-    """The problem with dense features (n, m, f), evaluated for all workers in one batch."""
 
     def __init__(self, shards: Sequence[Samples], mu: float) -> None:
+        # (workers, samples of a worker, features)
         self.features = torch.from_numpy(np.stack([shard.features for shard in shards]))
         labels = torch.from_numpy(np.stack([shard.labels for shard in shards]))
         self.classes, self.mu = shards[0].classes, mu
@@ -72,53 +54,12 @@ class Dense:
         return torch.bmm(weights, features.transpose(1, 2))
 
 
-class Sparse:
-    """The problem with CSR features, whose gradients cost time per stored entry."""
-
-    def __init__(self, shards: Sequence[Samples], mu: float) -> None:
-        self.features = [shard.features for shard in shards]
-        self.classes, self.mu = shards[0].classes, mu
-        self.n = len(shards)
-        self.m, self.width = self.features[0].shape
-        self.d = self.width * self.classes
-        self.chosen = [np.eye(self.classes)[shard.labels] for shard in shards]
-
-    def gradients(self, workers: range) -> Gradients:
-        def evaluate(x: Tensor) -> Tensor:
-            weights = x.numpy().reshape(self.width, self.classes)
-            rows = [self._slope(i, weights).reshape(-1) for i in workers]
-            return torch.from_numpy(np.stack(rows)) + self.mu * x
-
-        return evaluate
-
-    def value(self, x: Tensor) -> float:
-        weights = x.numpy().reshape(self.width, self.classes)
-        loss = np.mean([self._loss(i, weights) for i in range(self.n)])
-        return float(loss + self.mu / 2 * float(x @ x))
-
-    def _slope(self, i: int, weights: Any) -> Any:
-        scores = self.features[i] @ weights
-        # Subtract the maximum, because exp overflows above 709.
-        softmax = np.exp(scores - scores.max(1, keepdims=True))
-        softmax /= softmax.sum(1, keepdims=True)
-        return self.features[i].T @ (softmax - self.chosen[i]) / self.m
-
-    def _loss(self, i: int, weights: Any) -> float:
-        scores = self.features[i] @ weights
-        top = scores.max(1, keepdims=True)
-        total = np.log(np.exp(scores - top).sum(1)) + top[:, 0]
-        return float(np.mean(total - (scores * self.chosen[i]).sum(1)))
-
-
-def minimise(f: Dense | Sparse, certainty: float) -> float:
+def minimise(f: SoftmaxRegression, certainty: float) -> float:
     """Return the infimum f* of f, found by L-BFGS.
 
     Without a regulariser, f can have no minimum: f* is then 0, if the classes can be separated.
     Otherwise, the error is estimated under the assumption that there is a minimum, no further from
     the last point than that point is from 0.
-
-    Raises:
-        RecipeError: if its error can exceed ``certainty``.
     """
     gradients = f.gradients(range(f.n))
     x = torch.zeros(f.d, dtype=torch.float64, requires_grad=True)
@@ -146,7 +87,7 @@ def minimise(f: Dense | Sparse, certainty: float) -> float:
     return value
 
 
-def _least(f: Dense | Sparse, gradients: Gradients, x: Tensor) -> tuple[float, float]:
+def _least(f: SoftmaxRegression, gradients: Gradients, x: Tensor) -> tuple[float, float]:
     """Return the infimum of f as far as x shows it, and a bound on its error."""
     value, slope = f.value(x), float(gradients(x).mean(0).norm())
     if f.mu > 0:
@@ -159,7 +100,7 @@ def _least(f: Dense | Sparse, gradients: Gradients, x: Tensor) -> tuple[float, f
     return value, slope * float(x.norm())
 
 
-def _closure(f: Dense | Sparse, gradients: Gradients, x: Tensor) -> Callable[[], float]:
+def _closure(f: SoftmaxRegression, gradients: Gradients, x: Tensor) -> Callable[[], float]:
     def evaluate() -> float:
         x.grad = gradients(x.detach()).mean(0)
         return f.value(x.detach())

@@ -1,100 +1,118 @@
 """The tables of the pages, from the committed results."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
-from recipes.page_tables import TableMaker, markdown_table
-from recipes.result_files import read_csv
-from recipes.spread import Spread
-from recipes.two_direction.contest import MUS, PAPER, WORKERS
-from recipes.two_direction.methods import METHODS, Messages
-from recipes.two_direction.outcomes import (
-    Cost,
-    by_seed,
-    cheapest,
-    coordinates,
-    megabytes,
-    over_seeds,
-    priced,
-    priced_bytes,
-    ratio,
-    read_rows,
-    select,
-    tie,
+from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows, where
+from recipes.spread import Spread, spread
+from recipes.tables import TableMaker, table
+from recipes.two_direction.contest import (
+    DIGITS_D,
+    K_DOWNS,
+    K_UP,
+    MUS,
+    PAPER,
+    PRICED_K_DOWNS,
+    PRICES,
+    WORKERS,
+    chance,
 )
-from recipes.two_direction.race import Row
-from recipes.two_direction.scaling import exponent, sweeps
-from recipes.two_direction.sweeps import DIGITS_D, K_DOWNS, K_UP, PRICED_K_DOWNS, PRICES, chance
-from recipes.two_direction.winners import PRICES as MAP_PRICES
-from recipes.two_direction.winners import D as QUADRATICS_D
+from recipes.two_direction.methods import METHODS, Messages
+from recipes.two_direction.quadratics import MAP_PRICES, D
+from recipes.two_direction.race import shared_by
 
-REFERENCE = {
-    (1e-4, "2Direction"): 333_125,
-    (1e-4, "AGD"): 523_900,
-    (1e-4, "EF21-P + DIANA"): 832_000,
-    (1e-3, "2Direction"): 188_695,
-    (1e-3, "AGD"): 195_000,
-    (1e-3, "AGD, three sequences"): 178_100,
-    (1e-3, "EF21-P + DIANA"): 168_350,
-    (1e-2, "2Direction"): 104_650,
-    (1e-2, "AGD"): 79_300,
-    (1e-2, "EF21-P + DIANA"): 34_450,
-}
-"""Coordinates of one run of programs that are not part of this repository, with n = 10."""
+OURS = "2Direction"
+Cost = Callable[[Row], float]
+"""What a run cost: coordinates, bytes or iterations."""
 
-_OURS = "2Direction"
-_THOUSAND = 1000
+
+def thousands(row: Row) -> float:
+    """Return the coordinates of a run, up and down, in thousands."""
+    return float(row["up"] + row["down"]) / 1000
+
+
+def megabytes(row: Row) -> float:
+    """Return the traffic of a run in MB, up and down."""
+    return float(row["bytes_up"] + row["bytes_down"]) / 1e6
+
+
+def priced(r: float, unit: str = "") -> Cost:
+    """Return the cost at a price of the downlink: thousands of (1 - r) up + r down."""
+    up, down = f"{unit}up", f"{unit}down"
+    return lambda row: ((1 - r) * row[up] + r * row[down]) / 1000
+
+
+def reached(rows: list[Row], cost: Cost) -> Spread | None:
+    """Return the cost over the seeds, or None unless all runs reached the gap."""
+    return over_seeds(rows, cost) if rows and all(row["reached"] for row in rows) else None
+
+
+def ratio(ours: list[Row], theirs: list[Row], cost: Cost) -> Spread | None:
+    """Return how many times more ``ours`` cost than ``theirs``, seed by seed.
+
+    None unless all runs of both reached the gap, with a seed in common.
+    """
+    if reached(ours, cost) is None or reached(theirs, cost) is None:
+        return None
+    least = by_seed(theirs, cost)
+    found = [own / least[seed] for seed, own in by_seed(ours, cost).items() if seed in least]
+    return spread(found) if found else None
+
+
+def tie(times: Spread) -> bool:
+    """Return whether a ratio differs from 1 by at most two standard errors."""
+    return abs(times.mean - 1) <= 2 * times.error
+
+
+def cheapest(rows: list[Row], methods: Iterable[str], cost: Cost) -> list[tuple[str, float]]:
+    """Return the methods that reached the gap with all seeds and their mean costs, in order."""
+    spreads = {method: reached(where(rows, method=method), cost) for method in methods}
+    means = {method: own.mean for method, own in spreads.items() if own is not None}
+    return sorted(means.items(), key=lambda item: item[1])
+
+
+def _cost(rows: list[Row], cost: Cost, digits: int = 1) -> str:
+    if found := reached(rows, cost):
+        return found.with_deviation(digits)
+    arrived = where(rows, reached=True)
+    if arrived:
+        return f"{len(arrived)} of {len(rows)} seeds"
+    return f"over {max(map(cost, rows)):.{digits}f}" if rows else "not run"
 
 
 def _contest(results: Path) -> list[Row]:
     return [row for n in WORKERS for row in read_rows(results / f"contest_digits_n{n}.csv")]
 
 
-def _thousands(row: Row) -> float:
-    return row.total / _THOUSAND
+def _costs(n: int, methods: Iterable[str], cost: Cost, digits: int = 1) -> TableMaker:
+    def made(results: Path) -> str:
+        rows = read_rows(results / f"contest_digits_n{n}.csv")
+        columns: dict[str, Callable[[str], str]] = {"": lambda method: method}
+        for mu in MUS:
+            columns[f"mu = {mu:g}"] = lambda method, mu=mu: _cost(
+                where(rows, method=method, mu=mu), cost, digits
+            )
+        return table(columns, methods)
 
-
-def _costs(n: int, methods: Iterable[str], cost: Cost, digits: int) -> TableMaker:
-    def table(results: Path) -> str:
-        rows = _contest(results)
-        lines = [
-            [method, *(_cost(select(rows, method, n=n, mu=mu), cost, digits) for mu in MUS)]
-            for method in methods
-        ]
-        return markdown_table(["", *(f"mu = {mu:g}" for mu in MUS)], lines)
-
-    return table
-
-
-def _cost(rows: list[Row], cost: Cost, digits: int) -> str:
-    found = over_seeds(rows, cost)
-    if found is not None:
-        return found.with_deviation(digits)
-    reached = by_seed(rows, cost)
-    if reached:
-        return f"{len(reached)} of {len(rows)} seeds"
-    most = max((cost(row) for row in rows), default=None)
-    return "not run" if most is None else f"over {most:.{digits}f}"
+    return made
 
 
 def _ranking(results: Path) -> str:
     """Return who sends least, and how much more 2Direction sends than each rival."""
-    rows, lines = _contest(results), []
-    for n in WORKERS:
-        for mu in MUS:
-            own = [row for row in rows if (row.n, row.mu) == (n, mu)]
-            lines.append(
-                [
-                    n,
-                    f"{mu:g}",
-                    *(_best(own, cost) for cost in (coordinates, megabytes)),
-                    *(_more(own, rival, coordinates) for rival in PAPER[1:]),
-                    _more(own, "AGD, three sequences", megabytes),
-                ]
-            )
-    header = ["n", "mu", "fewest coordinates", "fewest bytes"]
-    rivals = [f"coordinates, against {rival}" for rival in PAPER[1:]]
-    return markdown_table([*header, *rivals, "bytes, against AGD, three sequences"], lines)
+    rows = _contest(results)
+    columns: dict[str, Callable[[list[Row]], object]] = {
+        "n": lambda own: own[0]["n"],
+        "mu": lambda own: f"{own[0]['mu']:g}",
+        "fewest coordinates": lambda own: _best(own, thousands),
+        "fewest bytes": lambda own: _best(own, megabytes),
+    }
+    for rival in PAPER[1:]:
+        columns[f"coordinates, against {rival}"] = lambda own, rival=rival: _more(
+            own, rival, thousands
+        )
+    columns["bytes, against AGD, three sequences"] = lambda own: _more(own, PAPER[2], megabytes)
+    return table(columns, [where(rows, n=n, mu=mu) for n in WORKERS for mu in MUS])
 
 
 def _best(rows: list[Row], cost: Cost) -> str:
@@ -102,128 +120,92 @@ def _best(rows: list[Row], cost: Cost) -> str:
     ranked = [method for method, _ in cheapest(rows, METHODS, cost)]
     if not ranked:
         return "none"
-    least = select(rows, ranked[0])
-    ratios = {method: ratio(select(rows, method), least, cost) for method in ranked[1:]}
+    least = where(rows, method=ranked[0])
+    ratios = {method: ratio(where(rows, method=method), least, cost) for method in ranked[1:]}
     return " or ".join([ranked[0], *(name for name, own in ratios.items() if own and tie(own))])
 
 
 def _more(rows: list[Row], rival: str, cost: Cost) -> str:
     """Return how much more 2Direction sends than a rival, in percent, paired by seed."""
-    times = ratio(select(rows, _OURS), select(rows, rival), cost)
+    times = ratio(where(rows, method=OURS), where(rows, method=rival), cost)
     if times is None:
         return "not all runs reached the gap"
     more = Spread(100 * (times.mean - 1), 100 * times.deviation, times.count)
     return f"{more.with_error(1)} %"
 
 
-def _reference(results: Path) -> str:
-    rows = _contest(results)
-    lines = []
-    for (mu, method), theirs in REFERENCE.items():
-        ours = over_seeds(select(rows, method, n=10, mu=mu), _thousands)
-        assert ours is not None
-        lines.append([f"{mu:g}", method, ours.with_deviation(1), f"{theirs / _THOUSAND:.1f}"])
-    return markdown_table(["mu", "method", "here", "other program"], lines)
-
-
 def _sizes(results: Path) -> str:
-    rows = read_rows(results / "alpha.csv")
-    lines = [
-        [
-            f"{k / DIGITS_D:.2f}",
-            *(
-                _cost(select(rows, method, k_down=k, p=0.0), _thousands, 1)
-                for method in (_OURS, "EF21-P + DIANA")
-            ),
-        ]
-        for k in K_DOWNS
-    ]
-    return markdown_table(["K down / d", _OURS, "EF21-P + DIANA"], lines)
+    rows = where(read_rows(results / "alpha.csv"), p=0.0)
+    columns: dict[str, Callable[[int], str]] = {"K down / d": lambda k: f"{k / DIGITS_D:.2f}"}
+    for method in (OURS, "EF21-P + DIANA"):
+        columns[method] = lambda k, method=method: _cost(
+            where(rows, method=method, k_down=k), thousands
+        )
+    return table(columns, K_DOWNS)
+
+
+def chosen_p(k_down: int, r: float) -> float:
+    """Return the probability of 2Direction's coin for a price, 0 for its default."""
+    found = chance(Messages(K_UP, k_down), r)
+    return found.p if found else 0.0
 
 
 def _prices(results: Path) -> str:
-    rows, lines = read_rows(results / "alpha.csv"), []
-    for k_down in PRICED_K_DOWNS:
-        for r in PRICES:
-            for_r = chance(Messages(K_UP, k_down), r)
-            p, cost = for_r.p if for_r else 0.0, _in_thousands(priced(r))
-            cells = [
-                _cost(select(rows, _OURS, k_down=k_down, p=0.0), cost, 1),
-                _cost(select(rows, _OURS, k_down=k_down, p=p), cost, 1),
-                _cost(select(rows, "EF21-P + DIANA", k_down=k_down), cost, 1),
-                _cost(select(rows, "AGD, three sequences"), cost, 1),
-            ]
-            lines.append([k_down, f"{r:g}", f"{p:.3f}" if p else "default", *cells])
-    header = ["K down", "r", "p for r", "2Direction, default p", "2Direction, p for r"]
-    return markdown_table([*header, "EF21-P + DIANA", "AGD, three sequences"], lines)
+    rows = read_rows(results / "alpha.csv")
 
+    def cost(at: tuple[int, float], method: str, **wanted: object) -> str:
+        return _cost(where(rows, method=method, **wanted), priced(at[1]))
 
-def _in_thousands(cost: Cost) -> Cost:
-    return lambda row: cost(row) / _THOUSAND
+    columns = {
+        "K down": lambda at: at[0],
+        "r": lambda at: f"{at[1]:g}",
+        "p for r": lambda at: f"{chosen_p(*at):.3f}" if chosen_p(*at) else "default",
+        "2Direction, default p": lambda at: cost(at, OURS, k_down=at[0], p=0.0),
+        "2Direction, p for r": lambda at: cost(at, OURS, k_down=at[0], p=chosen_p(*at)),
+        "EF21-P + DIANA": lambda at: cost(at, "EF21-P + DIANA", k_down=at[0]),
+        "AGD, three sequences": lambda at: cost(at, "AGD, three sequences"),
+    }
+    return table(columns, [(k_down, r) for k_down in PRICED_K_DOWNS for r in PRICES])
 
 
 def _wins(results: Path) -> str:
     """Return where 2Direction pays least, or as little as the cheapest, of the map's cells."""
-    rows, lines = read_rows(results / "winners.csv"), []
-    for shared in dict.fromkeys(row.shared for row in rows):
-        own = [row for row in rows if row.shared == shared]
+    found: list[dict[str, Any]] = []
+    for own in grouped(read_rows(results / "winners.csv"), shared_by).values():
         for r in MAP_PRICES:
             names = [method for method, _ in cheapest(own, PAPER, priced(r))]
-            rival = next(name for name in names if name != _OURS)
-            ours, theirs = select(own, _OURS), select(own, rival)
+            rival = next(name for name in names if name != OURS)
+            ours, theirs = where(own, method=OURS), where(own, method=rival)
             times = ratio(theirs, ours, priced(r))
-            if times is None or (names[0] != _OURS and not tie(times)):
+            if times is None or (names[0] != OURS and not tie(times)):
                 continue
-            in_bytes = ratio(theirs, ours, priced_bytes(r))
-            assert in_bytes is not None
-            found = own[0]
-            omega = QUADRATICS_D / found.k_up - 1
-            place = [found.n, f"{1 / found.mu:,.0f}", f"{omega:g}", f"{r:g}", rival]
-            lines.append([*place, _times(times), _times(in_bytes)])
-    header = ["n", "L/mu", "omega", "r", "best rival", "it pays, in coordinates", "in bytes"]
-    return markdown_table(header, lines)
+            in_bytes = ratio(theirs, ours, priced(r, "bytes_"))
+            named = {"r": f"{r:g}", "rival": rival, "times": times, "in_bytes": in_bytes}
+            found.append({**own[0], **named})
+    columns = {
+        "n": lambda each: each["n"],
+        "L/mu": lambda each: f"{1 / each['mu']:,.0f}",
+        "omega": lambda each: f"{D / each['k_up'] - 1:g}",
+        "r": lambda each: each["r"],
+        "best rival": lambda each: each["rival"],
+        "it pays, in coordinates": lambda each: _times(each["times"]),
+        "in bytes": lambda each: _times(each["in_bytes"]),
+    }
+    return table(columns, found)
 
 
 def _times(own: Spread) -> str:
     return f"{own.mean:.2f} ± {own.error:.2f} times as much"
 
 
-def _scaling(results: Path) -> str:
-    rows, lines = read_rows(results / "scaling.csv"), []
-    for sweep in sweeps():
-        for method in sweep.methods:
-            found = exponent(sweep, method, rows)
-            seeds = len({row.seed for row in rows})
-            measured = found.measured.with_deviation(2)
-            if found.measured.count < seeds:
-                measured += f" ({found.measured.count} of {seeds} seeds)"
-            xs = [sweep.x(point) for point in sweep.points]
-            span = f"{xs[0]:g} to {xs[-1]:g}"
-            lines.append([sweep.label, span, method, measured, f"{found.theory:.2f}"])
-    return markdown_table(["iterations by", "range", "method", "exponent", "theory"], lines)
-
-
-def _ranks(results: Path) -> str:
-    columns = ("received_by_rank", "bytes_down", "bytes_up")
-    lines = [
-        [row["method"], *(f"{int(row[name]) / 1e6:.2f}" for name in columns)]
-        for row in read_csv(results / "on_ranks.csv")
-    ]
-    header = ["MB", "received by a rank", "received from a server", "messages of one worker"]
-    return markdown_table(header, lines)
-
-
-TABLES: Mapping[str, Callable[[Path], str]] = {
-    "paper_10": _costs(10, PAPER, _thousands, 1),
-    "coordinates_10": _costs(10, METHODS, _thousands, 1),
-    "coordinates_100": _costs(100, METHODS, _thousands, 1),
+TABLES: dict[str, TableMaker] = {
+    "paper_10": _costs(10, PAPER, thousands),
+    "coordinates_10": _costs(10, METHODS, thousands),
+    "coordinates_100": _costs(100, METHODS, thousands),
     "megabytes_10": _costs(10, PAPER, megabytes, 2),
     "megabytes_100": _costs(100, PAPER, megabytes, 2),
     "ranking": _ranking,
-    "reference": _reference,
     "sizes": _sizes,
     "prices": _prices,
     "wins": _wins,
-    "scaling": _scaling,
-    "ranks": _ranks,
 }

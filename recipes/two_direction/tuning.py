@@ -137,16 +137,6 @@ def tune(
     """Return the step size 2^i that takes f to the target with the fewest coordinates.
 
     If none reaches it within the budget, the one with the lowest f wins.
-
-    Args:
-        build: makes a new method with a step size.
-        value: f.
-        target: value of f to reach.
-        budget: coordinates, up and down, that a run can send.
-        powers: the i to try.
-
-    Raises:
-        SpecError: if ``powers`` is empty, or every step size diverges.
     """
     runs = {i: MethodRun(build(2.0**i), value, target) for i in powers}
     if not runs:

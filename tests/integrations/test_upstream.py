@@ -15,8 +15,7 @@ import torch.distributed as dist
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.integrations.upstream import edited, edits_of, parse, read
-from recipes.integrations.upstream_scripts import SCRIPTS, Edit, after, before
+from recipes.integrations.upstream import SCRIPTS, Edit, edited, edits_of, parse, read
 from tests.support.outcomes import same
 from tests.support.ranks import on_processes
 
@@ -125,15 +124,15 @@ def test_the_page_of_a_script_shows_every_inserted_line(name, method):
     page = (DOCS / f"{name}.md").read_text()
     shown = {line[1:].strip() for line in page.splitlines() if line.startswith("+")}
     edits = edits_of(SCRIPTS[name], parse([name, "--source", ".", *method]))
-    assert {line.strip() for edit in edits for line in edit.lines} <= shown | {"..."}
+    assert {line.strip() for edit in edits for line in edit.lines.splitlines()} <= shown | {"..."}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_cpu_needs_no_line_with_cuda_or_nccl(name):
-    edits = SCRIPTS[name].fixes + SCRIPTS[name].cpu
+    edits = [Edit(**each) for each in SCRIPTS[name]["fixes"] + SCRIPTS[name]["cpu"]]
     files = {edit.file: "" for edit in edits}
     for edit in edits:
-        files[edit.file] += f"    {edit.anchor}\n"
+        files[edit.file] += f"    {edit.at}\n"
     text = "".join(edited(files, edits).values())
     assert "cuda" not in text
     assert "nccl" not in text
@@ -142,16 +141,17 @@ def test_a_cpu_needs_no_line_with_cuda_or_nccl(name):
 
 def test_lines_are_inserted_with_the_indentation_of_the_anchor():
     text = "if ddp:\n    model = DDP(model, device_ids=[0])\n"
-    added = after("model = DDP(", "handle = register(", "    model)")
+    added = Edit("model = DDP(", "...\nhandle = register(\n    model)\n")
     assert added.apply(text) == text + "    handle = register(\n        model)\n"
-    assert before("model = DDP(", "if a:").apply("model = DDP(m)\n") == "if a:\nmodel = DDP(m)\n"
-    assert Edit("model", ("net = 1",)).apply("  model = 2\n") == "  net = 1\n"
+    before = Edit("model = DDP(", "if a:\n...\n")
+    assert before.apply("model = DDP(m)\n") == "if a:\nmodel = DDP(m)\n"
+    assert Edit("model", "net = 1\n").apply("  model = 2\n") == "  net = 1\n"
 
 
 @pytest.mark.parametrize("text", ["", "start = 1\n", "step = 1\nstep = 2\n"])
 def test_an_upstream_script_that_has_changed_is_an_error(text):
     with pytest.raises(RecipeError, match=r"utils\.py.*'step = '"):
-        edited({"utils.py": text}, [Edit("step = ", ("...",), "utils.py")])
+        edited({"utils.py": text}, [Edit("step = ", "...", "utils.py")])
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,9 @@ import importlib.util
 import json
 import logging
 import os
-import pickle
 import signal
 import subprocess
 import sys
-import tarfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -26,12 +24,6 @@ from tests.recipes.forked_ranks import ForkedRun, Launcher
 from tests.support.patience import PATIENCE
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache folder for this test session, in place of the user's."""
-    return tmp_path_factory.mktemp("cache")
-
-
 @pytest.fixture
 def needs_ffcv() -> None:
     """Skip the test if ffcv is not installed."""
@@ -40,32 +32,9 @@ def needs_ffcv() -> None:
 
 
 @pytest.fixture
-def digits_flags(tmp_path: Path, cache: Path) -> list[str]:
-    """Flags of a short run on the digits, with the loader that compiles nothing."""
-    flags = ["--loader", "torchvision", "--data-cache", str(cache), "--threads", "1"]
-    return [*flags, "--out", str(tmp_path / "run")]
-
-
-@pytest.fixture
-def cifar_archive(tmp_path: Path) -> Path:
-    """A folder in the format of CIFAR-10's python archive: 100 training and 20 test images."""
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for name in [f"data_batch_{i}" for i in range(1, 6)] + ["test_batch"]:
-        pixels = rng.integers(0, 256, (20, 3072), dtype=np.uint8)
-        content = {b"data": pixels, b"labels": [i % 10 for i in range(20)]}
-        (folder / name).write_bytes(pickle.dumps(content, protocol=2))
-    return folder
-
-
-@pytest.fixture
-def cifar_tarball(cifar_archive: Path) -> Path:
-    """The archive as a .tar.gz file."""
-    path = cifar_archive.parent / "cifar-10-python.tar.gz"
-    with tarfile.open(path, "w:gz") as archive:
-        archive.add(cifar_archive, arcname=cifar_archive.name)
-    return path
+def digits_flags(tmp_path: Path) -> list[str]:
+    """Flags of a short run on the digits."""
+    return ["--threads", "1", "--out", str(tmp_path / "run")]
 
 
 @pytest.fixture

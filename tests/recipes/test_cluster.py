@@ -1,6 +1,5 @@
 """Files for clusters: they parse, agree with each other, and have what Slurm and Trainer need."""
 
-import argparse
 import os
 import re
 import signal
@@ -85,14 +84,6 @@ def test_a_signal_before_the_ranks_start_requeues_the_job(tmp_path: Path) -> Non
     assert calls == ["scontrol show hostnames 1", "scontrol requeue 7"]
 
 
-def test_the_batch_script_starts_nothing_outside_the_repository(tmp_path: Path) -> None:
-    code, printed, calls = batch_script(tmp_path, tmp_path, "")
-    assert code not in (0, REQUEUE)
-    assert "error: " in printed
-    assert str(tmp_path) in printed
-    assert calls == []
-
-
 def nccl_settings(interface: str, *more: str) -> dict[str, str]:
     """Return what the batch script exports, to jobs that were submitted with the variables."""
     variables = " ".join([f"INTERFACE={interface}", *more])
@@ -100,17 +91,6 @@ def nccl_settings(interface: str, *more: str) -> dict[str, str]:
     lines = run(["bash", "-c", command], cwd=CLUSTER).stdout.splitlines()
     pairs = dict(line.split("=", 1) for line in lines)
     return {name: value for name, value in pairs.items() if name.startswith(("NCCL_", "GLOO_"))}
-
-
-def test_nccl_and_gloo_use_the_interface() -> None:
-    settings = nccl_settings("ens5")
-    assert settings["NCCL_SOCKET_IFNAME"] == "=ens5"
-    assert settings["GLOO_SOCKET_IFNAME"] == "ens5"
-
-
-def test_variables_of_the_user_override_the_settings() -> None:
-    mine = {name: f"my-{name}" for name in nccl_settings("eth0")}
-    assert nccl_settings("eth0", *(f"{name}={value}" for name, value in mine.items())) == mine
 
 
 # Kubernetes.
@@ -147,26 +127,6 @@ def only_job(template: dict[str, Any]) -> dict[str, Any]:
     return spec
 
 
-def rendered_pod(job: dict[str, Any], runtime: dict[str, Any]) -> dict[str, Any]:
-    """Return the pod that Trainer makes of a runtime, the job's patch of it, and its trainer."""
-    pod: dict[str, Any] = only_job(runtime["spec"]["template"])["template"]["spec"]
-    (patch,) = job["spec"]["runtimePatches"]
-    changes = only_job(patch["trainingRuntimeSpec"]["template"])["template"]["spec"]
-    (container,), (changed,) = pod["containers"], changes["containers"]
-    assert container["name"] == changed["name"] == "node"
-    trainer = {name: job["spec"]["trainer"][name] for name in ("image", "command", "args", "env")}
-    return {**pod, **changes, "containers": [{**container, **changed, **trainer}]}
-
-
-def test_the_job_trains_on_64_gpus_with_the_standard_runtime(job: dict[str, Any]) -> None:
-    assert job["kind"] == "TrainJob"
-    assert re.fullmatch("[a-z][-a-z0-9]{0,62}", job["metadata"]["name"])
-    assert job["spec"]["runtimeRef"]["name"] == "torch-distributed"
-    trainer = job["spec"]["trainer"]
-    assert (trainer["numNodes"], trainer["numProcPerNode"]) == (8, 8)
-    assert trainer["resourcesPerNode"]["limits"]["nvidia.com/gpu"] == 8
-
-
 def test_the_job_starts_the_launcher_with_valid_flags(job: dict[str, Any]) -> None:
     trainer = job["spec"]["trainer"]
     assert trainer["command"][1:] == ["-m", launch.__spec__.name]
@@ -174,21 +134,6 @@ def test_the_job_starts_the_launcher_with_valid_flags(job: dict[str, Any]) -> No
     settings = read_settings(trainer["args"][2:])
     assert settings.auto_resume
     assert settings.checkpoint_every > 0
-
-
-def test_the_pod_has_shared_memory_and_time_to_save(
-    job: dict[str, Any], runtime: dict[str, Any]
-) -> None:
-    pod = rendered_pod(job, runtime)
-    (container,) = pod["containers"]
-    volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
-    assert set(mounts.values()) == volumes.keys()
-    assert volumes[mounts["/dev/shm"]]["emptyDir"]["medium"] == "Memory"
-    settings = read_settings(container["args"][2:])
-    assert settings.data_path in mounts
-    assert str(Path(settings.out).parent) in mounts
-    assert pod["terminationGracePeriodSeconds"] > 30
 
 
 def test_the_job_has_the_nccl_settings_of_the_batch_script(job: dict[str, Any]) -> None:
@@ -317,16 +262,3 @@ def test_the_launcher_refuses_restarts_by_torchrun(monkeypatch: pytest.MonkeyPat
     assert "--max-restarts" in error_of_the_launcher(flags, monkeypatch)
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")
     assert "--max-restarts" in error_of_the_launcher(["script.py"], monkeypatch)
-
-
-@pytest.mark.usefixtures("_handlers")
-def test_the_launcher_names_the_torch_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    parse = torch.distributed.run.parse_args
-
-    def older(argv: list[str]) -> argparse.Namespace:
-        flags = parse(argv)
-        del flags.signals_to_handle
-        return flags
-
-    monkeypatch.setattr(torch.distributed.run, "parse_args", older)
-    assert "torch 2.10" in error_of_the_launcher(["script.py"], monkeypatch)

@@ -41,10 +41,10 @@ FLAGS += ["--signal-every", "3", "--sync", "every(4)", "--compress", "ef(topk(0.
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, cache: Path) -> Path:
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of a run on two ranks that is not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
-    Launcher(folder).start(*FLAGS, "--data-cache", str(cache), "--out", str(folder)).finish()
+    Launcher(folder).start(*FLAGS, "--out", str(folder)).finish()
     return folder
 
 
@@ -54,9 +54,9 @@ def out(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def flags(out: Path, cache: Path) -> list[str]:
+def flags(out: Path) -> list[str]:
     """The flags of a run that is interrupted and resumed."""
-    return [*FLAGS, "--data-cache", str(cache), "--out", str(out), "--auto-resume"]
+    return [*FLAGS, "--out", str(out), "--auto-resume"]
 
 
 def has_begun(out: Path) -> bool:
@@ -214,14 +214,6 @@ def test_a_slurm_job_whose_processes_get_sigterm_requeues_itself(job: SlurmJob, 
     assert_saved(out, job.printed.read_text())
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("flags", [["--lr", "fast"]])
-def test_a_slurm_job_with_a_wrong_flag_is_not_requeued(job: SlurmJob) -> None:
-    assert job.script.wait(PATIENCE) not in (0, REQUEUE)
-    assert "error (rank 0): --lr" in job.printed.read_text()
-    assert job.requeued_ids() == []
-
-
 def test_a_signal_before_a_launcher_catches_it_requeues_the_job(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\nkill -USR1 $$\n")
@@ -343,12 +335,6 @@ def test_loader_processes_ignore_the_signals(
     flags += ["--batch-size", "2", "--epochs", "1", "--checkpoint-every", "1"]
     assert train_here(*flags, "--out", str(tmp_path / "run"))["steps"] == 6
     assert signalled
-
-
-def test_handlers_are_restored(train_here: TrainHere, digits_flags: list[str]) -> None:
-    before = [signal.getsignal(number) for number in interruption.SIGNALS]
-    train_here(*digits_flags, "--epochs", "1")
-    assert [signal.getsignal(number) for number in interruption.SIGNALS] == before
 
 
 def test_auto_resume_starts_and_then_resumes(

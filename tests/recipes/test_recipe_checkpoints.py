@@ -56,14 +56,6 @@ def test_only_the_last_two_checkpoints_are_kept(checkpoints: Checkpoints) -> Non
     assert names == ["step-000000004", "step-000000005"]
 
 
-def test_a_checkpoint_that_another_rank_is_writing_is_kept(checkpoints: Checkpoints) -> None:
-    ahead = checkpoints.folder / "step-000000009"
-    ahead.mkdir(parents=True)
-    for step in range(1, 5):
-        checkpoints.save(step, {"step": step}, SETTINGS)
-    assert ahead.is_dir()
-
-
 def steps_in(checkpoints: Checkpoints) -> list[int]:
     """Return the steps of the complete checkpoints."""
     return sorted(int(path.parent.name[5:]) for path in checkpoints.folder.glob(f"*/{MARKER}"))
@@ -99,19 +91,6 @@ def test_what_cannot_be_deleted_or_is_not_ours_stays(
         assert checkpoints.save(step, {}, SETTINGS) is None
     assert steps_in(checkpoints) == [2, 3]
     assert all(copy.exists() for copy in copies)
-
-
-def test_a_failed_save_is_reported_if_nothing_can_be_deleted_either(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def read_only(*arguments: object, **options: object) -> None:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    checkpoints.save(1, {"step": 1}, SETTINGS)
-    monkeypatch.setattr(os, "replace", read_only)
-    monkeypatch.setattr(Path, "unlink", read_only)
-    assert checkpoints.save(2, {}, SETTINGS) == "rank 0: Read-only file system"
-    assert checkpoints.load(SETTINGS)["step"] == 1
 
 
 # Another run, or another folder, by mistake.
@@ -294,14 +273,6 @@ def test_another_number_of_ranks_needs_less_memory_than_two_files(tmp_path: Path
     assert peak() < 2 * path.stat().st_size
 
 
-def test_a_loaded_state_does_not_depend_on_the_files_any_more(tmp_path: Path) -> None:
-    _, path = write_files_of([{"w": torch.zeros(1000)}, {"w": torch.ones(1000)}], tmp_path)
-    state = Checkpoints(tmp_path, 0, 1).load(SETTINGS, resized=lambda states: states[1])
-    with path.open("r+b") as file:
-        file.write(bytes(path.stat().st_size))
-    assert state["w"].eq(1).all()
-
-
 def test_every_changed_bit_of_a_marker_is_found(tmp_path: Path) -> None:
     marker = Marker(("0f", "1e"), {"lr": 0.2, "compress": "ef(topk(0.01))"})
     marker.write(tmp_path)
@@ -317,12 +288,6 @@ def test_every_changed_bit_of_a_marker_is_found(tmp_path: Path) -> None:
         except RecipeError:
             continue
         assert chr(good[bit // 8]).isspace()
-
-
-def test_a_marker_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / MARKER).write_text('{"step": 5, "ranks": 1, "sha256": ["ab"], "settings": {}}')
-    with pytest.raises(RecipeError, match="version"):
-        Marker.read(tmp_path)
 
 
 def truncate(path: Path) -> None:

@@ -44,11 +44,6 @@ def test_cosine_with_warmup_at_every_step() -> None:
     assert lr_at(90) == FINAL
 
 
-def test_cosine_without_warmup_starts_at_the_peak() -> None:
-    lr_at = lr_function(settings(warmup_steps=0), STEPS_PER_EPOCH)
-    assert [lr_at(t) for t in range(91)] == [cosine_by_hand(t, 90, 0) for t in range(91)]
-
-
 def test_step_schedule_at_every_step() -> None:
     lr_at = lr_function(settings(schedule="step", milestones=(3, 6), gamma=0.1), STEPS_PER_EPOCH)
     for step in range(90):

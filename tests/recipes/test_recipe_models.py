@@ -3,8 +3,6 @@
 import math
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,9 +10,8 @@ import torch
 
 from recipes.errors import RecipeError
 from recipes.models import build_model, check_model
-from recipes.simple_vit import SIZES, sin_cos_positions
+from recipes.simple_vit import sin_cos_positions
 from tests.support.patience import PATIENCE
-from torchcomp.advisor.torchvision_compat import import_torchvision
 
 
 @pytest.mark.parametrize(
@@ -39,84 +36,11 @@ def test_small_stem_keeps_the_resolution_of_small_images() -> None:
     assert model.maxpool(model.conv1(torch.zeros(1, 3, 32, 32))).shape[-1] == 32
 
 
-def simple_vit(size: str = "ti16", classes: int = 5) -> Any:
-    return build_model(f"simple_vit/{size}", channels=3, classes=classes, small_stem=False)
-
-
 def vit_pytorch(size: str = "ti16", classes: int = 5) -> Any:
     return build_model(f"vit_pytorch/simple_{size}", channels=3, classes=classes, small_stem=False)
 
 
-def test_simple_vit_has_the_parameters_of_the_papers_shape() -> None:
-    patch, width, depth, mlp, classes = 16, 768, 12, 3072, 1000
-    block = 4 * width * (width + 1) + 2 * 2 * width + mlp * (width + 1) + width * (mlp + 1)
-    embedding = width * (3 * patch**2 + 1)
-    by_hand = embedding + depth * block + 2 * width + classes * (width + 1)
-    with torch.device("meta"):
-        model = simple_vit("b16", classes)
-    assert sum(parameter.numel() for parameter in model.parameters()) == by_hand == 86_415_592
-
-
-def test_simple_vit_has_the_parameters_of_timms_vit_without_token_and_positions() -> None:
-    import_torchvision()
-    import timm
-
-    options = {"class_token": False, "global_pool": "avg", "pos_embed": "none"}
-    with torch.device("meta"):
-        other = timm.create_model("vit_base_patch16_224", **options)
-        model = simple_vit("b16", 1000)
-    assert shapes(model) == shapes(other)
-
-
-def shapes(model: torch.nn.Module) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(parameter.shape) for parameter in model.parameters())
-
-
-def test_simple_vit_equals_its_equations() -> None:
-    """Compare with pre-norm blocks written out in float64: attention, then MLP."""
-    torch.manual_seed(0)
-    model = simple_vit().double().eval()
-    torch.nn.init.normal_(model.head.weight)
-    images = torch.randn(2, 3, 32, 48, dtype=torch.float64)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), scores_by_hand(model, images))
-
-
-def scores_by_hand(model: Any, images: torch.Tensor) -> torch.Tensor:
-    size = SIZES["ti16"]
-    grid = model.patches(images)
-    tokens = grid.flatten(2).transpose(1, 2)
-    tokens = tokens + sin_cos_positions(size.width, *grid.shape[2:], like=grid)
-    for block in model.blocks:
-        q, k, v = block.self_attn.in_proj_weight.chunk(3)
-        x = block.norm1(tokens)
-        heads = [(x @ w.T).unflatten(2, (size.heads, -1)).transpose(1, 2) for w in (q, k, v)]
-        weights = (heads[0] @ heads[1].mT / 8).softmax(-1)
-        mixed = (weights @ heads[2]).transpose(1, 2).flatten(2)
-        tokens = tokens + block.self_attn.out_proj(mixed)
-        x = block.norm2(tokens)
-        tokens = tokens + block.linear2(torch.nn.functional.gelu(block.linear1(x)))
-    return model.head(model.norm(tokens).mean(1))
-
-
-@pytest.mark.parametrize("build", [simple_vit, vit_pytorch])
-def test_simple_vits_need_whole_patches(build: Callable[[], Any]) -> None:
-    with pytest.raises(ValueError, match="patch size 16"):
-        build()(torch.zeros(1, 3, 32, 40))
-
-
 # The facts of the tests below are those of vit-pytorch 1.2.8's SimpleViT.
-
-
-def test_vit_pytorch_has_the_parameters_of_its_layers() -> None:
-    pixels, width, mlp, classes = 3 * 16**2, 768, 3072, 1000
-    # Attention has no biases. Each block has two norms, the embedding two, the head one.
-    block = 4 * width**2 + mlp * (width + 1) + width * (mlp + 1) + 2 * 2 * width
-    embedding = width * (pixels + 1) + 2 * pixels + 2 * width
-    by_hand = embedding + 12 * block + 2 * width + classes * (width + 1)
-    with torch.device("meta"):
-        model = vit_pytorch("b16", classes)
-    assert sum(parameter.numel() for parameter in model.parameters()) == by_hand == 86_381_800
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -154,33 +78,6 @@ def norm(values: torch.Tensor, layer: torch.nn.LayerNorm) -> torch.Tensor:
     centred = values - values.mean(-1, keepdim=True)
     deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     return centred / deviation * layer.weight + layer.bias
-
-
-def test_vit_pytorch_starts_as_torchs_linear_layers_do() -> None:
-    model = vit_pytorch()
-    attention, mlp = model.blocks[0].self_attn, model.blocks[0]
-    for weight, inputs in (
-        (attention.in_proj_weight, 192),
-        (attention.out_proj.weight, 192),
-        (mlp.linear2.weight, 768),
-        (mlp.linear2.bias, 768),
-        (model.patches[1].weight, 768),
-        (model.head.weight, 192),
-    ):
-        # Uniform in +-1 / sqrt(inputs).
-        assert weight.abs().max().item() == pytest.approx(inputs**-0.5, rel=0.05)
-    assert weight.std().item() == pytest.approx((3 * 192) ** -0.5, rel=0.1)
-    assert not torch.equal(mlp.linear1.weight, model.blocks[1].linear1.weight)
-
-
-def test_blocks_of_simple_vit_start_apart_and_its_classes_equal() -> None:
-    model = simple_vit()
-    first, second = (block.linear1.weight for block in model.blocks[:2])
-    assert not torch.equal(first, second)
-    for matrix in model.blocks[0].self_attn.in_proj_weight.chunk(3):
-        # Xavier's uniform distribution has the deviation sqrt(2 / (inputs + outputs)).
-        assert matrix.std().item() == pytest.approx((2 / (192 + 192)) ** 0.5, rel=0.02)
-    assert torch.equal(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, 5))
 
 
 def test_positions_are_sines_and_cosines_of_row_and_column() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.image_data.order import TrainOrder, keyed_seed
+from recipes.image_data.order import TrainOrder
 from recipes.image_data.order import test_shard as shard_of
 
 
@@ -35,30 +35,11 @@ def test_an_epoch_resumes_from_any_step() -> None:
         assert np.array_equal(order.batches(2, step), whole[step:])
 
 
-def test_order_depends_on_seed_and_epoch_alone() -> None:
-    first = orders(1)[0]
-    assert np.array_equal(first.batches(1), orders(1)[0].batches(1))
-    assert not np.array_equal(first.batches(1), first.batches(2))
-    assert not np.array_equal(first.batches(1), orders(1, seed=6)[0].batches(1))
-
-
 @pytest.mark.parametrize(("samples", "ranks"), [(10, 1), (10, 3), (11, 4), (3, 3)])
 def test_test_shards_cover_every_image_once(samples: int, ranks: int) -> None:
     shards = [shard_of(samples, rank, ranks) for rank in range(ranks)]
     assert sorted(np.concatenate(shards)) == list(range(samples))
     assert max(map(len, shards)) - min(map(len, shards)) <= 1
-
-
-def test_keyed_seeds_differ_in_every_part() -> None:
-    keys = [(1, 2, 3), (1, 2, 4), (1, 3, 3), (2, 2, 3), (3, 2, 1)]
-    assert len({keyed_seed(*key) for key in keys}) == len(keys)
-
-
-def test_more_ranks_than_samples() -> None:
-    with pytest.raises(RecipeError, match=r"8 ranks .*5 training images"):
-        TrainOrder(samples=5, batch_size=8, rank=0, world_size=8, seed=0)
-    with pytest.raises(RecipeError, match=r"8 ranks .*5 test images"):
-        shard_of(5, 0, 8)
 
 
 def test_batch_not_divisible_by_ranks() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from recipes import quickstart
-from recipes.quickstart import METHODS, Result, draw, table
+from recipes.quickstart import METHODS, Result, draw_results, table
 
 
 def results(seeds: int) -> dict[str, list[Result]]:
@@ -41,7 +41,7 @@ def test_the_table_fits_in_80_columns(seeds: int) -> None:
 
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_the_plot_is_written(seeds: int, tmp_path: Path) -> None:
-    draw(results(seeds), tmp_path / "runs" / "accuracy.png", ranks=2)
+    draw_results(results(seeds), tmp_path / "runs" / "accuracy.png", ranks=2)
     assert (tmp_path / "runs" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -62,18 +62,6 @@ def test_methods_are_spec_strings() -> None:
     parsed = quickstart.parse(["--methods", "dense", "every(8)", "--ranks", "4", "--", "--lr", "1"])
     assert (parsed.methods, parsed.ranks) == (["dense", "every(8)"], 4)
     assert parsed.extra == ["--lr", "1"]
-
-
-def test_a_file_in_place_of_the_folder_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    path = tmp_path / "file"
-    path.write_text("kept")
-    monkeypatch.setattr(sys, "argv", ["quickstart", "--out", str(path)])
-    monkeypatch.setattr(quickstart, "run", pytest.fail)
-    with pytest.raises(SystemExit, match="--out"):
-        quickstart.main()
-    assert path.read_text() == "kept"
 
 
 @pytest.mark.parametrize(

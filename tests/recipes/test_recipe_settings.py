@@ -125,10 +125,6 @@ def test_configurations_are_valid_and_say_whether_they_were_run(path: Path) -> N
         (["--lr", "1e-9"], "--final-lr .*--lr 1e-09.* 1e-06"),
         (["--crop-ratio", "1.5"], r"--crop-ratio .* 1, .*1\.5"),
         (["--randaugment-magnitude", "31"], "--randaugment-magnitude .* 30, .*31"),
-        (
-            ["--randaugment-variant", "composer", "--randaugment-magnitude", "11"],
-            "composer .*--randaugment-magnitude .* 10, .*11",
-        ),
         (["--mixup-shares", "batch"], "--mixup-shares 'batch' .*micro-batch"),
         (["--dataset", "folder", "--dry-run"], "--dataset folder .*--data-path"),
         (["--seed", str(2**63)], "--seed .* 9223372036854775807, .*9223372036854775808"),

@@ -1,6 +1,5 @@
 """Runs of recipes/train.py: they learn, they are reproducible, and they resume bit for bit."""
 
-import contextlib
 import copy
 import json
 import re
@@ -53,14 +52,6 @@ def test_a_short_run_learns_and_reports(train_here: TrainHere, digits_flags: lis
     assert "features.0.weight" in weights
 
 
-def test_no_thread_of_gloo_outlives_the_run(train_here: TrainHere, digits_flags: list[str]) -> None:
-    # Such a thread sometimes aborts the process at its exit.
-    before = gloo_threads()
-    train_here(*digits_flags, "--epochs", "1", "--compress", "ef(topk(0.1))")
-    # Groups that earlier tests left to the garbage collector may end theirs in between.
-    assert gloo_threads() <= before
-
-
 @pytest.mark.parametrize("method", [["--compress", "mean"], ["--sync", "every(8)"]])
 def test_an_epoch_reports_the_share_of_time_spent_waiting(
     train_here: TrainHere,
@@ -84,16 +75,6 @@ def test_auto_chooses_in_the_first_steps(
     assert len(messages_of("advisor.auto", caplog)) == 1
 
 
-def gloo_threads() -> set[int]:
-    """The ids of this process's threads that gloo started."""
-    found = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
-            if "gloo" in (task / "comm").read_text():
-                found.add(int(task.name))
-    return found
-
-
 @pytest.mark.parametrize(
     "flags",
     [
@@ -105,7 +86,7 @@ def gloo_threads() -> set[int]:
         ["--compress", "ef(topk(0.1))", "--lr-inside", "--momentum", "0"],
         [
             *("--mixup-shares", "micro-batch", "--mixup", "0.2", "--accumulate", "4"),
-            *("--randaugment-variant", "composer", "--randaugment-ops", "2"),
+            *("--randaugment-ops", "2"),
         ],
         ["--sync", "every(3)", "--bn-images", "100"],
         ["--outer", "nesterov(lr=0.9, momentum=0.5)", "--sync", "every(3)"],
@@ -118,15 +99,6 @@ def test_options_train_repeat_and_resume(
 ) -> None:
     # 4 steps per epoch: every other checkpoint is inside an epoch.
     repeat_and_resume(train_here, [*digits_flags, "--epochs", "2", "--batch-size", "360", *flags])
-
-
-@pytest.mark.thorough
-def test_dropout_and_mirroring_repeat_and_resume(
-    train_here: TrainHere, digits_flags: list[str], cifar_archive: Path
-) -> None:
-    flags = ["--dataset", "cifar10", "--data-path", str(cifar_archive), "--batch-size", "20"]
-    flags += ["--model", "torchvision/mobilenet_v3_small", "--epochs", "1"]
-    repeat_and_resume(train_here, [*digits_flags, *flags])
 
 
 def repeat_and_resume(train_here: TrainHere, flags: list[str]) -> None:
@@ -144,14 +116,6 @@ def delete_newest_checkpoint(out: Path) -> None:
     shutil.rmtree(sorted((out / "checkpoints").iterdir())[-1])
 
 
-def test_another_seed_gives_other_weights(train_here: TrainHere, digits_flags: list[str]) -> None:
-    hashes = {
-        train_here(*digits_flags, "--epochs", "1", "--seed", seed)["weights_sha256"]
-        for seed in ("0", "1")
-    }
-    assert len(hashes) == 2
-
-
 def test_accumulation_changes_the_result_by_rounding_alone(
     train_here: TrainHere, digits_flags: list[str]
 ) -> None:
@@ -163,20 +127,6 @@ def test_accumulation_changes_the_result_by_rounding_alone(
         out = Path(train_here(*flags, "--accumulate", pieces)["settings"]["out"])
         losses.append(steps_and_losses(out)[0][1])
     assert losses[0] == pytest.approx(losses[1], rel=0.05)
-
-
-def test_metrics_of_a_resumed_run_have_each_line_once(
-    train_here: TrainHere, digits_flags: list[str]
-) -> None:
-    flags = [*digits_flags, "--epochs", "2", "--log-every", "5", "--checkpoint-every", "15"]
-    whole = train_here(*flags)
-    out = Path(whole["settings"]["out"])
-    before = steps_and_losses(out)
-    delete_newest_checkpoint(out)
-    with (out / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4')
-    train_here(*flags, "--resume")
-    assert steps_and_losses(out) == before
 
 
 def test_photographs_with_torchvision(
@@ -191,7 +141,7 @@ def test_photographs_with_torchvision(
 @pytest.mark.usefixtures("needs_ffcv")
 @pytest.mark.thorough
 def test_photographs_with_ffcv(photo_folder: Path, tmp_path: Path) -> None:
-    convert("--dataset", "folder", "--source", str(photo_folder), "--out", str(tmp_path / "b"))
+    convert("--source", str(photo_folder), "--out", str(tmp_path / "b"))
     assert (tmp_path / "b" / "val_500_0.50_90.beton").is_file()
     flags = ["--dataset", "folder", "--data-path", str(tmp_path / "b"), "--loader", "ffcv"]
     flags += ["--model", "smallcnn", "--batch-size", "4", "--epochs", "2", "--threads", "1"]
@@ -208,7 +158,7 @@ def test_a_corrupt_photograph_stops_the_conversion(photo_folder: Path, tmp_path:
     for name in ("0.jpg", "3.jpg"):
         (photo_folder / "train" / "cat" / name).write_bytes(b"not a photograph")
     with pytest.raises(RecipeError, match=r"cat/[03].jpg .*2 of 12"):
-        convert("--dataset", "folder", "--source", str(photo_folder), "--out", str(tmp_path / "b"))
+        convert("--source", str(photo_folder), "--out", str(tmp_path / "b"))
     assert not list((tmp_path / "b").iterdir())
 
 
@@ -224,7 +174,7 @@ def test_a_corrupt_photograph_stops_the_conversion(photo_folder: Path, tmp_path:
 def test_bad_formats(flags: list[str], message: str, photo_folder: Path, tmp_path: Path) -> None:
     paths = ["--source", str(photo_folder), "--out", str(tmp_path)]
     with pytest.raises(RecipeError, match=message):
-        convert("--dataset", "folder", *paths, *flags)
+        convert(*paths, *flags)
 
 
 def convert(*flags: str) -> None:
@@ -342,26 +292,6 @@ def test_local_steps_are_evaluated_with_reestimated_statistics(
     assert differing == {name for name in weights[0] if "running" in name or "num_b" in name}
 
 
-def test_statistics_are_estimated_from_images_of_the_next_epoch(
-    train_here: TrainHere, digits_flags: list[str]
-) -> None:
-    from recipes.image_data import open_batches
-    from recipes.settings import read_settings
-
-    flags = [*digits_flags, "--epochs", "1", "--sync", "every(2)", "--bn-images", "128"]
-    settings = read_settings(flags)
-    out = Path(train_here(*flags)["settings"]["out"])
-    found = torch.load(out / "weights.pt", weights_only=True)
-    batches = open_batches(settings, 0, 1, torch.device("cpu"), workers=0).train(1, 0)
-    first, second = (next(batches)[0] for _ in range(2))
-    convolved = [
-        torch.nn.functional.conv2d(images, found["features.0.weight"], padding=1)
-        for images in (first, second)
-    ]
-    means = torch.stack([x.mean((0, 2, 3)) for x in convolved])
-    torch.testing.assert_close(found["features.1.running_mean"], means.mean(0))
-
-
 def test_gradients_are_clipped(train_here: TrainHere, digits_flags: list[str]) -> None:
     flags = ["--epochs", "1", "--batch-size", "1440", "--momentum", "0", "--weight-decay", "0"]
     changes = []
@@ -410,14 +340,6 @@ def scaler_with_init_scale(scale: float) -> type[torch.amp.GradScaler]:
             super().__init__(device, init_scale=scale, enabled=enabled)
 
     return Scaler
-
-
-@pytest.mark.thorough
-def test_a_dry_run_does_not_train(tmp_path: Path) -> None:
-    done = run_script("--dry-run", "--out", str(tmp_path / "run"))
-    assert done.returncode == 0, done.stderr
-    assert "model: smallcnn" in done.stdout
-    assert not (tmp_path / "run").exists()
 
 
 # Several ranks.
@@ -494,19 +416,6 @@ def test_three_dense_ranks_resume_bit_for_bit(
     delete_newest_checkpoint(tmp_path / "run")
     forked.start(*flags, "--resume", ranks=3).finish()
     assert summary_in(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
-
-
-@pytest.mark.usefixtures("needs_ffcv")
-@pytest.mark.thorough
-def test_two_ranks_train_the_same_with_ffcv_and_torchvision(
-    torchrun: TorchRun, tmp_path: Path, cache: Path
-) -> None:
-    common = ["--data-cache", str(cache / "fresh"), "--threads", "1", "--epochs", "2"]
-    outs = [tmp_path / "ffcv", tmp_path / "torchvision"]
-    runs = [torchrun.start(*common, "--loader", out.name, "--out", str(out)) for out in outs]
-    for run in runs:
-        torchrun.finish(run)
-    assert summary_in(outs[0])["weights_sha256"] == summary_in(outs[1])["weights_sha256"]
 
 
 @pytest.mark.thorough

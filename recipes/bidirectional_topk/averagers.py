@@ -1,45 +1,38 @@
-"""Many workers in one process: each has a torchcomp.Averager over collectives between threads.
+"""Many workers in one process, each with a torchcomp.Averager, and the bytes that they receive.
 
-All replicas of a synchronised run have equal weights, so the workers share one model. Their
-gradients are computed one after another, and then averaged by all workers together.
+The collectives are between threads. All replicas of a synchronised run have equal weights, so the
+workers share one model. Their gradients are computed one after another, and then averaged by all
+workers together.
 """
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from recipes.bidirectional_topk.serial import SerialWorkers
-from torchcomp import Averager, InProcessExchange, run_in_process
+from recipes.bidirectional_topk.problems import Problem, batches
+from recipes.bidirectional_topk.workers import SerialWorkers
+from torchcomp import Averager, InProcessExchange, explain, run_in_process
 
 Gradients = dict[str, Tensor]
-
-
-@dataclass(frozen=True)
-class Received:
-    """The bytes that one worker received in one collective.
-
-    Attributes:
-        entries: whether they are encoded entries; if not, the selection of a threshold takes them.
-        nbytes: bytes received from the other workers.
-    """
-
-    entries: bool
-    nbytes: int
 
 
 class LoggedExchange(InProcessExchange):
     """An exchange that records the bytes received in each all-gather and all-to-all.
 
     Attributes:
-        log: the collectives of the last step.
+        log: for each collective of the last step, whether it carried encoded entries (if not, the
+            selection of a threshold took them), and the bytes from the other workers.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.log: list[Received] = []
+        self.log: list[tuple[bool, int]] = []
 
     def all_gather_rows(self, message: Tensor) -> Tensor:
         rows = super().all_gather_rows(message)
@@ -54,7 +47,7 @@ class LoggedExchange(InProcessExchange):
     def _record(self, parts: Sequence[Tensor]) -> None:
         nbytes = sum(part.nbytes for rank, part in enumerate(parts) if rank != self.rank)
         # Encoded entries are uint8. Counts and the threshold search use wider types.
-        self.log.append(Received(parts[0].dtype == torch.uint8, nbytes))
+        self.log.append((parts[0].dtype == torch.uint8, nbytes))
 
 
 class Workers:
@@ -76,14 +69,10 @@ class Workers:
         self.averagers = [Averager(spec, each, self.parameters) for each in self.exchanges]
 
     def backward(self, loss_of: Callable[[int], Tensor], lr: float | None = None) -> bool:
-        """Compute and average the gradients of all workers, and store the result in ``grad``.
+        """Average the gradients of ``loss_of(rank)`` over all workers, and store them in ``grad``.
 
-        Args:
-            loss_of: returns the loss of a worker's batch, given its rank.
-            lr: learning rate of the step, to keep it inside the residuals.
-
-        Returns:
-            Whether the result is finite. If it is not, the caller must skip the optimizer step.
+        ``lr`` keeps the learning rate inside the residuals. If the result is not finite, return
+        False: the caller must skip the optimizer step.
         """
         gradients = [self._gradients(loss_of(exchange.rank)) for exchange in self.exchanges]
 
@@ -136,3 +125,75 @@ class Workers:
 
 def _bits(values: Tensor) -> Tensor:
     return values.contiguous().view(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of messages that a rank receives in one step, counted by its exchange.
+
+    Together, the first three are ``bytes_received`` of :class:`torchcomp.Stats`, which has the
+    control messages apart. They are means over the ranks.
+    """
+
+    up: float  # entries for its shard
+    down: float  # entries of the downlink
+    selection: float  # counts, histograms and candidates
+    busiest: int  # entries for its shard, on the rank that receives most
+
+
+# The first step searches the threshold from no guess, so that it is not a usual one.
+_COUNTED_STEPS = 3
+
+
+def count_traffic(
+    problem: Problem, serial: SerialWorkers, spec: str, *, lr: float, seed: int
+) -> Traffic:
+    """Take some steps more with one :class:`torchcomp.Averager` for each worker."""
+    workers = Workers(serial.model, spec, serial.count)
+    workers.continue_from(serial)
+    train(problem, workers, serial.model, lr=lr, steps=_COUNTED_STEPS, seed=seed)
+    received = [phases(exchange) for exchange in workers.exchanges]
+    up, down, selection = (round(fmean(way), 1) for way in zip(*received, strict=True))
+    return Traffic(up, down, selection, busiest=max(up for up, _, _ in received))
+
+
+def phases(exchange: LoggedExchange) -> tuple[int, int, int]:
+    """Return the bytes that a rank received up, down, and for the selection; see `Traffic`."""
+    entries = [nbytes for is_entries, nbytes in exchange.log if is_entries]
+    selection = sum(nbytes for is_entries, nbytes in exchange.log if not is_entries)
+    # Bidirectional TopK exchanges entries twice; an all-gather has only the downlink.
+    up, down = entries if len(entries) == 2 else (0, sum(entries))
+    return up, down, selection
+
+
+def train(
+    problem: Problem, workers: Workers, model: nn.Module, *, lr: float, steps: int, seed: int
+) -> bool:
+    """Take ``steps`` steps of plain SGD, and return whether every gradient stayed finite."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
+    chosen = batches(problem, len(workers.exchanges), seed)
+    for shares in itertools.islice(chosen, steps):
+        # The default argument binds this step's shares, not those of a later step.
+        def loss_of(rank: int, shares: Tensor = shares) -> Tensor:
+            mine = problem.train.take(shares[rank])
+            return cross_entropy(model(mine.images), mine.labels)
+
+        if not workers.backward(loss_of):
+            return False
+        optimizer.step()
+    return True
+
+
+def server_bytes(d: int, entries: int) -> int:
+    """Return the size of a server's message: the entries, or all d values if those are smaller."""
+    return min(explain(f"topk(k={entries})", numel=d, world_size=1).message_bytes, 4 * d)
+
+
+def received_bytes(spec: str, d: int, workers: int) -> int:
+    """Return the bytes that a rank receives per step, as planned by :func:`torchcomp.explain`."""
+    return explain(spec, numel=d, world_size=workers).bytes_received
+
+
+def random_union(d: int, k: int, workers: int) -> float:
+    """Return the expected union of random supports of ``k`` of ``d`` entries, in units of k."""
+    return d * (1 - (1 - k / d) ** workers) / k

@@ -1,23 +1,54 @@
-"""The thesis's algorithms for many workers, written out for one process.
+"""The compared methods, and many workers that train by one of them, written out for one process.
 
-This is the fast form of :class:`recipes.bidirectional_topk.simulation.Workers`: 100 workers take a
-step in 50 ms instead of a second. A test compares the two. All residuals are rows of one matrix,
-and nothing is encoded or sent.
+:class:`SerialWorkers` is the fast form of :class:`recipes.bidirectional_topk.averagers.Workers`:
+100 workers take a step in 50 ms instead of a second. A test compares the two. All residuals are
+rows of one matrix, and nothing is encoded or sent.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from recipes.bidirectional_topk.methods import Method
 from torchcomp.compressors import TopK
 from torchcomp.compressors.base import Vectors
 
 # Workers whose gradients are computed together. More would not fit into the cache.
 _TOGETHER = 25
+
+
+@dataclass(frozen=True)
+class Method:
+    """Which directions are compressed.
+
+    Attributes:
+        up: whether each worker sends the K largest entries of its gradient plus its residual.
+        down: whether the server sends the K largest entries of the mean plus its residual.
+    """
+
+    up: bool
+    down: bool
+
+    def spec(self, ratio: float, selection: str = "exact") -> str:
+        """Return the method as torchcomp's spec string, for K = ``ratio`` times d."""
+        topk = f'topk({ratio:g}, scope="model")'
+        if self.down:
+            return (
+                f'bidirectional({topk if self.up else "identity"}, {topk}, selection="{selection}")'
+            )
+        # Both routes of error feedback give the same result. The all-gather is faster to simulate.
+        return f'ef({topk}, exchange="allgather")' if self.up else "mean"
+
+
+METHODS = {
+    "dense": Method(up=False, down=False),
+    "unidirectional": Method(up=True, down=False),
+    "bidirectional": Method(up=True, down=True),
+    "downlink only": Method(up=False, down=True),
+}
 
 
 class SerialWorkers:
@@ -55,15 +86,9 @@ class SerialWorkers:
         self._gradients_of = _gradients_of_each(model)
 
     def step(self, images: Tensor, labels: Tensor, lr: float) -> bool:
-        """Take a step of SGD.
+        """Take a step of SGD on images (N, batch, C, H, W) and labels (N, batch) of N workers.
 
-        Args:
-            images: of each worker (N, batch, C, H, W).
-            labels: of each worker (N, batch).
-            lr: learning rate.
-
-        Returns:
-            Whether the result is finite. If it is not, the weights are unchanged.
+        If the result is not finite, return False and leave the weights as they are.
         """
         update = self._uplink(images, labels) if self.method.up else self._mean(images, labels)
         if self.method.down:

@@ -1,0 +1,223 @@
+"""The pictures of the parts, from their CSV files."""
+
+import json
+import math
+from functools import partial
+from itertools import accumulate
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+from recipes.jointspar.bandit import BLOCK
+from recipes.jointspar.convergence import (
+    DENSE,
+    OURS,
+    PAPER,
+    QUANTITIES,
+    chosen_lrs,
+    steps_per_epoch,
+)
+from recipes.jointspar.methods import parse_method
+from recipes.jointspar.tables import (
+    LEVELS,
+    Contender,
+    contenders_of,
+    curve_of,
+    name_of,
+    speed_ratios,
+)
+from recipes.pictures import MARKERS, Cells, Line, Panel, draw
+from recipes.rows import Row, distinct, grouped, read_rows, where
+from recipes.spread import paired, spread
+
+
+def convergence(optimizer: str, folder: Path, path: Path) -> None:
+    """Draw loss and accuracy against the step, for each number of workers.
+
+    All methods have dense training's learning rate, so that only the sampling differs. Lines are
+    medians over the seeds, in which a run that diverged counts as the worst. A method has no line
+    if half of its runs diverged. The panel then names it.
+    """
+    lr = chosen_lrs(read_rows(folder / "convergence_tuning.csv"))[optimizer, DENSE]
+    rows = where(read_rows(folder / "convergence_curves.csv"), optimizer=optimizer, lr=lr)
+    styles = _styles(distinct(rows, "method"))
+    workers = sorted(distinct(rows, "workers"))
+    loss, accuracy = (
+        [_medians(where(rows, workers=n, quantity=each), styles) for n in workers]
+        for each in QUANTITIES
+    )
+    losses = where(rows, quantity=QUANTITIES[0])
+    finding = [
+        f"{name_of(method).replace('`', '')}: "
+        + "/".join(
+            f"{spread(ratios).mean:.2f}"
+            for n in workers
+            if (ratios := speed_ratios(where(losses, workers=n), method, LEVELS[-1]))
+        )
+        for method in (PAPER, OURS)
+    ]
+    title = (
+        f"{optimizer.upper()}, medians of {len(distinct(rows, 'seed'))} seeds, lr {lr:g} per worker"
+        f". Steps to a loss of {LEVELS[-1]:g}, compared with dense, of runs that reach it:\n"
+        f"{'; '.join(finding)} ({'/'.join(map(str, workers))} workers, 60 % of the layers)"
+    )
+    draw(path, title, loss, accuracy, size=(4.6, 3.8), columns=3)
+
+
+def _medians(rows: list[Row], styles: dict[str, dict[str, Any]]) -> Panel:
+    n, is_loss = rows[0]["workers"], rows[0]["quantity"] == QUANTITIES[0]
+    worst = math.inf if is_loss else 0.0
+    lines, missing = [], []
+    for method, runs in grouped(rows, "method").items():
+        curves = [curve_of(row) for row in runs]
+        if 2 * sum(math.isnan(curve[-1]) for curve in curves) >= len(curves):
+            missing.append(styles[method]["label"])
+            continue
+        known = [[worst if math.isnan(value) else value for value in curve] for curve in curves]
+        y = [median(values) for values in zip(*known, strict=True)]
+        x = [steps_per_epoch(n) * epoch for epoch in range(1, len(y) + 1)]
+        style = {name: value for name, value in styles[method].items() if name != "label"}
+        lines.append(Line(styles[method]["label"], x, y, style=style))
+    note = ["no line: half or more of the runs diverged", *missing] if missing and is_loss else []
+    return Panel(
+        x="" if is_loss else "step",
+        y="training loss, nats" if is_loss else "test accuracy, %",
+        title=f"{n} workers" if is_loss else "",
+        lines=lines,
+        log="y" if is_loss else "",
+        ylim=(None, None) if is_loss else (90, 99),
+        note="\n".join(note),
+    )
+
+
+def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
+    """Return color, line style and label of each method's line."""
+    names = list(dict.fromkeys(name_of(method) for method in methods if method != DENSE))
+    styles = {}
+    for method in methods:
+        name, budget = name_of(method), parse_method(method).budget
+        # Dotted, because it would hide the paper's rule, which stays close to uniform.
+        line = ":" if name.startswith("uniform") else "--" if budget < 0.5 else "-"
+        color = "black" if method == DENSE else f"C{names.index(name)}"
+        label = name.replace("`", "") + ("" if method == DENSE else f", {budget:.0%}")
+        styles[method] = {"color": color, "linestyle": line, "label": label}
+    return styles
+
+
+def bandit(folder: Path, path: Path) -> None:
+    """Draw excess cost and regret of all forms; only the best of the paper's has a color."""
+    groups = grouped(read_rows(folder / "bandit_curves.csv"), "form")
+    curves = {
+        form: [fmean(values) for values in zip(*map(curve_of, rows), strict=True)]
+        for form, rows in groups.items()
+    }
+    steps = [BLOCK * (i + 1) for i in range(len(curves["uniform"]))]
+    half = len(steps) // 2
+    literal = [form for form in curves if form.startswith("literal")]
+    best = min(literal, key=lambda form: curves[form][half - 1])
+    costs, regrets = [], []
+    for form, curve in curves.items():
+        style: dict[str, Any] = {}
+        if form in literal and form != best:
+            style = {"color": "0.8", "linewidth": 0.8, "zorder": 1}
+        elif form == "uniform":
+            style = {"color": "black", "linestyle": "--", "zorder": 5}
+        label = f"{form} (best)" if form == best else form
+        costs.append(Line(label, steps, [100 * value for value in curve], style=style))
+        regrets.append(Line(label, steps, [BLOCK * v for v in accumulate(curve)], style=style))
+    x = f"step (norms change at {steps[half - 1]:,}); grey: literal, other alphas"
+    marks = {"log": "y", "xmarks": [steps[half - 1]]}
+    left = Panel(
+        x, f"cost above the optimum, % (means over {BLOCK} steps)", "", costs, ymarks=[2], **marks
+    )
+    right = Panel(x, "regret: excess cost summed over the steps", "", regrets, **marks)
+    title = "JointSpar's bandit: cost above the optimum (dotted: 2 %), and regret"
+    draw(path, title, [left, right], size=(6, 4.6), columns=6)
+
+
+def accuracy(folder: Path, path: Path) -> None:
+    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds.
+
+    Runs that failed are left out. Their number is written next to the point.
+    """
+    dense, *others = contenders_of(folder)
+    groups: dict[str, list[Contender]] = {}
+    for each in others:
+        groups.setdefault(each.label, []).append(each)
+    lines = []
+    for number, (label, own) in enumerate(groups.items()):
+        own = sorted(own, key=lambda each: each.share)
+        # Moved apart: methods with the same budget would hide each other.
+        move = 0.8 * (number - len(groups) / 2)
+        x = [100 * each.share + move for each in own]
+        lines.append(_points(label, own, x, f"C{number}", MARKERS[number]))
+    mean, deviation = dense.accuracy.mean, dense.accuracy.deviation
+    band = {"color": "black", "linewidth": 1}
+    lines.append(
+        Line("dense LARS, ± 1 deviation", [0, 92], [mean] * 2, [deviation] * 2, band, band=True)
+    )
+    panel = Panel(
+        x="bytes sent, % of dense DDP's (methods moved apart)",
+        y=f"test accuracy of runs that did not fail, % ({len(dense.tests[dense.lr])} seeds)",
+        lines=lines,
+        xlim=(0, None),
+    )
+    found = [
+        f"{paired(each.finished(), dense.finished()).with_error()} points at {each.budget:.0%}"
+        for each in groups["JointSpar-LARS"]
+        if each.budget in (0.6, 0.3) and each.finished().keys() & dense.finished().keys()
+    ]
+    title = f"JointSpar-LARS, compared with dense LARS (± standard error): {', '.join(found)}"
+    draw(path, title, [panel], size=(9, 5))
+
+
+def _points(label: str, own: list[Contender], x: list[float], color: str, marker: str) -> Line:
+    notes = [f"{e.failed()} of {len(e.tests[e.lr])} failed" if e.failed() else "" for e in own]
+    style = {"marker": marker, "color": color}
+    means = [each.accuracy.mean for each in own]
+    errors = [each.accuracy.deviation for each in own]
+    shown = [0.0 if math.isnan(error) else error for error in errors]
+    return Line(label, x, means, shown, style, notes=notes)
+
+
+def probabilities(folder: Path, path: Path) -> None:
+    """Draw a heat map of the probabilities of all layers over time, and the kept layers."""
+    log = folder / "metrics.jsonl"
+    # A folder that is resumed can have the finished rows without the log.
+    if not log.is_file():
+        print(f"{log} does not exist, so there is no {path.name}")
+        return
+    rows = [json.loads(line) for line in log.read_text().splitlines()]
+    layers = list(rows[0]["p"])[::-1]
+    p = [[row["p"][layer] for row in rows] for layer in layers]
+    kept = [[float(layer in row["kept"]) for row in rows] for layer in layers]
+    options = {"interpolation": "nearest", "vmin": 0, "vmax": 1}
+    named = dict(enumerate(layers))
+    left = Panel(
+        *("step", "layer, from the input down to the output"),
+        "probability p of each layer: dark 0, bright 1",
+        cells=Cells(p, options={**options, "cmap": "viridis"}),
+        yticks=named,
+    )
+    right = Panel(
+        "step",
+        title="kept (black)",
+        cells=Cells(kept, options={**options, "cmap": "Greys"}),
+        yticks=named,
+    )
+    share = sum(map(sum, kept)) / (len(rows) * len(layers))
+    last = rows[-1]["p"].values()
+    title = (
+        f"JointSpar keeps {share:.0%} of the layers over {len(rows)} steps; final p from "
+        f"{min(last):.2f} to {max(last):.2f}"
+    )
+    draw(path, title, [left, right], size=(6, 1 + 0.2 * len(layers)))
+
+
+PICTURES = {
+    "convergence_sgd": partial(convergence, "sgd"),
+    "convergence_lars": partial(convergence, "lars"),
+    "bandit": bandit,
+    "accuracy": accuracy,
+    "probabilities": probabilities,
+}

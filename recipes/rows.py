@@ -1,0 +1,115 @@
+"""Rows of result tables with typed cells: selected, grouped, and summarised over the seeds."""
+
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, TypeVar
+
+from recipes.result_files import read_csv
+from recipes.spread import Spread, spread
+
+Row = dict[str, Any]
+"""The cells of a row by column: whole numbers, floats, True or False, or text."""
+Value = str | Callable[[Row], Any]
+"""A column, or a function of a row."""
+_Class = TypeVar("_Class")
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Return the rows of a table's file."""
+    return typed(read_csv(path))
+
+
+def typed(rows: Iterable[Mapping[str, str]]) -> list[Row]:
+    """Return rows with the values that their texts describe."""
+    return [{name: _value(text) for name, text in row.items()} for row in rows]
+
+
+def _value(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def where(rows: Iterable[Row], **wanted: object) -> list[Row]:
+    """Return the rows whose cells are as wanted."""
+    return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
+
+
+def distinct(rows: Iterable[Row], value: Value) -> list[Any]:
+    """Return the values that the rows have, each once, in their order."""
+    return list(dict.fromkeys(value_of(row, value) for row in rows))
+
+
+def grouped(rows: Iterable[Row], *values: Value) -> dict[Any, list[Row]]:
+    """Return the rows by one value, or by a tuple of several, in their order."""
+    found: dict[Hashable, list[Row]] = {}
+    for row in rows:
+        key = tuple(value_of(row, value) for value in values)
+        found.setdefault(key if len(values) > 1 else key[0], []).append(row)
+    return found
+
+
+def by_seed(rows: Iterable[Row], value: Value) -> dict[int, Any]:
+    """Return a value of each row, by its seed."""
+    return {row["seed"]: value_of(row, value) for row in rows}
+
+
+def over_seeds(rows: Iterable[Row], value: Value) -> Spread:
+    """Return mean and deviation of a value over the rows."""
+    return spread(value_of(row, value) for row in rows)
+
+
+def value_of(row: Row, value: Value) -> Any:
+    """Return a cell of a row, or a function of the row."""
+    return row[value] if isinstance(value, str) else value(row)
+
+
+def best(rows: Iterable[Row], choice: Value, *merits: Value) -> Any:
+    """Return the choice whose rows have the highest mean merit; later merits decide between ties.
+
+    A merit that is NaN counts as 0: leaving out a run that diverged would favour unstable choices.
+    """
+    means = {
+        chosen: [fmean(_number(value_of(row, merit)) for row in group) for merit in merits]
+        for chosen, group in grouped(rows, choice).items()
+    }
+    return max(means, key=means.__getitem__)
+
+
+def _number(value: float) -> float:
+    return value if value == value else 0.0
+
+
+def columns(*classes: Any) -> tuple[str, ...]:
+    """Return the column names of dataclasses; a field that is a dataclass stands for its own."""
+    names: list[str] = []
+    for cls in classes:
+        for field in fields(cls):
+            names += columns(field.type) if is_dataclass(field.type) else (field.name,)
+    return tuple(names)
+
+
+def cells(value: Any) -> tuple[Any, ...]:
+    """Return the cells of a dataclass or a sequence, with those of the dataclasses inside it."""
+    if is_dataclass(value):
+        return cells([getattr(value, field.name) for field in fields(value)])
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(cell for each in value for cell in cells(each))
+    return (value,)
+
+
+def build(cls: type[_Class], row: Row) -> _Class:
+    """Return the dataclass whose cells a row has; see :func:`columns`."""
+    values = {
+        field.name: build(field.type, row)
+        if is_dataclass(field.type) and isinstance(field.type, type)
+        else row[field.name]
+        for field in fields(cls)  # type: ignore[arg-type]
+    }
+    return cls(**values)
