@@ -36,6 +36,17 @@ class Probabilities:
     tau: float
 
 
+def probabilities(omega: float) -> Probabilities:
+    """Return p = tau = 1/(omega + 1), for unknown Lmax/L and unknown cost of downlink messages.
+
+    Raises:
+        SpecError: if omega is negative or not finite.
+    """
+    check_symbols(omega=omega)
+    p = 1 / (omega + 1)
+    return Probabilities(p, p)
+
+
 def priced_probabilities(
     omega: float, *, d: int, k_up: int, k_down: int, r: float
 ) -> Probabilities:
