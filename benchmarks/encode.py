@@ -40,9 +40,9 @@ from numpy.typing import NDArray
 from benchmarks.net.rows import processor
 from torchcomp.compressors import TopK
 from torchcomp.compressors.base import Message, Vectors
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import pool, select
 from torchcomp.kernels.segments import Segment
-from torchcomp.keys import Key
 
 SIZES = (100_000, 1_000_000, 10_000_000, 25_000_000)
 RATIOS = (0.001, 0.01, 0.1)

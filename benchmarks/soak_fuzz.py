@@ -26,11 +26,11 @@ from tests.support.codecs import codec_of
 from tests.support.models import METHODS
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
-from torchcomp import wire
-from torchcomp.codec import Codec
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import backend
-from torchcomp.keys import Key
-from torchcomp.spec import COMPONENTS
+from torchcomp.routes import wire
+from torchcomp.routes.codec import Codec
+from torchcomp.specs.spec import COMPONENTS
 
 SLOW = 1.0
 """Seconds of CPU time that a case may take."""

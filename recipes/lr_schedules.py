@@ -3,7 +3,7 @@
 from functools import partial
 
 from recipes.settings import Settings
-from torchcomp.learning_rates import LRFunction, decaying, warmed_up
+from torchcomp.specs.learning_rates import LRFunction, decaying, warmed_up
 
 
 def step_decay(step: int, *, peak: float, gamma: float, drops: tuple[int, ...]) -> float:

@@ -15,9 +15,9 @@ from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
 from recipes.options import as_plain_dict
 from recipes.settings import Settings
-from torchcomp.auto import Auto
-from torchcomp.learning_rates import LRFunction
-from torchcomp.spec import (
+from torchcomp.specs.auto import Auto
+from torchcomp.specs.learning_rates import LRFunction
+from torchcomp.specs.spec import (
     candidates,
     parse_aggregator,
     parse_outer_step,

@@ -27,9 +27,9 @@ from recipes.experiments import seed_list
 from recipes.pictures import MARKERS, Line, Panel, draw
 from recipes.result_files import make_folder
 from recipes.spread import spread
-from torchcomp.checks import check_count
 from torchcomp.schedules import Schedule
-from torchcomp.spec import parse_any
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.spec import parse_any
 
 _CONFIG = Path(__file__).resolve().parent / "configs" / "digits.yaml"
 _TIMEOUT_SECONDS = 180

@@ -14,7 +14,7 @@ from PIL import Image
 from recipes.distributed import env_world_size
 from recipes.settings import Settings
 from torchcomp.local_sgd.schedules.two_phase import TwoPhase
-from torchcomp.spec import parse_schedule
+from torchcomp.specs.spec import parse_schedule
 
 SMALLER = {
     "torchvision/resnet50": "torchvision/resnet18",

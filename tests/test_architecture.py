@@ -18,13 +18,13 @@ import torch.distributed as dist
 import torchcomp
 from tests.support.codecs import codec_of, packed, unpacked
 from tests.support.patience import PATIENCE
-from torchcomp import spec
 from torchcomp.aggregators import EF
 from torchcomp.compressors import Compressor, Identity, Warmup
 from torchcomp.compressors.base import Encoded
 from torchcomp.ddp.hook import hook
-from torchcomp.keys import Key
-from torchcomp.wire import Field
+from torchcomp.engine.keys import Key
+from torchcomp.routes.wire import Field
+from torchcomp.specs import spec
 
 PACKAGE = Path(torchcomp.__file__).parent
 
@@ -172,18 +172,22 @@ def test_imports_have_no_cycle():
 @pytest.mark.parametrize(
     ("path", "text", "found"),
     [
-        ("wire.py", "from torchcomp.codec import Codec", "wire imports codec"),
-        ("wire.py", "import torchcomp.codec", "wire imports codec"),
+        ("wire.py", "from torchcomp.routes.codec import Codec", "wire imports codec"),
+        ("wire.py", "import torchcomp.routes.codec", "wire imports codec"),
         ("wire.py", "from torchcomp import codec", "wire imports codec"),
         ("wire.py", "from . import codec", "wire imports codec"),
         ("wire.py", "def f():\n    from .codec import Codec", "wire imports codec"),
         ("compressors/new.py", "from ..aggregators import EF", "compressors imports aggregators"),
-        ("compressors/new.py", "from torchcomp.spec import parse", "compressors imports spec"),
+        (
+            "compressors/new.py",
+            "from torchcomp.specs.spec import parse",
+            "compressors imports spec",
+        ),
         ("codec.py", "from torchcomp import parse", "codec imports __init__"),
         ("aggregators/new.py", "import torch, torchcomp.ddp.hook", "aggregators imports ddp"),
         ("routes/new.py", "from torchcomp.aggregators import EF", "routes imports aggregators"),
-        ("exchange/new.py", "from torchcomp.state import State", "exchange imports state"),
-        ("state.py", "from torchcomp.averager import Averager", "state imports averager"),
+        ("exchange/new.py", "from torchcomp.engine.state import State", "exchange imports state"),
+        ("state.py", "from torchcomp.engine.averager import Averager", "state imports averager"),
         (
             "averager.py",
             "def f():\n    from torchcomp.guard import watch",
@@ -203,7 +207,7 @@ def test_an_upward_import_is_found(path, text, found):
 
 
 def test_a_cycle_is_found():
-    sources = planted("bucket.py", "from torchcomp.state import State")
+    sources = planted("bucket.py", "from torchcomp.engine.state import State")
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(imports(sources)).prepare()
 
@@ -221,7 +225,9 @@ assert Choice is sys.modules["torchcomp.advisor.auto"].Choice
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
 
 
-@pytest.mark.parametrize("text", ["from torchcomp.keys import Key", "from .topk import TopK"])
+@pytest.mark.parametrize(
+    "text", ["from torchcomp.engine.keys import Key", "from .topk import TopK"]
+)
 def test_a_downward_import_is_allowed(text):
     assert upward_imports(planted("compressors/new.py", text)) == []
 

@@ -17,7 +17,7 @@ from tests.support.models import seeded
 from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import LocalSGD, NonFiniteError, RankMismatchError, SpecError, UnsupportedModelError
-from torchcomp.batchnorm import _warn_that_nothing_is_done, reestimate_batchnorm
+from torchcomp.local_sgd.batchnorm import _warn_that_nothing_is_done, reestimate_batchnorm
 
 WIDTH = 5
 

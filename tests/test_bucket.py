@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchcomp.bucket import DEFAULT_CAPS, MIB, Bucket, BucketShape, memory_order, merge, partition
+from torchcomp.engine.bucket import (
+    DEFAULT_CAPS,
+    MIB,
+    Bucket,
+    BucketShape,
+    memory_order,
+    merge,
+    partition,
+)
 
 
 def parameters(*sizes, dtype=torch.float32):

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from torchcomp import CheckpointError, checkpoint, redistribute
-from torchcomp.bucket import BucketShape
-from torchcomp.checkpoint import (
+from torchcomp import CheckpointError, redistribute
+from torchcomp.checkpoints import checkpoint
+from torchcomp.checkpoints.checkpoint import (
     VERSION,
     count,
     dict_of,
@@ -25,8 +25,9 @@ from torchcomp.checkpoint import (
     tensor,
     text,
 )
-from torchcomp.saved_slots import load_slot, save_slot
-from torchcomp.state import Kind, Slot
+from torchcomp.checkpoints.saved_slots import load_slot, save_slot
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.state import Kind, Slot
 
 SPEC = "ef(topk(0.01))"
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from torchcomp import checks
-from torchcomp.errors import SpecError
+from torchcomp.specs import checks
+from torchcomp.specs.errors import SpecError
 
 HUGE = 10**400  # beyond the range of floats
 

@@ -15,9 +15,9 @@ import torchcomp
 from tests.support.patience import PATIENCE
 from torchcomp.__main__ import main
 from torchcomp.advisor.named_models import build_named
-from torchcomp.component import choices_of
 from torchcomp.local_sgd.outer_steps import OuterStep
-from torchcomp.spec import COMPONENTS, parse_outer_step, parse_registered
+from torchcomp.specs.component import choices_of
+from torchcomp.specs.spec import COMPONENTS, parse_outer_step, parse_registered
 
 SIZE = ["--numel", "25557032", "--world-size", "8"]
 QSR = ["explain", "qsr(0.1, 4)", *SIZE, "--total-steps", "9"]

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.support.private_names import PRIVATE, PRIVATE_OF_FRAMEWORKS
-from torchcomp.compat import listed_bucket_caps, skips_unused_parameters
+from torchcomp.engine.compat import listed_bucket_caps, skips_unused_parameters
 
 PACKAGE = Path(torchcomp.__file__).parent
 TABLES = (PRIVATE, PRIVATE_OF_FRAMEWORKS)

@@ -11,8 +11,8 @@ import torch
 from tests.support.codecs import decoded, fields_of, one
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
 from torchcomp.compressors.base import Vectors
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import backend
-from torchcomp.keys import Key
 
 KEY = Key(seed=7, step=3, tensor=11, rank=1)
 
@@ -343,7 +343,7 @@ def selection(request, monkeypatch):
     if request.param != "fast":
         monkeypatch.setattr(backend, "fast_form", lambda stem, device: None)
     if request.param == "device":
-        monkeypatch.setattr("torchcomp.host.can_read", lambda x: False)
+        monkeypatch.setattr("torchcomp.engine.host.can_read", lambda x: False)
 
 
 @pytest.mark.usefixtures("selection")

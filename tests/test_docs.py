@@ -25,7 +25,7 @@ from tests.support.outcomes import messages
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import Averager
-from torchcomp.keys import Key
+from torchcomp.engine.keys import Key
 
 ROOT = Path(__file__).parent.parent
 SCRIPT_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
@@ -163,7 +163,7 @@ def contributed(block: int, name: str) -> dict[str, Any]:
 
 def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
     sign = contributed(0, "sign")["Sign"]
-    monkeypatch.setitem(torchcomp.spec.COMPONENTS, "sign", sign)
+    monkeypatch.setitem(torchcomp.specs.spec.COMPONENTS, "sign", sign)
     compressor = torchcomp.parse("ef(sign)").compressor
     x = torch.tensor([3.0, -1.0, 0.0])
     codec = codec_of(compressor, (3,))
@@ -176,7 +176,7 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_contributing_adds_an_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = contributed(1, "plain_ef")["PlainEF"]
-    monkeypatch.setitem(torchcomp.spec.COMPONENTS, "plain_ef", plain)
+    monkeypatch.setitem(torchcomp.specs.spec.COMPONENTS, "plain_ef", plain)
 
     def body(exchange: torchcomp.InProcessExchange) -> None:
         generator = torch.Generator().manual_seed(exchange.rank)

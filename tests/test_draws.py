@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from torchcomp import host
-from torchcomp.draws import Ahead, Drawing
-from torchcomp.keys import Key, uniform
+from torchcomp.engine import host
+from torchcomp.engine.draws import Ahead, Drawing
+from torchcomp.engine.keys import Key, uniform
 
 CPU = torch.device("cpu")
 

@@ -21,7 +21,7 @@ from tests.support.models import METHODS, SMALL_BUCKETS, loss_of, mlp, rows, wra
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import SpecError, explain, run_in_process
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
-from torchcomp.traffic import COPIED
+from torchcomp.exchange.traffic import COPIED
 
 RESNET50 = 25_557_032
 

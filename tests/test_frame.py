@@ -98,7 +98,7 @@ def test_version_is_defined_once(wheel):
         for path in [*(ROOT / "torchcomp").rglob("*.py"), ROOT / "pyproject.toml"]
         if f'"{torchcomp.__version__}"' in path.read_text()
     ]
-    assert defined == ["torchcomp/_version.py"]
+    assert defined == ["torchcomp/specs/version.py"]
 
 
 def test_console_script_can_be_called():

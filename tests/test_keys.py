@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key, check_seed, tensor_id
+from torchcomp.engine.keys import Key, check_seed, tensor_id
+from torchcomp.specs.errors import SpecError
 
 KEY = Key(seed=5, step=2, tensor=9, rank=1)
 OTHERS = {

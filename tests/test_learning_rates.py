@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import torchcomp
-from torchcomp.errors import SpecError
-from torchcomp.learning_rates import DECAYS, decaying
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.learning_rates import DECAYS, decaying
 
 FINAL = 1e-6
 

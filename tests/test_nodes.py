@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from tests.support.outcomes import raised_by
 from tests.support.ranks import with_fake_ranks
 from torchcomp import SpecError
-from torchcomp.nodes import Nodes
+from torchcomp.exchange.nodes import Nodes
 
 
 @given(st.integers(1, 5), st.integers(1, 5), st.randoms(use_true_random=False))

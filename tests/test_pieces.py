@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from torchcomp.bucket import Bucket, BucketShape, memory_order
-from torchcomp.pieces import Pieces
+from torchcomp.checkpoints.pieces import Pieces
+from torchcomp.engine.bucket import Bucket, BucketShape, memory_order
 
 FORMATS = ["contiguous", "transposed", "permuted", "sliced", "channels_last"]
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.support.outcomes import caught, reloaded, same
-from torchcomp import CheckpointError, checkpoint, redistribute
-from torchcomp.bucket import Bucket, BucketShape, memory_order
-from torchcomp.pieces import Pieces
-from torchcomp.redistribution import Place, check_place, gathered, own_state, two_levels
-from torchcomp.saved_slots import load_slot, save_slot
-from torchcomp.state import Kind, Slot
+from torchcomp import CheckpointError, redistribute
+from torchcomp.checkpoints import checkpoint
+from torchcomp.checkpoints.pieces import Pieces
+from torchcomp.checkpoints.redistribution import Place, check_place, gathered, own_state, two_levels
+from torchcomp.checkpoints.saved_slots import load_slot, save_slot
+from torchcomp.engine.bucket import Bucket, BucketShape, memory_order
+from torchcomp.engine.state import Kind, Slot
 
 Tensors = dict[str, Tensor]
 Run = tuple[int, int]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import torchcomp
-from torchcomp import spec
 from torchcomp.advisor.torchvision_compat import import_torchvision
+from torchcomp.exchange.traffic import compared, three_digits
 from torchcomp.schedules import Schedule
-from torchcomp.traffic import compared, three_digits
+from torchcomp.specs import spec
 
 yaml = pytest.importorskip("yaml")
 

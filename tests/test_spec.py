@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 import torchcomp
 from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
 from torchcomp.aggregators.one_way import COLLECTIVES
-from torchcomp.auto import Auto
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
-from torchcomp.errors import SpecError
 from torchcomp.local_sgd.outer_steps import OUTER_STEPS, Nesterov, SlowMo
 from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
-from torchcomp.spec import (
+from torchcomp.specs.auto import Auto
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.spec import (
     COMPONENTS,
     parse_aggregator,
     parse_any,

@@ -20,10 +20,11 @@ from tests.support.codecs import (
 )
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
-from torchcomp import host, wire
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
-from torchcomp.keys import Key
-from torchcomp.wire import Field, Frames
+from torchcomp.engine import host
+from torchcomp.engine.keys import Key
+from torchcomp.routes import wire
+from torchcomp.routes.wire import Field, Frames
 
 KEY = Key(seed=7, step=3)
 CPU = torch.device("cpu")

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 import torchcomp
-from torchcomp.learning_rates import decaying
+from torchcomp.specs.learning_rates import decaying
 
 RANKS, ENTRIES, STEPS = 3, 18, 4
 RESNET50 = 25_557_032  # parameters

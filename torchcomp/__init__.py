@@ -5,16 +5,24 @@
 - ``torchcomp.JointSpar(model, budget=0.5)`` skips whole layers.
 """
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchcomp import moved
-from torchcomp._version import __version__
-from torchcomp.auto import Auto
-from torchcomp.averager import Averager
-from torchcomp.batchnorm import reestimate_batchnorm
+from torchcomp.checkpoints.gathering import Gathered
+from torchcomp.checkpoints.per_rank import PerRank
+from torchcomp.checkpoints.redistribution import redistribute
+from torchcomp.ddp.entry import register
 from torchcomp.ddp.handle import Handle
-from torchcomp.errors import (
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.stats import Stats
+from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
+from torchcomp.jointspar import JointSpar
+from torchcomp.local_sgd.batchnorm import reestimate_batchnorm
+from torchcomp.local_sgd.local_sgd import LocalSGD
+from torchcomp.specs import moved
+from torchcomp.specs.auto import Auto
+from torchcomp.specs.errors import (
     CheckpointError,
     NonFiniteError,
     RankFailureError,
@@ -24,20 +32,13 @@ from torchcomp.errors import (
     UnsupportedModelError,
     WireError,
 )
-from torchcomp.exchange import Exchange, InProcessExchange, ProcessGroupExchange, run_in_process
-from torchcomp.explain import explain, sync_steps
-from torchcomp.gathering import Gathered
-from torchcomp.jointspar import JointSpar
-from torchcomp.local_sgd.local_sgd import LocalSGD
-from torchcomp.per_rank import PerRank
-from torchcomp.plan import Plan
-from torchcomp.redistribution import redistribute
-from torchcomp.register import register
-from torchcomp.spec import parse
-from torchcomp.stats import Stats
+from torchcomp.specs.spec import parse
+from torchcomp.specs.version import __version__
 
 if TYPE_CHECKING:
     from torchcomp.advisor.auto import Choice
+    from torchcomp.advisor.costs import Plan
+    from torchcomp.advisor.explain import explain, sync_steps
     from torchcomp.guard import Alarm, Guard, watch
 
 __all__ = [
@@ -76,16 +77,18 @@ __all__ = [
 ]
 
 
+_LATER = {
+    **dict.fromkeys(("Alarm", "Guard", "watch"), "torchcomp.guard"),
+    "Choice": "torchcomp.advisor.auto",
+    "Plan": "torchcomp.advisor.costs",
+    **dict.fromkeys(("explain", "sync_steps"), "torchcomp.advisor.explain"),
+}
+"""What hangs on the core, by name: imported when it is asked for."""
+
+
 def __getattr__(name: str) -> Any:
-    """Import what hangs on the core when it is asked for."""
-    if name in ("Alarm", "Guard", "watch"):
-        from torchcomp import guard
-
-        return getattr(guard, name)
-    if name == "Choice":
-        from torchcomp.advisor.auto import Choice
-
-        return Choice
+    if name in _LATER:
+        return getattr(importlib.import_module(_LATER[name]), name)
     if name in moved.MODULES:
         return sys.modules[f"{__name__}.{name}"]
     if name in moved.NAMES:

@@ -10,21 +10,21 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from torchcomp._version import __version__
 from torchcomp.advisor import BF16, DDP, USUAL, Link, Prediction, Run, values_of
+from torchcomp.advisor.catalogue import described, listed
+from torchcomp.advisor.comparison import MOST_RANKS
+from torchcomp.advisor.costs import wrapped
 from torchcomp.advisor.doctor import examine
+from torchcomp.advisor.explain import explain, refuse_for_methods, refuse_for_schedules
+from torchcomp.advisor.flags import number, whole
 from torchcomp.advisor.named_models import build_named
 from torchcomp.advisor.table import table
 from torchcomp.aggregators import Aggregator
-from torchcomp.catalogue import described, listed
-from torchcomp.comparison import MOST_RANKS
-from torchcomp.errors import ScheduleError, SpecError
-from torchcomp.explain import explain, refuse_for_methods, refuse_for_schedules
-from torchcomp.flags import number, whole
-from torchcomp.learning_rates import DECAYS, LRFunction, decaying
 from torchcomp.local_sgd.schedules import Schedule
-from torchcomp.plan import wrapped
-from torchcomp.spec import parse
+from torchcomp.specs.errors import ScheduleError, SpecError
+from torchcomp.specs.learning_rates import DECAYS, LRFunction, decaying
+from torchcomp.specs.spec import parse
+from torchcomp.specs.version import __version__
 
 # Options of explain that apply to schedules only. They default to None: those given show.
 _OF_SCHEDULES = ("total_steps", "warmup_steps", "compress", "outer")

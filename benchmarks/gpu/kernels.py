@@ -24,11 +24,11 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.device import Device
-from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import Compressor, Quantize, TopK
 from torchcomp.compressors.base import Vectors
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import backend
-from torchcomp.keys import Key
+from torchcomp.routes.codec import Codec, vectors_of
 
 KEY = Key(0)
 Row = dict[str, Any]

@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.gpu.device import Device
 from benchmarks.gpu.ranks import Echo
 from torchcomp import Averager
-from torchcomp.bucket import Bucket
+from torchcomp.engine.bucket import Bucket
 
 BUCKET = 25 * 2**20 // 4
 """Entries of DDP's bucket of 25 MiB."""

@@ -21,7 +21,7 @@ from benchmarks.gpu.device import Device
 from benchmarks.gpu.models import Task
 from benchmarks.net.methods import Course, Trainee, attach
 from benchmarks.net.names import BF16, FLOOR, PLAIN, POWERSGD
-from torchcomp.bucket import Bucket
+from torchcomp.engine.bucket import Bucket
 
 METHODS = (
     FLOOR,

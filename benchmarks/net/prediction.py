@@ -33,9 +33,9 @@ from torchcomp.advisor import (
     record_average,
 )
 from torchcomp.advisor.activities import Call, Submitted
-from torchcomp.batchnorm import statistics_of, updated_layers
-from torchcomp.bucket import DEFAULT_CAPS, partition
+from torchcomp.engine.bucket import DEFAULT_CAPS, partition
 from torchcomp.exchange import PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
 from torchcomp.schedules import Every
 
 PROBES = (ONE_VALUE, "topk(k=1)")

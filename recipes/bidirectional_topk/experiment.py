@@ -30,7 +30,7 @@ from recipes.bidirectional_topk.runs import open_accuracy, open_lr_inside, open_
 from recipes.bidirectional_topk.tables import TABLES
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser, Part, run_parts
-from torchcomp.checks import check_count
+from torchcomp.specs.checks import check_count
 
 _SHOWN = {
     "counterexample": (open_counterexample, ("counterexample_values", "counterexample_scan")),

@@ -18,7 +18,7 @@ import torchcomp
 from recipes.elastic.settings import Settings
 from recipes.elastic.task import student
 from torchcomp.local_sgd import Nesterov
-from torchcomp.spec import parse_outer_step
+from torchcomp.specs.spec import parse_outer_step
 
 State = dict[str, Any]
 Tensors = dict[str, Tensor]

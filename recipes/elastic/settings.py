@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from recipes.errors import RecipeError
 from recipes.options import as_plain_dict, check_batch, check_limits, option, read_options
 from torchcomp.local_sgd import Nesterov
-from torchcomp.spec import parse_aggregator, parse_outer_step, parse_schedule
+from torchcomp.specs.spec import parse_aggregator, parse_outer_step, parse_schedule
 
 # The number of ranks is not a setting: it can change. These do not affect the result.
 _FREE = {"out", "checkpoint_every", "timeout"}

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from recipes.experiments import ResultTable, fill
+from torchcomp.engine.keys import Key
 from torchcomp.jointspar import Bandit, Baseline, Literal, kl_project, sample
-from torchcomp.keys import Key
 
 LAYERS, SHARE, P_MIN = 54, 0.6, 0.0125
 STEPS, QUICK_STEPS = 5000, 200

@@ -27,7 +27,7 @@ from recipes.jointspar.large_batch import open_large_batch
 from recipes.jointspar.pictures import PICTURES
 from recipes.jointspar.tables import TABLES, accuracy_table
 from recipes.jointspar.wall_clock import DELAY_US, MBIT, open_wall_clock
-from torchcomp.checks import check_count
+from torchcomp.specs.checks import check_count
 
 _SHOWN = {
     "bandit": (open_bandit, ["bandit"]),

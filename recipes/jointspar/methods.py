@@ -19,10 +19,10 @@ from functools import cache
 from typing import Annotated, Any, ClassVar
 
 from recipes.errors import RecipeError, nearest
-from torchcomp.checks import check_fraction
-from torchcomp.component import Choices, Component
-from torchcomp.errors import SpecError
 from torchcomp.jointspar import Baseline, Literal, SamplingOptions
+from torchcomp.specs.checks import check_fraction
+from torchcomp.specs.component import Choices, Component
+from torchcomp.specs.errors import SpecError
 
 _BASELINE = Baseline()
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from recipes.errors import RecipeError
 from recipes.jointspar.methods import Dense, LayerSampling, Method
+from torchcomp.engine.keys import Key
 from torchcomp.jointspar import Sampler, default_layers
-from torchcomp.keys import Key
 
 
 class SimulatedRanks:

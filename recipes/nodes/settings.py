@@ -6,7 +6,7 @@ from recipes.errors import RecipeError
 from recipes.nodes.modes import MODES
 from recipes.options import check_batch, check_limits, option, read_options
 from recipes.small_gpt.training import BATCH, LR
-from torchcomp.spec import parse_aggregator
+from torchcomp.specs.spec import parse_aggregator
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from recipes.qsr.tables import summary
 from recipes.qsr.task import SAMPLES
 from recipes.qsr.training import Outcome, train
 from recipes.rows import Row, columns, typed, where
-from torchcomp.checks import check_count, check_share
+from torchcomp.specs.checks import check_count, check_share
 
 _QUICK_SHORTER = 20
 _TASK = "schedules of averages; the columns have all settings"

@@ -6,7 +6,7 @@ from functools import partial
 
 from recipes.errors import RecipeError
 from recipes.lr_schedules import step_decay
-from torchcomp.learning_rates import DECAYS, LRFunction, decaying, warmed_up
+from torchcomp.specs.learning_rates import DECAYS, LRFunction, decaying, warmed_up
 
 PARALLEL = "parallel"
 MODELS = ("mlp", "vit")

@@ -31,8 +31,8 @@ from recipes.small_gpt.training import (
     split,
     train,
 )
-from torchcomp.checks import check_count, check_positive
-from torchcomp.spec import parse_aggregator, parse_outer_step
+from torchcomp.specs.checks import check_count, check_positive
+from torchcomp.specs.spec import parse_aggregator, parse_outer_step
 
 _HERE = Path(__file__).resolve().parent
 RUN = ("method", "seed")

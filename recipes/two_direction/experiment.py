@@ -27,7 +27,7 @@ from recipes.experiments import ExperimentParser, Part, run_parts
 from recipes.two_direction import contest, pictures, quadratics
 from recipes.two_direction.data_sets import DATASETS
 from recipes.two_direction.methods import METHODS
-from torchcomp.checks import check_at_least_0, check_count, check_positive
+from torchcomp.specs.checks import check_at_least_0, check_count, check_positive
 
 PARTS = {
     "contest": Part(contest.open_contest),

@@ -15,8 +15,8 @@ from torchcomp.advisor import (
     measure_collectives,
 )
 from torchcomp.advisor.taped import ThreadExchange
-from torchcomp.errors import SpecError
 from torchcomp.exchange import run_in_process
+from torchcomp.specs.errors import SpecError
 
 
 def times(*rows):

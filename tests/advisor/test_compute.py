@@ -10,8 +10,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.ranks import on_threads
 from torchcomp.advisor import Compute, Link, measure_compute, record, simulate
-from torchcomp.bucket import BucketShape
-from torchcomp.errors import SpecError
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.specs.errors import SpecError
 
 
 def body():

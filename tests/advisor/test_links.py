@@ -3,7 +3,7 @@
 import pytest
 
 from torchcomp.advisor import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, KINDS, Link
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 # 1 GB/s between nodes and 10 GB/s inside, without overhead.
 PLAIN = {"gbit": 8.0, "inside_gbit": 80.0, "efficiency": 1.0, "overhead_us": 0.0}

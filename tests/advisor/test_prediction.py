@@ -24,10 +24,10 @@ from torchcomp.advisor import (
 )
 from torchcomp.advisor.table import table, verdict
 from torchcomp.aggregators import planned_traffic
-from torchcomp.bucket import BucketShape
-from torchcomp.errors import SpecError
-from torchcomp.learning_rates import decaying
-from torchcomp.spec import parse_aggregator
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.learning_rates import decaying
+from torchcomp.specs.spec import parse_aggregator
 
 # 4,000,000 bytes of gradients; 1e9 bytes per second.
 NUMEL = 1_000_000

@@ -19,11 +19,11 @@ from torchcomp.advisor import (
     record_average,
 )
 from torchcomp.aggregators import AGGREGATORS, planned_traffic, planned_two_levels
-from torchcomp.bucket import BucketShape, partition
 from torchcomp.compressors import COMPRESSORS
-from torchcomp.errors import SpecError
-from torchcomp.spec import parse_aggregator
-from torchcomp.traffic import sum_bytes
+from torchcomp.engine.bucket import BucketShape, partition
+from torchcomp.exchange.traffic import sum_bytes
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.spec import parse_aggregator
 
 torch.manual_seed(0)
 MODEL = nn.Sequential(nn.Linear(30, 64), nn.Linear(64, 48), nn.BatchNorm1d(48))

@@ -14,7 +14,7 @@ from torchcomp.advisor import (
     simulate,
     simulate_alone,
 )
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 
 class Fixed:

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from torchcomp import Averager
-from torchcomp.bucket import Bucket, BucketShape
+from torchcomp.engine.bucket import Bucket, BucketShape
+from torchcomp.engine.keys import Key
 from torchcomp.exchange import Exchange, run_in_process
-from torchcomp.keys import Key
 
 Named = dict[str, Tensor]
 T = TypeVar("T")

@@ -28,8 +28,8 @@ from tests.support.models import kept
 from tests.support.outcomes import reloaded
 from torchcomp import NonFiniteError, SpecError, explain
 from torchcomp.aggregators import AGGREGATORS
-from torchcomp.bucket import BucketShape
-from torchcomp.state import Kind
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.state import Kind
 
 POWERSGD = "powersgd(rank=2)"
 EF21 = 'ef21(topk(0.05, scope="tensor"))'

@@ -8,7 +8,7 @@ import torch
 from tests.aggregators import runs
 from tests.aggregators.runs import Named, assert_equal, assert_near, mean, steps
 from tests.support.models import kept
-from torchcomp.keys import Key
+from torchcomp.engine.keys import Key
 from torchcomp.reference import ef21, top_share
 
 STEPS = 30

@@ -25,7 +25,7 @@ from tests.aggregators.runs import (
 from tests.support.cases import thorough
 from tests.support.models import kept
 from torchcomp.aggregators import PowerSGD
-from torchcomp.bucket import BucketShape
+from torchcomp.engine.bucket import BucketShape
 from torchcomp.reference import compresses, powersgd
 
 STEPS = 30

@@ -27,8 +27,8 @@ from tests.support.models import kept
 from tests.support.outcomes import reloaded
 from torchcomp import NonFiniteError, SpecError, explain
 from torchcomp.aggregators import EF, Aggregator
-from torchcomp.bucket import BucketShape
 from torchcomp.compressors import Identity, TopK, Warmup
+from torchcomp.engine.bucket import BucketShape
 from torchcomp.jointspar.sampler import Sampled
 from torchcomp.two_direction.checks import require
 

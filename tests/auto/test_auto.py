@@ -35,11 +35,11 @@ from tests.support.ranks import on_processes, on_threads
 from torchcomp import Auto, Guard, SpecError
 from torchcomp.advisor import auto
 from torchcomp.aggregators import Mean
-from torchcomp.bucket import Bucket
 from torchcomp.ddp import register
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
+from torchcomp.engine.bucket import Bucket
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
 
 TOPK = "ef(topk(0.1))"
 AUTO = Auto(candidates=[TOPK], steps=20)

@@ -7,7 +7,7 @@ import pytest
 import torchcomp
 from tests.support.outcomes import raised_by
 from torchcomp import Auto, SpecError
-from torchcomp.spec import candidates, parse_registered
+from torchcomp.specs.spec import candidates, parse_registered
 
 
 def methods(auto: str | Auto) -> list[str]:

@@ -20,7 +20,7 @@ from tests.support.mutations import at, replaced
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
 from torchcomp import CheckpointError, RankMismatchError
-from torchcomp.codec import Codec
+from torchcomp.routes.codec import Codec
 
 # --- Training -------------------------------------------------------------------------------------
 

@@ -24,14 +24,14 @@ from tests.support.models import (
 )
 from tests.support.outcomes import same
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import wire
 from torchcomp.aggregators import Aggregator
-from torchcomp.bucket import BucketShape, partition
+from torchcomp.engine.bucket import BucketShape, partition
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import State
 from torchcomp.exchange import ProcessGroupExchange
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
 from torchcomp.reference import bidirectional, top
-from torchcomp.state import State
+from torchcomp.routes import wire
 
 STEPS = 5
 SIZES = (0, 7, 1, 30, 12)

@@ -18,8 +18,8 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.ranks import on_threads
-from torchcomp.bucket import partition
-from torchcomp.keys import Key
+from torchcomp.engine.bucket import partition
+from torchcomp.engine.keys import Key
 from torchcomp.reference import Compress, error_feedback, top_share
 
 STEPS = 6

@@ -15,9 +15,9 @@ import torchcomp
 from tests.support.commands import run
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_threads
-from torchcomp import host
-from torchcomp.bucket import Bucket
 from torchcomp.ddp.executors import StreamExecutor, ThreadExecutor
+from torchcomp.engine import host
+from torchcomp.engine.bucket import Bucket
 
 # --- Executors ------------------------------------------------------------------------------------
 

@@ -6,10 +6,12 @@ import pytest
 import torch
 
 from tests.support.launches import DEVICE, Count, DeviceTensor, counted, on_device, one_bucket
-from torchcomp import InProcessExchange, host, wire
-from torchcomp.bucket import Bucket, BucketShape
+from torchcomp import InProcessExchange
 from torchcomp.ddp.reordering import Reordering
-from torchcomp.nonfinite import FiniteWatch
+from torchcomp.engine import host
+from torchcomp.engine.bucket import Bucket, BucketShape
+from torchcomp.engine.nonfinite import FiniteWatch
+from torchcomp.routes import wire
 
 # Statements on x (8 floats), n (8 integers) and m (a mask) on the device, and h on the host.
 WAIT = [

@@ -31,7 +31,10 @@ Outcome = tuple[torch.Tensor, dict[str, Any], int]
 @contextlib.contextmanager
 def device_forms() -> Iterator[None]:
     """Run the forms for accelerators, in plain torch, on tensors of the CPU."""
-    with mock.patch("torchcomp.host.can_read", return_value=False), backend.plain_torch("cpu"):
+    with (
+        mock.patch("torchcomp.engine.host.can_read", return_value=False),
+        backend.plain_torch("cpu"),
+    ):
         yield
 
 

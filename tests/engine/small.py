@@ -6,7 +6,7 @@ import torchcomp
 from tests.support.models import unsent_gradients
 from tests.support.outcomes import same
 from torchcomp import Averager
-from torchcomp.bucket import Bucket
+from torchcomp.engine.bucket import Bucket
 
 GROUPS = (("bias", "conv", "empty"), ("matrix", "gain"))
 """Buckets that `partition` would not make for any size."""

@@ -9,7 +9,7 @@ from tests.support.cases import thorough
 from tests.support.models import CONSERVING, METHODS, WITH_RESIDUAL
 from tests.support.outcomes import caught, messages, same
 from torchcomp import NonFiniteError, RankMismatchError, SpecError
-from torchcomp.bucket import Bucket
+from torchcomp.engine.bucket import Bucket
 
 # --- Steps ----------------------------------------------------------------------------------------
 
@@ -234,7 +234,7 @@ def test_a_swap_loses_nothing(first, second, world_size):
         # The flush has ended, because its first step sends the whole residual.
         assert not flushing
         method = torchcomp.parse(second)
-        shape = torchcomp.bucket.BucketShape(("x",), ((4,),), torch.float64)
+        shape = torchcomp.engine.bucket.BucketShape(("x",), ((4,),), torch.float64)
         assert slots == {slot.name for slot in method.slots(shape, world_size, 0)}
 
 
@@ -401,7 +401,7 @@ def test_counters_equal_the_planned_cost(method):
         averager = small.averager(exchange, method, dtype=torch.float32)
         small.train(averager, 0, 3, torch.float32)
         shapes = [averager.shape_of(group) for group in averager.buckets]
-        load = torchcomp.traffic.Load()
+        load = torchcomp.exchange.traffic.Load()
         for shape in shapes:
             load.add(averager.aggregator.cost(shape, 3, exchange.rank).load)
         return averager.stats, load.traffic(3, 0), "exact" in str(averager.aggregator)
@@ -434,7 +434,7 @@ def test_residual_norms_equal_those_of_the_saved_state(method):
 
 
 def test_a_clients_slots_are_rolled_back_saved_and_restored():
-    from torchcomp.state import Kind, Slot
+    from torchcomp.engine.state import Kind, Slot
 
     def declared(shape):
         def init(name, out):

@@ -7,14 +7,8 @@ import torch
 
 from tests.engine import small
 from tests.support.outcomes import caught, same
-from torchcomp import (
-    Exchange,
-    InProcessExchange,
-    NonFiniteError,
-    RankMismatchError,
-    WireError,
-    host,
-)
+from torchcomp import Exchange, InProcessExchange, NonFiniteError, RankMismatchError, WireError
+from torchcomp.engine import host
 
 FRAMED = [
     "topk(0.3)",

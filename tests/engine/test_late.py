@@ -8,7 +8,7 @@ from tests.engine.test_damage import another_layout, damage
 from tests.support.launches import EchoExchange, counted, on_device
 from tests.support.outcomes import caught, same
 from torchcomp import Averager, NonFiniteError, WireError
-from torchcomp.state import Kind
+from torchcomp.engine.state import Kind
 
 METHODS = [
     "ef(topk(0.3))",

@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from torchcomp.settlement import Status, Steps
+from torchcomp.engine.settlement import Status, Steps
 
 
 @pytest.fixture

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchcomp.bucket import BucketShape
-from torchcomp.state import Kind, Slot, State
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.state import Kind, Slot, State
 
 SIZES = {"a": 2, "b": 3, "c": 1, "empty": 0}
 CPU = torch.device("cpu")

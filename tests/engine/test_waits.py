@@ -9,8 +9,8 @@ from tests.engine import small
 from tests.support.launches import DEVICE, Count, EchoExchange, counted, on_device
 from tests.support.outcomes import caught
 from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError
-from torchcomp.state import Kind, Slot, State
-from torchcomp.wire import Field, Frames
+from torchcomp.engine.state import Kind, Slot, State
+from torchcomp.routes.wire import Field, Frames
 
 # --- Steps ----------------------------------------------------------------------------------------
 

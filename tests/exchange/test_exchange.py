@@ -14,7 +14,7 @@ from torchcomp import (
     RankMismatchError,
     run_in_process,
 )
-from torchcomp.traffic import sum_bytes
+from torchcomp.exchange.traffic import sum_bytes
 
 WORLD_SIZES = [1, 2, 3, 5]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]

@@ -57,7 +57,7 @@ def device_forms() -> Iterator[None]:
     """Run the forms for devices. They may not make the host wait."""
     with ExitStack() as stack:
         if REHEARSAL:
-            stack.enter_context(mock.patch("torchcomp.host.can_read", return_value=False))
+            stack.enter_context(mock.patch("torchcomp.engine.host.can_read", return_value=False))
             stack.enter_context(backend.plain_torch("cpu"))
         stack.enter_context(device.no_waits(KIND))
         yield

@@ -11,10 +11,10 @@ from tests.kernels.test_select import awkward, sorted_out
 from tests.support.codecs import codec_of
 from tests.support.outcomes import same
 from tests.support.vectors import normal
-from torchcomp import wire
 from torchcomp.compressors import Compressor
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
-from torchcomp.keys import Key
+from torchcomp.routes import wire
 
 SIZES = [2, 65, 4097, 20_000] if REHEARSAL else [2, 65, 4097, 20_000, 140_003, 5_000_011]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

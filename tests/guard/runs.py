@@ -6,7 +6,7 @@ import torch
 
 from tests.engine import small
 from torchcomp import Guard, watch
-from torchcomp.bucket import Bucket
+from torchcomp.engine.bucket import Bucket
 
 EVERY = 10
 

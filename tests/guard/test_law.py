@@ -13,8 +13,8 @@ from tests.support.cases import thorough
 from tests.support.models import METHODS
 from torchcomp.aggregators import Aggregator, Law
 from torchcomp.aggregators.base import Cost
-from torchcomp.errors import SpecError
-from torchcomp.state import Kind, Slot
+from torchcomp.engine.state import Kind, Slot
+from torchcomp.specs.errors import SpecError
 
 RANKS = 3
 STEPS = 10

@@ -5,9 +5,9 @@ import torch
 
 from tests.support.vectors import normal
 from torchcomp.aggregators import Law
-from torchcomp.bucket import BucketShape
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.state import Kind, Slot
 from torchcomp.guard.samples import MOST, Samples
-from torchcomp.state import Kind, Slot
 
 SHAPE = BucketShape(("a", "none", "b"), ((4,), (0,), (2,)), torch.float32)
 NUMEL, CPU = 6, torch.device("cpu")

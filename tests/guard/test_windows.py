@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from torchcomp import Averager
-from torchcomp.bucket import BucketShape
+from torchcomp.engine.bucket import BucketShape
 from torchcomp.exchange import InProcessExchange
 from torchcomp.guard.watch import MOST, BucketWatch
 

@@ -17,8 +17,13 @@ from tests.support.cases import thorough
 from tests.support.models import Branches, loss_of, mlp, rows, seeded, weights, wrap
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
-from torchcomp.errors import NonFiniteError, RankMismatchError, SpecError, UnsupportedModelError
 from torchcomp.jointspar import JointSpar, Literal
+from torchcomp.specs.errors import (
+    NonFiniteError,
+    RankMismatchError,
+    SpecError,
+    UnsupportedModelError,
+)
 
 # --- One table of refusals ------------------------------------------------------------------------
 

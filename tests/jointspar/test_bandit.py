@@ -15,9 +15,9 @@ import pytest
 from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from torchcomp import reference
-from torchcomp.errors import CheckpointError, SpecError
+from torchcomp.engine.keys import Key
 from torchcomp.jointspar import Bandit, Baseline, Literal, sample
-from torchcomp.keys import Key
+from torchcomp.specs.errors import CheckpointError, SpecError
 
 D = 54
 P_MIN = 0.0125

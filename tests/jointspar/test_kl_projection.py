@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcomp.errors import SpecError
 from torchcomp.jointspar import kl_project
+from torchcomp.specs.errors import SpecError
 
 
 def brute_force(u, budget, p_min, costs):

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from torchcomp import reference
-from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.jointspar import LARS
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
 
 SHAPES = ((4, 3), (4,), (2, 2, 3, 3), ())
 OPTIONS = {"lr": 0.7, "momentum": 0.9, "weight_decay": 0.01, "trust_coefficient": 0.02}

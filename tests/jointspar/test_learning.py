@@ -25,9 +25,9 @@ from tests.support.models import (
 from tests.support.outcomes import assert_refused, assert_replicas_equal
 from tests.support.ranks import on_threads
 from torchcomp import reference
-from torchcomp.errors import SpecError
+from torchcomp.engine.keys import Key
 from torchcomp.jointspar import LARS, Baseline, JointSpar, Literal
-from torchcomp.keys import Key
+from torchcomp.specs.errors import SpecError
 
 SIZES = [4 * 272 * 2, 4 * 272 * 2, 4 * 272 * 2, 4 * 68 * 2]
 

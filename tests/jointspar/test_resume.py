@@ -12,9 +12,9 @@ from tests.jointspar.script import backward
 from tests.support.models import mlp, rows, weights, wrap
 from tests.support.outcomes import assert_refused, reloaded
 from tests.support.ranks import on_threads
-from torchcomp.errors import CheckpointError, RankMismatchError
+from torchcomp.checkpoints.redistribution import redistribute
 from torchcomp.jointspar import JointSpar
-from torchcomp.redistribution import redistribute
+from torchcomp.specs.errors import CheckpointError, RankMismatchError
 
 OPTIONS = {"budget": 0.5, "p_min": 0.1}
 

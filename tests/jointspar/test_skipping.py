@@ -11,8 +11,8 @@ from torch.profiler import ProfilerActivity, profile
 from tests.jointspar.script import backward, keep
 from tests.support.models import Checkpointed, loss_of, mlp, rows, seeded, wrap
 from tests.support.ranks import on_threads, with_fake_ranks
+from torchcomp.exchange.traffic import sum_bytes
 from torchcomp.jointspar import JointSpar
-from torchcomp.traffic import sum_bytes
 
 
 def kernels(build, kept, batch=lambda: rows(0, torch.float32)):

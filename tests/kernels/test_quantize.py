@@ -10,9 +10,9 @@ from tests.kernels.forms import use_form
 from tests.support.cases import thorough
 from tests.support.codecs import message_of, received
 from tests.support.vectors import normal
-from torchcomp import wire
 from torchcomp.kernels import quantize
 from torchcomp.kernels.quantize import BLOCK, FORMATS, LEVELS
+from torchcomp.routes import wire
 
 COUNTS = [0, 1, 2, 127, 128, 129, 255, 256, 1001]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16]

@@ -13,7 +13,7 @@ from tests.local_sgd.test_laws import OPTIONS, RUN, TOTAL
 from tests.support.cases import some
 from tests.support.outcomes import assert_refused, raised_by, same
 from tests.support.ranks import on_threads
-from torchcomp.checkpoint import VERSION
+from torchcomp.checkpoints.checkpoint import VERSION
 from torchcomp.local_sgd import Nesterov
 
 # --- Another run ----------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def test_a_learning_rate_on_the_device_is_read_only_where_a_round_needs_it(
 ):
     options = {"spec": spec, "lr": lambda step: 2.0 ** -(4 + step)}
     _, wanted, expected = with_fake_ranks(2, partial(steps, local, optimizer=Number, **options))
-    monkeypatch.setattr("torchcomp.host.can_read", lambda x: False)
+    monkeypatch.setattr("torchcomp.engine.host.can_read", lambda x: False)
     found, weights, state = with_fake_ranks(2, partial(steps, local, optimizer=Device, **options))
     assert same(weights, wanted)
     sums = [each["fragments"][0]["lr_sum"] for each in (state, expected)]

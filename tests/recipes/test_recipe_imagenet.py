@@ -13,7 +13,7 @@ from recipes.settings import Settings, read_settings
 from tests.recipes.conftest import TorchRun
 from tests.recipes.forked_ranks import RECIPES
 from tests.support.cases import only, thorough
-from torchcomp.spec import parse_schedule
+from torchcomp.specs.spec import parse_schedule
 
 IMAGENET = RECIPES / "configs" / "imagenet"
 # A line of the page: name, method, synchronisations and terabytes.

@@ -11,7 +11,7 @@ from recipes.lr_schedules import lr_function
 from recipes.optimizers import build_optimizer
 from recipes.settings import Settings
 from tests.test_learning_rates import FINAL, by_hand
-from torchcomp.learning_rates import DECAYS
+from torchcomp.specs.learning_rates import DECAYS
 
 STEPS_PER_EPOCH = 10
 PEAK = 0.8

@@ -22,8 +22,8 @@ from recipes.two_direction.tuning import MethodRun, tune
 from tests.recipes.forked_ranks import RECIPES
 from tests.recipes.papers import published, quick
 from torchcomp.compressors import RandK, TopK
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key
+from torchcomp.engine.keys import Key
+from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction.parameter_server import Simulated
 
 NAME = "two_direction"

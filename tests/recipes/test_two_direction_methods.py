@@ -15,7 +15,7 @@ from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
 from tests.support.ranks import on_threads
 from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import Identity, RandK, TopK
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
 
 UP, DOWN = RandK(k=3, unbiased=True), TopK(k=3)

@@ -7,11 +7,13 @@ from tests.engine import small
 from tests.support.outcomes import same
 from torchcomp import run_in_process
 from torchcomp.aggregators import EF, Mean, one_way
-from torchcomp.bucket import BucketShape
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
-from torchcomp.keys import Key
-from torchcomp.routes import AllGatherRoute, AllReduceRoute, ShardedRoute
-from torchcomp.state import State
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.state import State
+from torchcomp.routes.allgather import AllGatherRoute
+from torchcomp.routes.allreduce import AllReduceRoute
+from torchcomp.routes.sharded import ShardedRoute
 
 SHAPE = BucketShape(("a", "empty", "b", "one"), ((7, 3), (0,), (40,), ()), torch.float32)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]

@@ -9,14 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchcomp import wire
-from torchcomp.bucket import BucketShape
-from torchcomp.codec import nbytes_of
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.exchange.traffic import Load
+from torchcomp.routes import wire
+from torchcomp.routes.codec import nbytes_of
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.routes.shards import direction
 from torchcomp.routes.threshold import search_load
-from torchcomp.traffic import Load
 
 SELECTING = [TopK(0.1), TopK(k=3, scope="tensor"), TopK(0.5, scope="tensor", values="int4")]
 OTHERS = [Identity(), Cast("bf16"), Quantize("int8"), RandK(0.3, scope="tensor")]

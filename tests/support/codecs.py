@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchcomp import wire
-from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.base import Encoded, Vectors
-from torchcomp.keys import Key
-from torchcomp.wire import HEADER, Frames, Layout, Parts
+from torchcomp.engine.keys import Key
+from torchcomp.routes import wire
+from torchcomp.routes.codec import Codec, vectors_of
+from torchcomp.routes.wire import HEADER, Frames, Layout, Parts
 
 
 def codec_of(

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import torchcomp
 from torchcomp import Averager
-from torchcomp.bucket import Bucket
+from torchcomp.engine.bucket import Bucket
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.conclusion import Conclusion
 from torchcomp.kernels import backend

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import torchcomp
 from tests.support.outcomes import flat
 from torchcomp.aggregators import Mean
-from torchcomp.bucket import BucketShape, memory_order
+from torchcomp.engine.bucket import BucketShape, memory_order
 
 METHODS = (
     "mean",

@@ -28,9 +28,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.launches import FREE, WAITS, is_view, site
-from torchcomp import host
 from torchcomp.ddp import two_level
 from torchcomp.ddp.executors import Executor, StreamExecutor, after_backward
+from torchcomp.engine import host
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange
 from torchcomp.kernels import backend
 from torchcomp.local_sgd import overlap

@@ -18,9 +18,9 @@ import torch
 from torchcomp import reference
 from torchcomp.compressors import Compressor, TopK
 from torchcomp.compressors.base import Encoded
+from torchcomp.routes.wire import Field
 from torchcomp.two_direction import Simulated, TwoDirectionMethod
 from torchcomp.two_direction.theory import Constants, learning_rates
-from torchcomp.wire import Field
 
 D = torch.tensor([[1, 2, 3, 4], [4, 3, 2, 1]], dtype=torch.float64)
 B = torch.tensor([[1, 1, 1, 1], [1, -2, 3, -4]], dtype=torch.float64)

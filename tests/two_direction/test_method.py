@@ -9,10 +9,10 @@ from tests.support import codecs
 from tests.support.cases import thorough
 from tests.support.codecs import decoded, fields_of, message_of
 from tests.two_direction.quadratics import quadratics
-from torchcomp import wire
 from torchcomp.compressors import Cast, Identity, RandK, TopK
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key
+from torchcomp.engine.keys import Key
+from torchcomp.routes import wire
+from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction import Simulated, TwoDirectionMethod, theory
 from torchcomp.two_direction.parameter_server import DENSE
 from torchcomp.two_direction.theory import learning_rates

@@ -14,7 +14,7 @@ from torch.nn.utils import parameters_to_vector
 from tests.support.outcomes import assert_refused, reloaded
 from tests.support.ranks import on_threads
 from torchcomp.compressors import RandK, TopK
-from torchcomp.errors import CheckpointError, NonFiniteError, RankMismatchError, SpecError
+from torchcomp.specs.errors import CheckpointError, NonFiniteError, RankMismatchError, SpecError
 from torchcomp.two_direction import Simulated, TwoDirection, TwoDirectionMethod
 
 UP, DOWN = "randk(0.2, unbiased=True)", "topk(0.2)"

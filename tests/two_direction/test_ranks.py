@@ -11,9 +11,10 @@ from tests.support.outcomes import assert_refused
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
 from tests.two_direction.quadratics import quadratics
-from torchcomp import run_in_process, wire
+from torchcomp import run_in_process
 from torchcomp.compressors import Quantize, RandK, TopK
-from torchcomp.errors import NonFiniteError, RankMismatchError, WireError
+from torchcomp.routes import wire
+from torchcomp.specs.errors import NonFiniteError, RankMismatchError, WireError
 from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
 
 F = quadratics(n=4, d=40)

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from torchcomp.bucket import Group
-from torchcomp.checks import check_positive
+from torchcomp.engine.bucket import Group
+from torchcomp.specs.checks import check_positive
 
 
 @dataclass(frozen=True)

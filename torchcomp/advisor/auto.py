@@ -15,22 +15,23 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import GradBucket
 
-from torchcomp import checkpoint, host
 from torchcomp.advisor import Compute, Link, Recording, Submitted, Work, simulate
 from torchcomp.advisor.moments import Moment, now, seconds
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.auto import BLOCK, MEAN, SETTLE
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket
-from torchcomp.component import Component
+from torchcomp.checkpoints import checkpoint
 from torchcomp.ddp.executors import after_backward
 from torchcomp.ddp.hook import DDPHandle, Future
 from torchcomp.ddp.reordering import Reordering
-from torchcomp.errors import SpecError
+from torchcomp.engine import host
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket
+from torchcomp.engine.observer import Both, Observer
 from torchcomp.exchange import Exchange, InProcessExchange
-from torchcomp.observer import Both, Observer
-from torchcomp.spec import parse_aggregator
+from torchcomp.specs.auto import BLOCK, MEAN, SETTLE
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.spec import parse_aggregator
 
 _log = logging.getLogger(__name__)
 

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 
 import torch
 
-from torchcomp.checks import check_at_least_0, check_choice, check_count, check_positive
-from torchcomp.errors import SpecError
 from torchcomp.exchange import Exchange
-from torchcomp.traffic import COPIED
+from torchcomp.exchange.traffic import COPIED
+from torchcomp.specs.checks import check_at_least_0, check_choice, check_count, check_positive
+from torchcomp.specs.errors import SpecError
 
 ALL_REDUCE, ALL_REDUCE_BF16 = "all_reduce", "all_reduce_bf16"
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"

@@ -14,9 +14,9 @@ from torch._C._distributed_c10d import GradBucket
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.bucket import BucketShape, Group
-from torchcomp.checks import check_count, check_positive
-from torchcomp.errors import SpecError
+from torchcomp.engine.bucket import BucketShape, Group
+from torchcomp.specs.checks import check_count, check_positive
+from torchcomp.specs.errors import SpecError
 
 _FORWARD, _OPTIMIZER = 0.3, 0.04  # shares of a step that is not measured in parts
 

@@ -20,15 +20,15 @@ import math
 from dataclasses import dataclass
 
 from torchcomp.advisor.collectives import ALL_GATHER, ALL_TO_ALL, KINDS
-from torchcomp.checks import (
+from torchcomp.exchange.traffic import COPIED
+from torchcomp.specs.checks import (
     check_at_least_0,
     check_choice,
     check_count,
     check_fraction,
     check_positive,
 )
-from torchcomp.errors import SpecError
-from torchcomp.traffic import COPIED
+from torchcomp.specs.errors import SpecError
 
 _GLOO_TRIPS = 2.6
 """Latencies that gloo takes for a hop.

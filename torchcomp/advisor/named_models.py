@@ -10,7 +10,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torchcomp.advisor.torchvision_compat import import_torchvision
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 
 def build_named(name: str) -> nn.Module:

@@ -23,13 +23,13 @@ from torchcomp.advisor.recording import (
 from torchcomp.advisor.simulation import StepTime, simulate, simulate_alone
 from torchcomp.advisor.units import span, step_time, volume
 from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
-from torchcomp.bucket import DEFAULT_CAPS, BucketShape, merge, partition
-from torchcomp.checks import check_at_least_0, check_count, check_positive
-from torchcomp.component import Component
-from torchcomp.errors import SpecError
-from torchcomp.learning_rates import LRFunction
+from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
-from torchcomp.spec import parse, parse_aggregator
+from torchcomp.specs.checks import check_at_least_0, check_count, check_positive
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.learning_rates import LRFunction
+from torchcomp.specs.spec import parse, parse_aggregator
 
 DDP, BF16 = "ddp", "bf16"
 """Plain DDP, and DDP with PyTorch's ``bf16_compress_hook``."""

@@ -15,18 +15,18 @@ from torchcomp.advisor.activities import Activity, Call, Job, Recording, Submitt
 from torchcomp.advisor.collectives import ALL_REDUCE, ALL_REDUCE_BF16
 from torchcomp.advisor.taped import PretendedExchange, Taped, ThreadExchange
 from torchcomp.aggregators import Aggregator, Bidirectional
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.checks import check_count
-from torchcomp.component import Component
+from torchcomp.checkpoints.pieces import Pieces
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.ddp.reordering import Completed, Reordering
-from torchcomp.errors import SpecError
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket, BucketShape, Group
+from torchcomp.engine.means import exact_mean
 from torchcomp.exchange import run_in_process
-from torchcomp.means import exact_mean
-from torchcomp.nodes import check_divides
-from torchcomp.pieces import Pieces
-from torchcomp.spec import parse_aggregator
+from torchcomp.exchange.nodes import check_divides
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.spec import parse_aggregator
 
 MOST_RANKS = 1024
 """Most ranks that one can stand for: it decodes the messages of all of them."""

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from torchcomp.advisor.activities import Activity, Job, Recording, Work
 from torchcomp.advisor.collectives import Times
 from torchcomp.advisor.compute import Compute
-from torchcomp.checks import check_positive
-from torchcomp.errors import SpecError
+from torchcomp.specs.checks import check_positive
+from torchcomp.specs.errors import SpecError
 
 _NOTHING = 1e-12
 """Seconds that are rounding errors."""

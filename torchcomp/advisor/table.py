@@ -3,11 +3,11 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
+from torchcomp.advisor.costs import wrapped
 from torchcomp.advisor.links import Link
 from torchcomp.advisor.prediction import BF16, DDP, Run, Training
 from torchcomp.advisor.units import span, step_time, volume
-from torchcomp.plan import wrapped
-from torchcomp.traffic import three_digits
+from torchcomp.exchange.traffic import three_digits
 
 WORTH = 1.02
 """A method is worth its change if it is this many times as fast as the bf16 hook."""

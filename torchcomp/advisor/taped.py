@@ -11,7 +11,7 @@ from torchcomp.advisor.activities import Activity, Call, Work
 from torchcomp.advisor.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL
 from torchcomp.advisor.compute import worked
 from torchcomp.exchange import Exchange, InProcessExchange
-from torchcomp.wire import Frames
+from torchcomp.routes.wire import Frames
 
 _COPIED_BYTES = 2**28
 """Up to this many bytes, each message of an all-gather has memory of its own."""

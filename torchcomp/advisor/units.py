@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from torchcomp.traffic import three_digits
+from torchcomp.exchange.traffic import three_digits
 
 _Units = Sequence[tuple[str, float]]
 

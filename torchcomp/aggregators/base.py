@@ -9,14 +9,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.bucket import BucketShape
-from torchcomp.component import Component
 from torchcomp.compressors import Compressor
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Slot, State
 from torchcomp.exchange import Exchange
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.state import Slot, State
-from torchcomp.traffic import Load
+from torchcomp.exchange.traffic import Load
+from torchcomp.specs.component import Component
 
 
 @dataclass(frozen=True)

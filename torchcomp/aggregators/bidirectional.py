@@ -12,17 +12,17 @@ from torchcomp.aggregators.residual import (
     ResidualDtype,
     check_contractive,
 )
-from torchcomp.bucket import BucketShape
-from torchcomp.codec import nbytes_of, vectors_of
-from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.routes import ShardedRoute
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Kind, Slot
+from torchcomp.routes.codec import nbytes_of, vectors_of
+from torchcomp.routes.sharded import ShardedRoute
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.routes.shards import Direction, direction
-from torchcomp.state import Kind, Slot
+from torchcomp.specs.component import Choices, check_kind
+from torchcomp.specs.errors import SpecError
 
 
 @dataclass(frozen=True)

@@ -13,13 +13,13 @@ from torchcomp.aggregators.residual import (
     ResidualDtype,
     check_contractive,
 )
-from torchcomp.bucket import BucketShape
-from torchcomp.checks import check_count, check_flag, check_momentum
 from torchcomp.compressors import Compressor, Warmup
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.state import Kind, Slot
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Kind, Slot
+from torchcomp.specs.checks import check_count, check_flag, check_momentum
+from torchcomp.specs.errors import SpecError
 
 _START = 0.25  # the paper's first ratio
 

@@ -13,10 +13,10 @@ from torchcomp.aggregators.residual import (
     ResidualDtype,
     check_contractive,
 )
-from torchcomp.bucket import BucketShape
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.state import Slot
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Slot
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,11 @@ from torch import Tensor
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
 from torchcomp.aggregators.residual import check_contractive
-from torchcomp.bucket import BucketShape
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Kind, Slot
 from torchcomp.kernels.cast import narrow
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.state import Kind, Slot
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.bucket import BucketShape
 from torchcomp.compressors import Compressor, Identity
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
 
 _DENSE = Identity()
 # The constants alpha and omega depend on the vector's length. Judge them for a realistic bucket.

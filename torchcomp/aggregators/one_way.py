@@ -6,19 +6,21 @@ from typing import Annotated
 
 import torch
 
-from torchcomp import wire
 from torchcomp.aggregators.base import Aggregator, Cost
-from torchcomp.bucket import BucketShape
-from torchcomp.codec import Codec, nbytes_of, vectors_of
-from torchcomp.component import Choices, check_kind
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.compressors.base import Vector
-from torchcomp.errors import SpecError
-from torchcomp.prepared import Prepared
-from torchcomp.routes import AllGatherRoute, AllReduceRoute, ShardedRoute
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.prepared import Prepared
+from torchcomp.exchange.traffic import Load, gathered
+from torchcomp.routes import wire
+from torchcomp.routes.allgather import AllGatherRoute
+from torchcomp.routes.allreduce import AllReduceRoute
+from torchcomp.routes.codec import Codec, nbytes_of, vectors_of
+from torchcomp.routes.sharded import ShardedRoute
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.routes.shards import Direction, direction
-from torchcomp.traffic import Load, gathered
+from torchcomp.specs.component import Choices, check_kind
+from torchcomp.specs.errors import SpecError
 
 COLLECTIVES = Choices(("auto", "allreduce", "allgather", "sharded"))
 # Earlier versions used these names. Specs in old checkpoints and scripts can still contain them.

@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from torchcomp.aggregators.base import Aggregator
-from torchcomp.bucket import BucketShape
-from torchcomp.pieces import pieces_of
-from torchcomp.traffic import Load, Traffic, sum_bytes
+from torchcomp.checkpoints.pieces import pieces_of
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.exchange.traffic import Load, Traffic, sum_bytes
 
 
 def planned_traffic(

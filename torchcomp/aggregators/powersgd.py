@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchcomp import host
 from torchcomp.aggregators.base import Cost
 from torchcomp.aggregators.residual import Residual, ResidualDtype
-from torchcomp.bucket import Bucket, BucketShape
-from torchcomp.checks import check_count, check_positive
+from torchcomp.engine import host
+from torchcomp.engine.bucket import Bucket, BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Kind, Slot
+from torchcomp.exchange.traffic import Load
 from torchcomp.kernels.cast import narrow
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.state import Kind, Slot
-from torchcomp.traffic import Load
+from torchcomp.specs.checks import check_count, check_positive
 
 
 @dataclass(frozen=True)

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator
-from torchcomp.bucket import BucketShape
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.state import State
 from torchcomp.exchange import InProcessExchange
 from torchcomp.kernels import backend
-from torchcomp.keys import Key
-from torchcomp.state import State
 
 
 def rehearse_all(method: Aggregator, parameters: Iterable[Tensor]) -> None:

@@ -5,11 +5,11 @@ from typing import Annotated
 import torch
 
 from torchcomp.aggregators.base import Aggregator, Law
-from torchcomp.bucket import BucketShape
-from torchcomp.component import Choices, Component
 from torchcomp.compressors import Compressor
-from torchcomp.errors import SpecError
-from torchcomp.state import Kind, Slot
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.state import Kind, Slot
+from torchcomp.specs.component import Choices, Component
+from torchcomp.specs.errors import SpecError
 
 _DTYPES = {
     "fp32": torch.float32,

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import Component
-from torchcomp.draws import Drawing
+from torchcomp.engine.draws import Drawing
+from torchcomp.engine.keys import Key, uniform
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import Segment, joined
-from torchcomp.keys import Key, uniform
-from torchcomp.wire import Frames, Layout, Parts
+from torchcomp.routes.wire import Frames, Layout, Parts
+from torchcomp.specs.component import Component
 
 Message = Sequence[Parts]
 """The fields of each vector, in the order of :meth:`Compressor.layout`."""

@@ -6,14 +6,14 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import Choices
 from torchcomp.compressors.base import Encoded, Vectors
 from torchcomp.compressors.dense import Dense
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import part
-from torchcomp.keys import Key
-from torchcomp.wire import Layout
+from torchcomp.routes.wire import Layout
+from torchcomp.specs.component import Choices
 
 
 @dataclass(frozen=True)

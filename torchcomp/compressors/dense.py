@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from torchcomp.compressors.base import Compressor, Messages, Vectors
+from torchcomp.engine.keys import Key
 from torchcomp.kernels.segments import part
-from torchcomp.keys import Key
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from torchcomp.compressors.base import Encoded, Vectors
 from torchcomp.compressors.dense import Dense
+from torchcomp.engine.keys import Key
 from torchcomp.kernels.segments import part
-from torchcomp.keys import Key
-from torchcomp.wire import Field, Layout
+from torchcomp.routes.wire import Field, Layout
 
 
 @dataclass(frozen=True)

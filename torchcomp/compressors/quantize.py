@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded, Messages, Vectors
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
 from torchcomp.kernels.quantizer import Quantizer, quantizer_for
-from torchcomp.keys import Key
-from torchcomp.wire import Layout
+from torchcomp.routes.wire import Layout
+from torchcomp.specs.component import Choices
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp import host
-from torchcomp.checks import check_flag
 from torchcomp.compressors.base import Encoded, Messages, Vectors
 from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.engine import host
+from torchcomp.engine.keys import Key
 from torchcomp.kernels.cast import nan_unless_finite
 from torchcomp.kernels.segments import add, joined, part
-from torchcomp.keys import Key
-from torchcomp.wire import Field, Layout
+from torchcomp.routes.wire import Field, Layout
+from torchcomp.specs.checks import check_flag
 
 
 @dataclass(frozen=True)

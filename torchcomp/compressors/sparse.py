@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_count, is_whole, shown
-from torchcomp.component import Choices
 from torchcomp.compressors.base import Compressor, Encoded, Vectors
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key
+from torchcomp.engine.keys import Key
+from torchcomp.specs.checks import check_count, is_whole, shown
+from torchcomp.specs.component import Choices
+from torchcomp.specs.errors import SpecError
 
 
 @dataclass(frozen=True)

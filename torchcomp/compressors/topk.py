@@ -6,14 +6,14 @@ from typing import Annotated, Any, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.component import Choices
 from torchcomp.compressors.base import Encoded, Messages, Vectors
 from torchcomp.compressors.sparse import Selector
-from torchcomp.errors import SpecError
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import backend, elias_fano, quantize
 from torchcomp.kernels.sparse import Sparse, kernels_for
-from torchcomp.keys import Key
-from torchcomp.wire import Field, Layout
+from torchcomp.routes.wire import Field, Layout
+from torchcomp.specs.component import Choices
+from torchcomp.specs.errors import SpecError
 
 
 @dataclass(frozen=True)

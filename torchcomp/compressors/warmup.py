@@ -7,14 +7,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_count, check_fraction
-from torchcomp.component import check_kind
 from torchcomp.compressors.base import Compressor, Encoded, Messages, Vectors
 from torchcomp.compressors.identity import Identity
 from torchcomp.compressors.sparse import Sparsifier
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key
-from torchcomp.wire import Layout
+from torchcomp.engine.keys import Key
+from torchcomp.routes.wire import Layout
+from torchcomp.specs.checks import check_count, check_fraction
+from torchcomp.specs.component import check_kind
+from torchcomp.specs.errors import SpecError
 
 # The paper's: 75 %, 93.75 %, 98.4 % and 99.6 % of the entries are not sent, then 99.9 %.
 _FACTOR = 0.25

@@ -9,13 +9,13 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.averager import Averager
-from torchcomp.checks import check_choice, check_flag
-from torchcomp.component import Component
 from torchcomp.ddp.manager import check_manager
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
-from torchcomp.errors import SpecError
-from torchcomp.keys import check_seed
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.keys import check_seed
+from torchcomp.specs.checks import check_choice, check_flag
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError
 
 if TYPE_CHECKING:
     from torchcomp.guard import Guard

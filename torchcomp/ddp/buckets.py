@@ -7,15 +7,15 @@ from typing import Any
 
 from torch import Tensor
 
-from torchcomp import checkpoint
 from torchcomp.aggregators import Aggregator
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape, Names
-from torchcomp.checkpoint import layout_of
+from torchcomp.checkpoints import checkpoint
+from torchcomp.checkpoints.checkpoint import layout_of
+from torchcomp.checkpoints.redistribution import Place, check_place, two_levels
 from torchcomp.ddp.executors import Executor, Job
 from torchcomp.ddp.reordering import Reordering
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket, BucketShape, Names
 from torchcomp.exchange import Exchange
-from torchcomp.redistribution import Place, check_place, two_levels
 
 
 class Buckets:

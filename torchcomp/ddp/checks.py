@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.bucket import DEFAULT_CAPS, Caps
-from torchcomp.compat import listed_bucket_caps, skips_unused_parameters
-from torchcomp.errors import UnsupportedModelError
+from torchcomp.engine.bucket import DEFAULT_CAPS, Caps
+from torchcomp.engine.compat import listed_bucket_caps, skips_unused_parameters
+from torchcomp.specs.errors import UnsupportedModelError
 
 OWNER = "_torchcomp_owner"
 """Attribute of a DDP model with the name of what torchcomp has installed on it."""

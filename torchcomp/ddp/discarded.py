@@ -24,9 +24,9 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from torchcomp import host
-from torchcomp.averager import Averager
-from torchcomp.nonfinite import largest_magnitudes
+from torchcomp.engine import host
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.nonfinite import largest_magnitudes
 
 _log = logging.getLogger(__name__)
 _PARAMETERS = itemgetter("params")

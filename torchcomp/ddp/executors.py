@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from torchcomp.errors import ON_ALL_RANKS
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
+from torchcomp.specs.errors import ON_ALL_RANKS
 
 Job = Callable[[], object]
 Leave = Callable[[BaseException], None]

@@ -12,18 +12,18 @@ from torch import Tensor
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.component import Component
+from torchcomp.checkpoints.gathering import Gatherable
+from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import AT_EXIT_SECONDS
 from torchcomp.ddp.loss_scale import LossScale
 from torchcomp.ddp.one_process import OfOneProcess
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
+from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange
-from torchcomp.gathering import Gatherable
-from torchcomp.redistribution import Place
-from torchcomp.spec import parse_aggregator
-from torchcomp.stats import Stats
+from torchcomp.specs.component import Component
+from torchcomp.specs.spec import parse_aggregator
 
 SCALER_ADVICE = (
     "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "

@@ -14,16 +14,16 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
 from torchcomp.ddp.executors import after_backward
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket, BucketShape
+from torchcomp.engine.profiling import OFF, span
 from torchcomp.kernels.swap import fill_where
-from torchcomp.profiling import OFF, span
 
 Future = torch.futures.Future[Tensor]
 

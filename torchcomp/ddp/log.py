@@ -3,10 +3,10 @@
 import logging
 
 from torchcomp.aggregators import Mean
-from torchcomp.averager import Averager
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
-from torchcomp.stats import sent_instead
-from torchcomp.traffic import Traffic
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.stats import sent_instead
+from torchcomp.exchange.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.ddp.one_process import OfOneProcess
+from torchcomp.engine import host
 
 
 class LossScale(OfOneProcess):

@@ -19,16 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcomp import checkpoint, wire
 from torchcomp.aggregators import Aggregator
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, Group
+from torchcomp.checkpoints import checkpoint
+from torchcomp.checkpoints.redistribution import Place, check_place
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import Job, StreamExecutor, ThreadExecutor
 from torchcomp.ddp.manager import Ballot
-from torchcomp.errors import RankFailureError, SpecError, WireError
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket, Group
 from torchcomp.exchange import Exchange, InProcessExchange, ManagedExchange
-from torchcomp.redistribution import Place, check_place
+from torchcomp.routes import wire
+from torchcomp.specs.errors import RankFailureError, SpecError, WireError
 
 KEY = "torchcomp"
 """The name of a model's state among those that the manager sends to a rank that joins."""

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 _NEEDED = (
     "wait_quorum",

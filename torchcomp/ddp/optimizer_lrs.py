@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcomp.checkpoint import listed
-from torchcomp.errors import SpecError
+from torchcomp.checkpoints.checkpoint import listed
+from torchcomp.specs.errors import SpecError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 

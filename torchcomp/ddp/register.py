@@ -5,12 +5,9 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.auto import Auto
-from torchcomp.bucket import Group, partition
-from torchcomp.component import Component
+from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.arguments import Options, late_does_not_fit
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.checks import (
@@ -31,11 +28,14 @@ from torchcomp.ddp.log import log_method
 from torchcomp.ddp.managed import Managed
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
 from torchcomp.ddp.two_level import Levels, TwoLevel
-from torchcomp.errors import SpecError
+from torchcomp.engine.bucket import Group, partition
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
-from torchcomp.nodes import Nodes
-from torchcomp.redistribution import Place
-from torchcomp.spec import candidates, parse_registered
+from torchcomp.exchange.nodes import Nodes
+from torchcomp.routes import wire
+from torchcomp.specs.auto import Auto
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError
+from torchcomp.specs.spec import candidates, parse_registered
 
 _Checked = tuple[
     Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None

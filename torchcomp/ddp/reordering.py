@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.scratch import Scratch
+from torchcomp.engine.bucket import Bucket, BucketShape, Group
+from torchcomp.engine.scratch import Scratch
 
 
 class Completed:

@@ -20,12 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchcomp import host
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape, Group, Names
+from torchcomp.checkpoints.pieces import Pieces
+from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import Executor, executor_for
 from torchcomp.ddp.reordering import Completed
+from torchcomp.engine import host
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket, BucketShape, Group, Names
+from torchcomp.engine.nonfinite import FiniteWatch
+from torchcomp.engine.scratch import Scratch
 from torchcomp.exchange import (
     Exchange,
     InsideExchange,
@@ -33,12 +37,8 @@ from torchcomp.exchange import (
     ProcessGroupExchange,
     new_name,
 )
-from torchcomp.nodes import Nodes
-from torchcomp.nonfinite import FiniteWatch
-from torchcomp.pieces import Pieces
-from torchcomp.redistribution import Place
-from torchcomp.scratch import Scratch
-from torchcomp.traffic import Load, sum_bytes
+from torchcomp.exchange.nodes import Nodes
+from torchcomp.exchange.traffic import Load, sum_bytes
 
 
 class Levels:

@@ -10,7 +10,7 @@ from functools import partial
 
 from torch import Tensor
 
-from torchcomp.bucket import Bucket
+from torchcomp.engine.bucket import Bucket
 
 
 class UnusedWatch:

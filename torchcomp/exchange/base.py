@@ -7,10 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.exchange.conclusion import Asked, Conclusion, Origin
 from torchcomp.exchange.verify import Verifying
-from torchcomp.wire import Frames
+from torchcomp.routes.wire import Frames
 
 _KEPT = 2**25
 """Frames of more bytes, about a bucket of DDP, are not kept in memory for their headers."""

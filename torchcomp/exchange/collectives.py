@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp import host
-from torchcomp.profiling import OFF, label, span
-from torchcomp.traffic import Load, Traffic, sum_bytes
+from torchcomp.engine import host
+from torchcomp.engine.profiling import OFF, label, span
+from torchcomp.exchange.traffic import Load, Traffic, sum_bytes
 
 
 class Collectives(ABC):

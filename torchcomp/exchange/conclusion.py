@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from torchcomp import host
-from torchcomp.errors import WireError
+from torchcomp.engine import host
 from torchcomp.exchange.collectives import Collectives
-from torchcomp.wire import FINDINGS, Frames
+from torchcomp.routes.wire import FINDINGS, Frames
+from torchcomp.specs.errors import WireError
 
 Asked = tuple[list[int], list[int]]
 """Numbers of this rank, and a list for the maxima of all ranks."""

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from torchcomp.errors import RankFailureError
+from torchcomp.specs.errors import RankFailureError
 
 if TYPE_CHECKING:
     from torchcomp.exchange.process_group import ProcessGroupExchange

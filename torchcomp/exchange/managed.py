@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
 
-from torchcomp.errors import RankFailureError
 from torchcomp.exchange.base import Exchange, explained
 from torchcomp.exchange.private import ENDED, PrivateExchange
+from torchcomp.specs.errors import RankFailureError
 
 
 class ManagedExchange(PrivateExchange):

@@ -12,12 +12,12 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 from torch.distributed import distributed_c10d
 
-from torchcomp import host
-from torchcomp.errors import RankFailureError
+from torchcomp.engine import host
+from torchcomp.engine.scratch import Scratch
 from torchcomp.exchange.base import Exchange, explained
 from torchcomp.exchange.failures import ADVICE, SECONDS, answered, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly
-from torchcomp.scratch import Scratch
+from torchcomp.specs.errors import RankFailureError
 
 
 class PrivateExchange(ProcessGroupExchange):

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from torchcomp.compat import all_gather_single, reduce_scatter_single
-from torchcomp.errors import UnsupportedModelError
+from torchcomp.engine.compat import all_gather_single, reduce_scatter_single
 from torchcomp.exchange.base import Exchange, explained
 from torchcomp.exchange.failures import explain, report_cause
-from torchcomp.traffic import COPIED
+from torchcomp.exchange.traffic import COPIED
+from torchcomp.specs.errors import UnsupportedModelError
 
 
 class ProcessGroupExchange(Exchange):

@@ -4,8 +4,8 @@ import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from torchcomp.errors import RankMismatchError
 from torchcomp.exchange.collectives import Collectives
+from torchcomp.specs.errors import RankMismatchError
 
 Built = TypeVar("Built")
 

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.bucket import Bucket
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import after_backward, side_stream
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
-from torchcomp.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
+from torchcomp.engine.bucket import Bucket
+from torchcomp.engine.nonfinite import FiniteWatch
 from torchcomp.fsdp.units import Unit, units_of
 from torchcomp.kernels.swap import fill_where
-from torchcomp.nonfinite import FiniteWatch
+from torchcomp.specs.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
 
 
 class FSDPHandle(Handle):

@@ -9,22 +9,22 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from torchcomp import wire
 from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
-from torchcomp.auto import Auto
-from torchcomp.checkpoint import digest_of
-from torchcomp.component import Component
+from torchcomp.checkpoints.checkpoint import digest_of
+from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.arguments import Options
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.log import log_method
 from torchcomp.ddp.optimizer_lrs import OptimizerLRs
-from torchcomp.errors import SpecError, UnsupportedModelError
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, units_of
-from torchcomp.redistribution import Place
-from torchcomp.spec import parse_registered
+from torchcomp.routes import wire
+from torchcomp.specs.auto import Auto
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
+from torchcomp.specs.spec import parse_registered
 
 _SAME_START = (
     "All replicas must start with the same parameters: initialise them with the same seed on all "

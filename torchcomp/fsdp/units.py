@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Shard
 
-from torchcomp.bucket import BucketShape
+from torchcomp.checkpoints.pieces import Pieces
 from torchcomp.ddp.checks import check_real, trained
-from torchcomp.errors import UnsupportedModelError
-from torchcomp.pieces import Pieces
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.specs.errors import UnsupportedModelError
 
 _HOW_TO_SHARD = (
     'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")); '

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from torchcomp.checkpoint import listed
+from torchcomp.checkpoints.checkpoint import listed
 from torchcomp.guard.report import Compared, Report
 from torchcomp.guard.samples import MOST
 

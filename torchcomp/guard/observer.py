@@ -19,16 +19,16 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators import Aggregator, planned_traffic
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape
-from torchcomp.checks import check_count
-from torchcomp.errors import SpecError
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket, BucketShape
+from torchcomp.engine.observer import Observer
+from torchcomp.engine.profiling import label
 from torchcomp.guard.alarms import Alarm, alarms, replica_alarm
 from torchcomp.guard.replicas import Replicas
 from torchcomp.guard.report import Compared, Report
 from torchcomp.guard.watch import SCALARS, BucketWatch
-from torchcomp.observer import Observer
-from torchcomp.profiling import label
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.errors import SpecError
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.exchange import Exchange
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16}

@@ -10,11 +10,11 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from torchcomp import host
 from torchcomp.aggregators import Law
-from torchcomp.bucket import BucketShape
-from torchcomp.keys import Key
-from torchcomp.state import Slot
+from torchcomp.engine import host
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
+from torchcomp.engine.state import Slot
 
 MOST = 128
 """At most this many elements of a parameter are followed."""

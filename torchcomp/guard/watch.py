@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchcomp import host
 from torchcomp.aggregators import Aggregator
-from torchcomp.averager import Averager
-from torchcomp.bucket import BucketShape
-from torchcomp.errors import SpecError
+from torchcomp.engine import host
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import tensor_id
+from torchcomp.engine.state import Kind
 from torchcomp.guard import samples
 from torchcomp.guard.report import Compared, HeldLaw
 from torchcomp.guard.samples import Both, Samples, filled
-from torchcomp.keys import tensor_id
-from torchcomp.state import Kind
+from torchcomp.specs.errors import SpecError
 
 MOST = 2**14
 """At most this many elements of a parameter are compared."""

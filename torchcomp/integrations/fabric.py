@@ -3,7 +3,7 @@
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.errors import UnsupportedModelError
+from torchcomp.specs.errors import UnsupportedModelError
 
 
 def ddp_model(module: nn.Module) -> DistributedDataParallel:

@@ -9,8 +9,8 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import Gathered, Handle, LocalSGD, register
-from torchcomp.component import Component
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
 
 try:
     from lightning.pytorch import Callback

@@ -7,8 +7,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import Gathered, Handle, LocalSGD, register
-from torchcomp.component import Component
-from torchcomp.errors import CheckpointError, UnsupportedModelError
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import CheckpointError, UnsupportedModelError
 
 try:
     from transformers import TrainerCallback

@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from torchcomp.checkpoint import count, list_of, number, record, require
-from torchcomp.checks import check_positive
-from torchcomp.errors import SpecError
-from torchcomp.keys import Key
+from torchcomp.checkpoints.checkpoint import count, list_of, number, record, require
+from torchcomp.engine.keys import Key
+from torchcomp.specs.checks import check_positive
+from torchcomp.specs.errors import SpecError
 
 Vector = NDArray[np.float64]
 Mask = NDArray[np.bool_]

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp import checkpoint
-from torchcomp.component import Component
+from torchcomp.checkpoints import checkpoint
+from torchcomp.checkpoints.gathering import Gatherable
 from torchcomp.ddp.arguments import Options, check_scaler
 from torchcomp.ddp.checks import OWNER, check_is_ddp, check_model, device_of, trained_parameters
 from torchcomp.ddp.register import register_ddp
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.engine.keys import Key, check_seed
+from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.gathering import Gatherable
 from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal
 from torchcomp.jointspar.layers import Patterns, check_several, default_layers, layers_by_pattern
 from torchcomp.jointspar.sampler import Sampled, Sampler, SamplingOptions, by_layer
 from torchcomp.jointspar.skip import Skipper
-from torchcomp.keys import Key, check_seed
-from torchcomp.spec import parse_aggregator
-from torchcomp.stats import Stats
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
+from torchcomp.specs.spec import parse_aggregator
 
 _ATTRIBUTE = "_torchcomp_jointspar"
 """Attribute of a DDP model that keeps its JointSpar alive if the user holds no reference to it."""

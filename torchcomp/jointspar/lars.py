@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from torchcomp import host
-from torchcomp.checks import check_at_least_0, check_flag, check_momentum, check_positive
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.engine import host
+from torchcomp.specs.checks import check_at_least_0, check_flag, check_momentum, check_positive
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
 
 _CHECKS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("lr", "weight_decay"), check_at_least_0),

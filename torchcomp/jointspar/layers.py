@@ -5,8 +5,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from torchcomp.component import nearest
-from torchcomp.errors import SpecError
+from torchcomp.specs.component import nearest
+from torchcomp.specs.errors import SpecError
 
 Layers = dict[str, tuple[str, ...]]
 """Maps the name of each layer to the names of its parameters, in the model's order."""

@@ -10,20 +10,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp import checkpoint, host
 from torchcomp.aggregators.base import Aggregator, Cost
-from torchcomp.bucket import Bucket, BucketShape, Group
-from torchcomp.checkpoint import count, dict_of, list_of, number, record, require, text
-from torchcomp.checks import check_fraction
-from torchcomp.component import Choices, Component, check_kind
-from torchcomp.errors import CheckpointError, SpecError
+from torchcomp.checkpoints import checkpoint
+from torchcomp.checkpoints.checkpoint import count, dict_of, list_of, number, record, require, text
+from torchcomp.engine import host
+from torchcomp.engine.bucket import Bucket, BucketShape, Group
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Slot
 from torchcomp.exchange import Exchange
 from torchcomp.jointspar import bandit
 from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal, Mask, Vector
 from torchcomp.jointspar.layers import Layers
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.state import Slot
+from torchcomp.specs.checks import check_fraction
+from torchcomp.specs.component import Choices, Component, check_kind
+from torchcomp.specs.errors import CheckpointError, SpecError
 
 _NORM_DECAY = 0.9
 """Weight of the old value in the moving average of the norms that LARS uses."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from torchcomp.ddp.executors import after_backward
-from torchcomp.errors import UnsupportedModelError
+from torchcomp.specs.errors import UnsupportedModelError
 
 Registration = tuple[nn.Module, str, nn.Parameter]  # a module, a name in it, and its parameter
 

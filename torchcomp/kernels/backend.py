@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 
 _log = logging.getLogger(__name__)
 _LIBRARY = {"cpu": "numba", "cuda": "triton"}

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 
 
 def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: float = 1.0) -> Tensor:

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels.fields_triton import Format
@@ -43,7 +43,7 @@ from torchcomp.kernels.table_triton import (
     step_of,
 )
 from torchcomp.kernels.triton_jit import kernel
-from torchcomp.wire import HEADER, MAGIC, VERSION, Frames
+from torchcomp.routes.wire import HEADER, MAGIC, VERSION, Frames
 
 HEADER_BYTES = tl.constexpr(HEADER)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.kernels.segments import Segment, add, line, shape_of, spread, starts
 
 

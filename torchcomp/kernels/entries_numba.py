@@ -26,7 +26,7 @@ from torchcomp.kernels.elias_fano_numba import (
 )
 from torchcomp.kernels.numba_jit import kernel, pointer
 from torchcomp.kernels.quantize_numba import value_at
-from torchcomp.wire import Parts
+from torchcomp.routes.wire import Parts
 
 Array = NDArray[Any]
 

@@ -17,7 +17,7 @@ from torchcomp.kernels.quantizer import Quantizer
 from torchcomp.kernels.sparse import Sparse
 from torchcomp.kernels.sparse_triton import SparseTriton
 from torchcomp.kernels.vectors import Kernels, Prepared
-from torchcomp.wire import Frames, Parts
+from torchcomp.routes.wire import Frames, Parts
 
 
 class _InFrames(Kernels):

@@ -34,7 +34,7 @@ from torch import Tensor
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import joined, split
-from torchcomp.wire import Field, Layout, Parts
+from torchcomp.routes.wire import Field, Layout, Parts
 
 BLOCK = 128
 """Number of values that share a scale."""

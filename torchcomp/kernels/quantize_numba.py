@@ -16,7 +16,7 @@ from torch import Tensor
 from torchcomp.kernels import quantize
 from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.quantize import BLOCK, LEVELS, largest_scale
-from torchcomp.wire import Parts
+from torchcomp.routes.wire import Parts
 
 Array = NDArray[Any]
 

@@ -12,7 +12,7 @@ from torchcomp.kernels import backend, quantize
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import TOGETHER, batches, joined, part
 from torchcomp.kernels.vectors import Kernels, Prepared
-from torchcomp.wire import Parts
+from torchcomp.routes.wire import Parts
 
 
 def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 
 TOGETHER = 2**22
 """Number of values that are decoded at once, which limits the memory for it."""

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.kernels.segments import Segment, add, joined, part
 
 

@@ -11,14 +11,14 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.kernels import selection_triton as selection
 from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.kernels.table_triton import SIZES, Table, tabled
 from torchcomp.kernels.triton_jit import kernel
-from torchcomp.wire import Frames
+from torchcomp.routes.wire import Frames
 
 _MARGIN = 1 << 20
 """First margin below the last threshold, in units of float32's last place: 6 to 12 %."""

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.kernels import backend, elias_fano, entries, quantize, select
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import split
 from torchcomp.kernels.vectors import Kernels, Prepared
-from torchcomp.wire import Parts
+from torchcomp.routes.wire import Parts
 
 
 def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":

@@ -20,7 +20,7 @@ from torchcomp.kernels import (
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.select_numba import SUMS, Candidates
 from torchcomp.kernels.vectors import Prepared
-from torchcomp.wire import Parts
+from torchcomp.routes.wire import Parts
 
 _WIDE = (torch.float32, torch.float64)
 """The dtypes of vectors that entries are subtracted from and added to here."""

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.segments import Segment, starts

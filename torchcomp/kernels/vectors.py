@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.kernels.segments import Segment
-from torchcomp.wire import Frames, Parts
+from torchcomp.routes.wire import Frames, Parts
 
 
 class Prepared(Protocol):

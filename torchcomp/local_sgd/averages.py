@@ -7,15 +7,15 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators import Mean
-from torchcomp.averager import Averager
-from torchcomp.bucket import Bucket, BucketShape, Group
+from torchcomp.engine.averager import Averager
+from torchcomp.engine.bucket import Bucket, BucketShape, Group
+from torchcomp.engine.keys import Key
+from torchcomp.engine.means import average_in_place
+from torchcomp.engine.nonfinite import FiniteWatch
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Kind, Slot
 from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.keys import Key
 from torchcomp.local_sgd.method import LocalMethod, Parameters
-from torchcomp.means import average_in_place
-from torchcomp.nonfinite import FiniteWatch
-from torchcomp.prepared import Prepared
-from torchcomp.state import Kind, Slot
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 

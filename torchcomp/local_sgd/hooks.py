@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.ddp.checks import OWNER
+from torchcomp.engine.nonfinite import largest_magnitudes
 from torchcomp.local_sgd.local_steps import LocalSteps, callers
 from torchcomp.local_sgd.overlap import OverlappedAverages, wait_in_forward
-from torchcomp.nonfinite import largest_magnitudes
 
 _STEP: CodeType = torch.optim.Optimizer.profile_hook_step(print).__code__
 """The function that torch puts around the step of every class of optimizers; it runs the hooks."""

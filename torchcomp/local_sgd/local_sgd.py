@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.component import Component
+from torchcomp.checkpoints.gathering import Gatherable
 from torchcomp.ddp.checks import check_is_ddp
+from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange
-from torchcomp.gathering import Gatherable
 from torchcomp.local_sgd.hooks import Hooks
 from torchcomp.local_sgd.local_steps import LocalSteps
 from torchcomp.local_sgd.method import ProcessGroup, Specs, parsed, ranks_of
@@ -20,7 +20,7 @@ from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.saving import restore, state_of
 from torchcomp.local_sgd.schedules import Schedule
-from torchcomp.stats import Stats
+from torchcomp.specs.component import Component
 
 
 class LocalSGD(Gatherable):

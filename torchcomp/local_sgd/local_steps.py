@@ -13,20 +13,21 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp import checkpoint, host
 from torchcomp.aggregators import planned_traffic
-from torchcomp.batchnorm import statistics_of, updated_layers
-from torchcomp.bucket import partition
+from torchcomp.checkpoints import checkpoint
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
-from torchcomp.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
+from torchcomp.engine import host
+from torchcomp.engine.bucket import partition
+from torchcomp.engine.profiling import label
 from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.exchange.traffic import sum_bytes
 from torchcomp.local_sgd.averages import Averages, PseudoGradients
+from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
 from torchcomp.local_sgd.method import LocalMethod, Optimizers, Parameters, check_values
 from torchcomp.local_sgd.optimizer_state import mean_state, state_to_average
 from torchcomp.local_sgd.overlap import OverlappedAverages
 from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of
-from torchcomp.profiling import label
-from torchcomp.traffic import sum_bytes
+from torchcomp.specs.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 
 _log = logging.getLogger(__package__)
 

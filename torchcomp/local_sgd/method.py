@@ -12,18 +12,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.auto import Auto
-from torchcomp.bucket import Group
-from torchcomp.checks import check_choice, check_count, check_flag
-from torchcomp.component import Component
 from torchcomp.ddp.arguments import check_scaler
 from torchcomp.ddp.checks import OWNER, check_model, device_of, trained_parameters
-from torchcomp.errors import SpecError, UnsupportedModelError
+from torchcomp.engine.bucket import Group
+from torchcomp.engine.keys import check_seed
 from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.keys import check_seed
 from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.schedules import Every, Horizon, Schedule
-from torchcomp.spec import parse_aggregator, parse_local, parse_outer_step
+from torchcomp.specs.auto import Auto
+from torchcomp.specs.checks import check_choice, check_count, check_flag
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
+from torchcomp.specs.spec import parse_aggregator, parse_local, parse_outer_step
 
 Specs = str | Component | Sequence[str | Component]
 ProcessGroup = dist.ProcessGroup | DeviceMesh

@@ -13,11 +13,11 @@ from numbers import Number
 import torch
 from torch import Tensor
 
-from torchcomp.errors import SpecError
+from torchcomp.engine.means import exact_mean
+from torchcomp.engine.nonfinite import all_finite
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.averages import require_finite
-from torchcomp.means import exact_mean
-from torchcomp.nonfinite import all_finite
+from torchcomp.specs.errors import SpecError
 
 
 def state_to_average(

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torchcomp.checks import check_momentum, check_positive
-from torchcomp.component import Component
+from torchcomp.specs.checks import check_momentum, check_positive
+from torchcomp.specs.component import Component
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from torchcomp.checks import check_count
-from torchcomp.errors import NonFiniteError, SpecError, UnsupportedModelError
-from torchcomp.nonfinite import all_finite
+from torchcomp.engine.nonfinite import all_finite
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.errors import NonFiniteError, SpecError, UnsupportedModelError
 
 
 def backward_until_finite(

@@ -13,16 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
 
-from torchcomp.bucket import Bucket, Group
 from torchcomp.ddp.executors import transport
-from torchcomp.errors import RankFailureError
+from torchcomp.engine.bucket import Bucket, Group
+from torchcomp.engine.means import average_in_place
+from torchcomp.engine.nonfinite import largest_magnitudes
+from torchcomp.engine.profiling import span
 from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.exchange.traffic import Load
 from torchcomp.local_sgd.averages import Averages, Due, require_finite
 from torchcomp.local_sgd.method import LocalMethod, Parameters
-from torchcomp.means import average_in_place
-from torchcomp.nonfinite import largest_magnitudes
-from torchcomp.profiling import span
-from torchcomp.traffic import Load
+from torchcomp.specs.errors import RankFailureError
 
 AT_EXIT_SECONDS = 60.0
 """How long a process that ends, or has raised, waits for overlapped all-reduces.

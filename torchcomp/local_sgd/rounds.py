@@ -7,7 +7,7 @@ from itertools import accumulate, chain, pairwise
 
 from torch import Tensor
 
-from torchcomp.bucket import Caps, Group, merge, partition
+from torchcomp.engine.bucket import Caps, Group, merge, partition
 from torchcomp.local_sgd.method import LocalMethod, Parameters
 from torchcomp.local_sgd.schedules import Horizon, Schedule
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from torchcomp import checkpoint
-from torchcomp.averager import Averager
-from torchcomp.errors import CheckpointError
+from torchcomp.checkpoints import checkpoint
+from torchcomp.engine.averager import Averager
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.method import LocalMethod
 from torchcomp.local_sgd.rounds import Clock
+from torchcomp.specs.errors import CheckpointError
 
 _OTHER_RANKS = {
     "world_size": "use torchcomp.redistribute(states, world_size) on states that were saved "

@@ -3,10 +3,10 @@
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp.codec import Codec
+from torchcomp.engine.keys import Key
+from torchcomp.engine.profiling import OFF, span
 from torchcomp.exchange import Exchange
-from torchcomp.keys import Key
-from torchcomp.profiling import OFF, span
+from torchcomp.routes.codec import Codec
 
 
 class AllGatherRoute:

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp.codec import Codec
 from torchcomp.compressors.base import Encoded
 from torchcomp.compressors.dense import Dense
+from torchcomp.engine.keys import Key
+from torchcomp.engine.profiling import OFF, span
 from torchcomp.exchange import Exchange
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow, saturate
-from torchcomp.keys import Key
-from torchcomp.profiling import OFF, span
+from torchcomp.routes.codec import Codec
 
 
 class AllReduceRoute:

@@ -4,7 +4,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchcomp.keys import Key
+from torchcomp.engine.keys import Key
 
 
 class Route(Protocol):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchcomp import host
+from torchcomp.engine import host
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.routes.threshold import order_bits

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp import host
-from torchcomp.codec import Codec
 from torchcomp.compressors.base import Encoded, Vector, Vectors
+from torchcomp.engine import host
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.profiling import OFF, span
+from torchcomp.engine.state import Kind
 from torchcomp.kernels.cast import narrow
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.profiling import OFF, span
+from torchcomp.routes.codec import Codec
 from torchcomp.routes.digits import DigitSearch
 from torchcomp.routes.shards import Direction
 from torchcomp.routes.threshold import HostSearch
-from torchcomp.state import Kind
-from torchcomp.wire import counted_signature
+from torchcomp.routes.wire import counted_signature
 
 _END = 2**63 - 1
 """Above every index."""

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp.codec import Codec
 from torchcomp.compressors.base import Encoded
+from torchcomp.engine.keys import Key
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.profiling import OFF, span
 from torchcomp.kernels.cast import narrow
-from torchcomp.keys import Key
-from torchcomp.prepared import Prepared
-from torchcomp.profiling import OFF, span
+from torchcomp.routes.codec import Codec
 from torchcomp.routes.exact import ExactDownlink, ExactUplink
 from torchcomp.routes.shards import Direction
 

@@ -13,11 +13,11 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
-from torchcomp import wire
-from torchcomp.bucket import cut
+from torchcomp.engine.bucket import cut
+from torchcomp.exchange.traffic import Load, gathered
+from torchcomp.routes import wire
 from torchcomp.routes.shards import Direction
 from torchcomp.routes.threshold import search_load
-from torchcomp.traffic import Load, gathered
 
 Pieces = tuple[tuple[int, int], ...]
 """What a shard contains: index of a vector, and number of its elements; none of them empty."""

@@ -6,13 +6,13 @@ from functools import cached_property, lru_cache
 
 import torch
 
-from torchcomp import wire
-from torchcomp.bucket import BucketShape, Shard
-from torchcomp.codec import Codec, vectors_of
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.base import Vector
 from torchcomp.compressors.sparse import Selector
+from torchcomp.engine.bucket import BucketShape, Shard
 from torchcomp.kernels.segments import Segment
+from torchcomp.routes import wire
+from torchcomp.routes.codec import Codec, vectors_of
 
 
 @dataclass(frozen=True)

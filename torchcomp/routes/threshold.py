@@ -20,9 +20,9 @@ from torch import Tensor
 
 from torchcomp.compressors.base import Vector, Vectors
 from torchcomp.exchange import Exchange
+from torchcomp.exchange.traffic import Load, gathered
 from torchcomp.kernels.segments import joined
 from torchcomp.routes.shards import Direction
-from torchcomp.traffic import Load, gathered
 
 _WINDOW_BITS = {torch.int32: 24, torch.int64: 53}
 """log2 of the width of a window of two octaves, by dtype of the candidates.

@@ -6,7 +6,7 @@ from dataclasses import InitVar, dataclass
 
 from torch import Tensor
 
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction.parameter_server import ParameterServer
 
 Gradients = Callable[[Tensor], Tensor]

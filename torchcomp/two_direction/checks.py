@@ -13,16 +13,16 @@ All methods and papers here use the same symbols:
 
 from collections.abc import Callable
 
-from torchcomp.checks import (
+from torchcomp.compressors import Compressor
+from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.specs.checks import (
     check_at_least_0,
     check_count,
     check_fraction,
     check_positive,
     is_number,
 )
-from torchcomp.compressors import Compressor
-from torchcomp.compressors.sparse import Sparsifier
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 # Symbol -> the check of its range. mu is missing, because its range depends on the smoothness.
 _RANGES: dict[str, Callable[[str, object], None]] = {

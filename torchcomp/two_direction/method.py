@@ -35,7 +35,7 @@ from typing import Any
 from torch import Tensor
 
 from torchcomp.compressors import Compressor
-from torchcomp.keys import Key, tensor_id
+from torchcomp.engine.keys import Key, tensor_id
 from torchcomp.two_direction.base import Gradients, Method
 from torchcomp.two_direction.parameter_server import DENSE, ParameterServer
 from torchcomp.two_direction.theory import constants, learning_rates

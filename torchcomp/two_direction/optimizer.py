@@ -10,16 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchcomp import checkpoint
 from torchcomp.aggregators import Mean
-from torchcomp.checks import check_count
+from torchcomp.checkpoints import checkpoint
 from torchcomp.compressors import Compressor
-from torchcomp.errors import CheckpointError, NonFiniteError, SpecError
+from torchcomp.engine.keys import check_seed
+from torchcomp.engine.state import Kind
 from torchcomp.exchange import ProcessGroupExchange
-from torchcomp.keys import check_seed
-from torchcomp.spec import parse_aggregator
-from torchcomp.state import Kind
-from torchcomp.traffic import Traffic
+from torchcomp.exchange.traffic import Traffic
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.errors import CheckpointError, NonFiniteError, SpecError
+from torchcomp.specs.spec import parse_aggregator
 from torchcomp.two_direction.method import VECTORS, TwoDirectionMethod
 from torchcomp.two_direction.parameter_server import Ranks, ServerTraffic
 from torchcomp.two_direction.theory import constants

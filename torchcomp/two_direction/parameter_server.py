@@ -17,14 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from torchcomp import wire
-from torchcomp.checks import check_count
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.compressors.base import Encoded, Vectors
-from torchcomp.errors import NonFiniteError
+from torchcomp.engine.keys import Key, check_seed
 from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.keys import Key, check_seed
-from torchcomp.wire import Frames, Layout, Parts
+from torchcomp.routes import wire
+from torchcomp.routes.wire import Frames, Layout, Parts
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.errors import NonFiniteError
 
 DENSE = Identity()
 

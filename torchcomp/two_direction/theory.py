@@ -19,9 +19,9 @@ from functools import cached_property
 
 from torch import Tensor
 
-from torchcomp.checks import check_count, check_share
 from torchcomp.compressors import Compressor
-from torchcomp.errors import SpecError
+from torchcomp.specs.checks import check_count, check_share
+from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction.checks import check_convexity, check_symbols, require
 
 CONSTANT = 660508.0

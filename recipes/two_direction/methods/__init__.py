@@ -16,7 +16,7 @@ from recipes.two_direction.methods.ef21 import EF21
 from recipes.two_direction.methods.ef21p import EF21P
 from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
 from torchcomp.compressors import Compressor, Identity, RandK, TopK
-from torchcomp.keys import Key
+from torchcomp.engine.keys import Key
 from torchcomp.two_direction import TwoDirectionMethod
 from torchcomp.two_direction.base import Gradients, Method
 from torchcomp.two_direction.parameter_server import ParameterServer

@@ -13,7 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from torchcomp.checks import check_positive
+from torchcomp.specs.checks import check_positive
 from torchcomp.two_direction.base import Method
 from torchcomp.two_direction.checks import check_convexity
 from torchcomp.two_direction.parameter_server import DENSE

@@ -5,8 +5,8 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from torchcomp.checks import check_positive
 from torchcomp.compressors import Compressor
+from torchcomp.specs.checks import check_positive
 from torchcomp.two_direction.base import Method
 from torchcomp.two_direction.checks import require
 

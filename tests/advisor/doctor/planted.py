@@ -127,7 +127,7 @@ def _slow_card(hosts: DoctorHosts) -> None:
 
 _OTHER_VERSION = """
 cp -r "$ROOT/torchcomp" "$FOLDER/torchcomp"
-echo '__version__ = "0.0.9"' > "$FOLDER/torchcomp/_version.py"
+echo '__version__ = "0.0.9"' > "$FOLDER/torchcomp/specs/version.py"
 cd "$FOLDER"; export PYTHONPATH="$FOLDER"
 """
 _NO_NUMBA = """

@@ -11,7 +11,7 @@ from torchcomp.advisor.doctor import ranks
 from torchcomp.advisor.doctor.connections import Connections, interface_of, own_address
 from torchcomp.advisor.doctor.job import Job, NotMeasured, join, ranks_named
 from torchcomp.advisor.doctor.ranks import Facts, measure_clocks, measure_speed, own_facts
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 
 def jobs(world_size, timeout=5.0):

@@ -9,12 +9,12 @@ from tests.kernels.interpreted.test_steps import triton_on_the_cpu
 from tests.support.cases import only, some, thorough
 from tests.support.vectors import normal
 from torchcomp import run_in_process
-from torchcomp.bucket import BucketShape
 from torchcomp.compressors import TopK
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
 from torchcomp.kernels.counted_triton import Counted, Search
 from torchcomp.kernels.table_triton import SIZES
-from torchcomp.keys import Key
 from torchcomp.routes.digits import DigitSearch
 from torchcomp.routes.exact import Messages, _messages
 from torchcomp.routes.shards import direction

@@ -57,7 +57,7 @@ def triton_on_the_cpu():
     backend.fast_form.cache_clear()
     with (
         mock.patch.dict(backend._LIBRARY, cpu="triton"),
-        mock.patch("torchcomp.host.can_read", return_value=False),
+        mock.patch("torchcomp.engine.host.can_read", return_value=False),
     ):
         yield
     backend.fast_form.cache_clear()

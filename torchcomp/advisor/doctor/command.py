@@ -8,12 +8,12 @@ import traceback
 from contextlib import suppress
 from pathlib import Path
 
+from torchcomp.advisor.costs import wrapped
 from torchcomp.advisor.doctor.examination import Results, measure
 from torchcomp.advisor.doctor.job import NotMeasured, join
 from torchcomp.advisor.doctor.report import as_dict, status, text
 from torchcomp.advisor.named_models import build_named
-from torchcomp.errors import SpecError
-from torchcomp.plan import wrapped
+from torchcomp.specs.errors import SpecError
 
 
 def examine(options: argparse.Namespace) -> int:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from threading import Thread
 
 from torchcomp.advisor.doctor.job import Job
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 _HELLO = struct.Struct("<8sI")
 _MAGIC = b"tcdoctor"

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from torchcomp.errors import SpecError
+from torchcomp.specs.errors import SpecError
 
 
 class NotMeasured(RuntimeError):

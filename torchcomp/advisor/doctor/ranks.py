@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from torchcomp._version import __version__
 from torchcomp.advisor.doctor.connections import Connections, interface_of
 from torchcomp.advisor.doctor.job import Job
 from torchcomp.kernels.backend import fast_form
+from torchcomp.specs.version import __version__
 
 _TIME = struct.Struct("<d")
 _PINGS = 10

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from torchcomp._version import __version__
+from torchcomp.advisor.costs import wrapped
 from torchcomp.advisor.doctor.examination import Results
 from torchcomp.advisor.doctor.job import ranks_named
 from torchcomp.advisor.doctor.links import ALL_PAIRS, Link
 from torchcomp.advisor.doctor.phases import PLAIN
 from torchcomp.advisor.units import duration, rate, size
-from torchcomp.plan import wrapped
+from torchcomp.specs.version import __version__
 
 SCHEMA = 1  # version of the JSON: it grows when a name goes away or changes its meaning
 HEALTHY, FOUND, NOT_MEASURED = 0, 1, 3  # exit statuses; 2 is bad options

@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torchcomp.advisor.doctor.job import Job, NotMeasured
 from torchcomp.advisor.doctor.phases import Finished, Phases
 from torchcomp.advisor.named_models import build_named
-from torchcomp.errors import UnsupportedModelError
+from torchcomp.specs.errors import UnsupportedModelError
 
 _LAYER = 1_000_000  # parameters of a layer of the synthetic model
 _MOST_LAYERS = 100

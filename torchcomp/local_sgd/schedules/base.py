@@ -10,10 +10,10 @@ from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.checks import check_count, is_number
-from torchcomp.component import Component
-from torchcomp.errors import ScheduleError, SpecError
-from torchcomp.learning_rates import LRFunction
+from torchcomp.specs.checks import check_count, is_number
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import ScheduleError, SpecError
+from torchcomp.specs.learning_rates import LRFunction
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.checks import check_count
 from torchcomp.local_sgd.schedules.base import Horizon, Schedule
+from torchcomp.specs.checks import check_count
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.checks import check_count, check_positive
-from torchcomp.component import Component
-from torchcomp.errors import ScheduleError, SpecError
 from torchcomp.local_sgd.schedules.base import Horizon, Schedule
+from torchcomp.specs.checks import check_count, check_positive
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import ScheduleError, SpecError
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torchcomp.checks import check_count
-from torchcomp.errors import SpecError
 from torchcomp.local_sgd.schedules.base import Horizon, Schedule
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.errors import SpecError
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,1 @@
+"""State dicts: saved, checked, loaded, and made for another number of ranks."""

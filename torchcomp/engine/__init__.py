@@ -1,0 +1,1 @@
+"""The engine: averages named tensors, step after step."""

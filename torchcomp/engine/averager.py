@@ -1,0 +1,504 @@
+"""Averager: averages named tensors over the ranks with one compression method, step after step."""
+
+import zlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.autograd import profiler
+
+from torchcomp.aggregators.rehearsal import rehearse_all
+from torchcomp.checkpoints.checkpoint import listed
+from torchcomp.checkpoints.resume import Resumable
+from torchcomp.engine.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, partition
+from torchcomp.engine.keys import Key, check_seed
+from torchcomp.engine.method_in_use import FLUSH, ClientSlots, MethodInUse
+from torchcomp.engine.nonfinite import FiniteWatch
+from torchcomp.engine.observer import Observer
+from torchcomp.engine.profiling import OFF, span
+from torchcomp.engine.residuals import hand_over, is_sent
+from torchcomp.engine.settlement import Reason, Status
+from torchcomp.engine.units import LR, by_name
+from torchcomp.exchange import Exchange
+from torchcomp.kernels.swap import fill_where
+from torchcomp.specs.component import Component
+from torchcomp.specs.errors import RankFailureError, SpecError
+from torchcomp.specs.spec import parse_aggregator
+
+_NO_RATIOS: Mapping[str, float] = {}
+
+UNCHANGED = "This step was discarded: the residual and the parameters did not change."
+
+_LATE = (
+    "This was found one step later: the residual is that before the step. The averaged gradients "
+    "were set to zero, so the optimizer has applied at most its momentum and weight decay."
+)
+_SAME_LR = "The learning rate must be the same function of the step on all ranks."
+_DIVERGED = (
+    "This was found one step later, when the optimizer had already applied other updates on each "
+    "rank: load a checkpoint."
+)
+_SAME_FATE = (
+    "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
+    "these gradients were cleared: the replicas are no longer equal."
+)
+
+
+class Averager(Resumable):
+    """Averages named tensors over the ranks with one compression method, step after step.
+
+    It does not depend on a model, an optimizer or DDP. One step is a call of ``begin``, one call of
+    ``average`` per bucket, and a call of ``finish``. In ``finish``, all ranks decide together
+    whether the step counts. If it does not, the state is rolled back to what it was before the
+    step. A training loop without DDP averages its gradients with:
+
+        averager = torchcomp.Averager(
+            "ef(topk(0.01))", torchcomp.ProcessGroupExchange(), dict(model.named_parameters())
+        )
+        ...
+        loss.backward()
+        averager.average_all({name: p.grad for name, p in model.named_parameters()})
+        optimizer.step()
+
+    Args:
+        aggregator: the method, as a spec string or an object.
+        exchange: the collectives of the ranks.
+        parameters: tensors by name, with the shapes, dtypes and devices of the tensors that will
+            be averaged. They must match on all ranks.
+        groups: names of the parameters that are compressed together. By default, groups of up to
+            25 MiB.
+        seed: seed of the method's random choices, an integer of at least 0.
+        merged: whether a method that works on the whole model gets all groups as one bucket.
+        what: what is averaged ("a gradient"), for error messages.
+        unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
+        late: whether a step is checked when the next one begins, so that the host never waits at
+            the end of a step; see :meth:`finish`.
+        vote: returns whether the last step counts for all ranks, if that is decided after it has
+            finished, such as by torchft's Manager. It is asked when the next step begins, and by
+            :meth:`use`, :meth:`regroup` and :meth:`state_dict`. If not, the state goes back to that
+            before the step.
+        client_slots: returns, for the shape of a bucket, the slots that the caller opens in
+            :attr:`state`. Declaring them adds them to checkpoints.
+        checksum: whether frames have a checksum of their payload; see :mod:`torchcomp.routes.wire`.
+        takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
+            whether they did.
+
+    Attributes, beside those of :class:`~torchcomp.checkpoints.resume.Resumable`:
+        unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
+        guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
+        grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
+        changes: number of changes of the method, its buckets or the whole state.
+        observer: what watches the steps, or None.
+
+    Raises:
+        SpecError: if the method cannot be built, or if an argument is invalid.
+    """
+
+    def __init__(
+        self,
+        aggregator: str | Component,
+        exchange: Exchange,
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[Group] | None = None,
+        *,
+        seed: int = 0,
+        merged: bool = True,
+        what: str = "a gradient",
+        unchanged: str = UNCHANGED,
+        late: bool = False,
+        vote: Callable[[], bool] | None = None,
+        client_slots: ClientSlots | None = None,
+        checksum: bool = False,
+        takes_back: bool = False,
+    ) -> None:
+        super().__init__()
+        self.exchange = exchange
+        self.parameters = dict(parameters)
+        groups = groups or partition(self.parameters.items(), DEFAULT_CAPS)
+        self.running = MethodInUse(self.parameters, groups, merged, client_slots)
+        self.observer: Observer | None = None
+        self.changes = 0
+        self.unused: tuple[str, ...] = ()
+        self.seed = check_seed(seed)
+        self._what, self._unchanged = what, unchanged
+        self._late, self._vote, self._takes_back = late, vote, takes_back
+        exchange.checksum = self._checksum = checksum
+        self._nbytes = sum(parameter.nbytes for parameter in self.parameters.values())
+        self._step_lrs: dict[str, float] = {}  # of the step in flight, if they were given
+        self._averaged = 0  # buckets of the step in flight, for the labels of a trace
+        self._callbacks: list[Callable[[bool], None]] = []
+        self._watch, self._combined = FiniteWatch(exchange), False
+        self.use(aggregator)
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Names of the parameters that are compressed together."""
+        return self.running.groups
+
+    @property
+    def buckets(self) -> tuple[Group, ...]:
+        """The groups that the method averages; merged, there is one for each dtype and device."""
+        return self.running.buckets
+
+    # One step.
+
+    def begin(self, scale: float = 1.0, lr: LR = None, watch: FiniteWatch | None = None) -> None:
+        """Begin a step. Roll back whatever a step that raised left behind.
+
+        Args:
+            scale: loss scale of this step's gradients. When it changes, the state is rescaled.
+            lr: learning rate of this step, or one by parameter name. The residual is then kept in
+                the unit of the update, the learning rate times the gradient: when a learning rate
+                changes from a to b, the residual in the unit of the gradients is multiplied by
+                a / b. At learning rate 0, where the optimizer applies nothing, the state of a
+                parameter does not change. With None, the residual has the unit of the gradients
+                from this step on. Pass it in all steps, or in none.
+            watch: what has checked the values of this rank already, if the caller combines those of
+                several ranks before it averages. Errors then name the ranks with the NaN.
+
+        Raises:
+            SpecError: if a learning rate is negative, not finite or missing.
+            RankMismatchError: if the ranks differ in a value that must match, such as the spec or
+                the step. They are compared at the first step, and again after loading a checkpoint
+                or :meth:`regroup`.
+            NonFiniteError, WireError, RankMismatchError: those of the last step, if they are raised
+                late.
+        """
+        self.settle()
+        with self._lock:
+            if self.abandoned:
+                self._require_wanted()
+            self._step_lrs = lrs = {} if lr is None else by_name(lr, self.parameters)
+            if not self.counted:
+                self.state.rollback()
+                self.exchange.reset()
+                # Here, and not where it was abandoned: its thread could still report a bucket.
+                self._tell_changed()
+            verified = self._verified
+        self._averaged, self.unused = 0, ()
+        self._watch, self._combined = watch or FiniteWatch(self.exchange), watch is not None
+        if not verified:
+            self._compare_ranks(lrs)
+            with self._lock:  # another state can have been loaded meanwhile
+                self._verified = not self.abandoned
+        with self._lock:
+            if self.abandoned:
+                self._require_wanted()
+            self.status, self._reasons = Status.IN_FLIGHT, ()
+            units, ratios = self.units, _NO_RATIOS
+            units.before = units.scale, units.lrs
+            if scale != units.scale or lrs or units.lrs:
+                ratios = units.follow(self.state, scale, lrs, self.parameters)
+        running = self.running
+        running.at(self.step)
+        self._key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=running.ahead)
+        if self.observer is not None:
+            self.observer.begin(ratios)
+
+    def average(self, bucket: Bucket) -> None:
+        """Replace the values of a bucket with the method's estimate of their mean, in place.
+
+        All ranks must average the same buckets in the same order. If :attr:`grouped`, these must be
+        the :attr:`buckets`.
+        """
+        with span("average", self._averaged) if profiler._is_profiler_enabled else OFF:
+            if self.abandoned:
+                self._require_wanted()
+            flat, running, observer = bucket.flat, self.running, self.observer
+            prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
+            if self.guarded and not (prepared.shows_nonfinite or self._combined):
+                self._watch.before(bucket)
+            if observer is not None:
+                observer.before(bucket, running.now)
+            running.now.aggregate(flat, prepared, self._key)
+            if observer is not None:
+                observer.after(bucket, running.now)
+            # A method that is dense for its first steps only is checked in all of them.
+            if self.guarded:
+                self._watch.after(bucket)
+        self._averaged += 1
+
+    def finish(
+        self,
+        *,
+        may_skip: bool = False,
+        dense_bytes: int | None = None,
+        where: str | None = None,
+        advice: str = "",
+        used: Collection[str] | None = None,
+        leaving: bool | None = None,
+    ) -> bool:
+        """End the step. All ranks commit their state, or all ranks roll it back.
+
+        If the averager was built with ``late=True``, the host does not wait. The device decides: it
+        puts the state back if the step does not count, and :attr:`void` tells the caller, who then
+        sets the means to zero. What is wrong is raised by the next :meth:`begin`, :meth:`use`,
+        :meth:`regroup` or :meth:`state_dict`. A flush is never late, nor is a step with `used`.
+
+        Args:
+            may_skip: return False instead of raising if there is a NaN or an infinity.
+            dense_bytes: bytes that plain DDP would have sent instead. By default, the bytes of one
+                all-reduce of all parameters.
+            where: the name of this step, for error messages.
+            advice: what to do about a NaN, for the error message.
+            used: names of the parameters that took part in the step on this rank. The state of a
+                parameter that took part on no rank does not change. By default, all take part.
+            leaving: whether this is the last step of this rank. Its residual then passes to the
+                ranks that stay, in equal parts. None, on all ranks, if no rank ever leaves.
+
+        Returns:
+            Whether the step counts. True as well if that is decided late.
+
+        Raises:
+            NonFiniteError: on all ranks if there is a NaN or an infinity, unless `may_skip`; names
+                the ranks and the parameters.
+            WireError: on all ranks if a message was damaged; names its sender.
+            RankMismatchError: on all ranks if the learning rates of the step differ between them.
+        """
+        with span("finish") if profiler._is_profiler_enabled else OFF:
+            exchange = self.exchange
+            if dense_bytes is None:
+                dense_bytes = 2 * (exchange.world_size - 1) * self._nbytes // exchange.world_size
+            flags = [] if used is None else [name in used for name in self.parameters]
+            used_by_any = exchange.max_at_end(flags) if flags else []
+            leaves = [] if leaving is None else exchange.max_at_end([leaving])
+            late = self._late and used is None and not self.flushing
+            reasons: tuple[Reason, ...] = () if self._vote is None else (self._vote,)
+            counts, flushed, self._keeps_number = True, False, late and may_skip
+            try:
+                verdict = self._ask(where or f"step {self.step + 1}", advice, may_skip, late)
+                if late:
+                    reasons = (verdict, *reasons)
+                else:
+                    counts = verdict()
+                self._note_unused(used_by_any)
+                unchanged = {*self.unused, *[n for n, lr in self._step_lrs.items() if not lr]}
+                if counts and (unchanged or self.flushing or leaves):
+                    flushed = self._change_commit(unchanged, leaves, leaving is True)
+                if self.observer is not None:
+                    self.observer.finished(counts, unchanged)
+            except Exception as error:
+                with self._lock:
+                    self._require_wanted()
+                    self._note_unused(used_by_any)
+                    failed = isinstance(error, RankFailureError)
+                    if failed and self._vote is not None and used is None and not any(leaves):
+                        # Another rank may have got the whole message, and count the step.
+                        self._flushed = False
+                        self._end(True, (self._vote,))
+                    else:
+                        self.state.rollback()
+                        self._discard()
+                    self._record(exchange, dense_bytes)
+                raise
+            with self._lock:
+                if self.abandoned:
+                    self._require_wanted()
+                self._flushed = flushed
+                self._end(counts, reasons)
+                self._record(exchange, dense_bytes)
+        for callback in self._callbacks:
+            callback(counts)
+        return counts
+
+    def _ask(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
+        """Send this rank's part of the message that ends the step, without waiting for the others.
+
+        Returns:
+            A function that waits for the others and says whether the step counts. It raises, on all
+            ranks, what is wrong with the step.
+        """
+        if self.observer is not None:
+            # Before the message: what fails here on one rank fails on all.
+            self.observer.finishing()
+        exchange, watch, lrs = self.exchange, self._watch, self._step_lrs
+        residual = self.state.undone if late else self.state.pending
+        taken_back, self._taken_back = self._taken_back, False
+        unchanged = _LATE if late else self._unchanged
+        same: Callable[[], bool] | None = None
+        if lrs:
+            same = exchange.same_at_end(zlib.crc32(repr(lrs).encode()).to_bytes(4, "big"))
+        fates: list[int] = []
+        # Without a message at its end, a step is not worth one for this alone.
+        if self._takes_back and exchange.must_conclude:
+            fates = exchange.max_at_end([taken_back, not taken_back])
+        decide = exchange.conclude_later(watch.finite(), where, unchanged)
+        self.void = decide.flags[:2].ne(0).any() if late and decide.flags is not None else None
+
+        def counts() -> bool:
+            finite = decide()
+            if same is not None and not same():
+                problem = f"{_SAME_LR} {_DIVERGED if late else unchanged}"
+                exchange.verify(where, {"lr": lrs}, problem)
+            if all(fates) and fates:
+                fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
+                exchange.verify(where, fate, _SAME_FATE)
+            if not finite and not may_skip:
+                problem = f"{unchanged} {advice}" if advice else unchanged
+                shown = self._shown(residual("error"))
+                raise watch.error(f"{self._what} at {where}", problem, shown)
+            return finite
+
+        return counts
+
+    def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
+        for name, part in () if self._combined else parts:
+            if self.running.now.residual_shows_nonfinite(self.parameters[name].dtype):
+                yield name, part
+
+    def _note_unused(self, used_by_any: Sequence[int]) -> None:
+        # Not strict: if the collective failed, nothing is known about any parameter.
+        flagged = zip(self.parameters, used_by_any, strict=False)
+        self.unused = tuple(name for name, is_used in flagged if not is_used)
+
+    def _change_commit(
+        self, unchanged: Collection[str], leaves: Collection[int], leaving: bool
+    ) -> bool:
+        """Change what the step is about to commit; return whether it is the last of a flush."""
+        if unchanged:
+            self.state.undo(unchanged)
+        if any(leaves):
+            self._tell_changed()
+            owned = self.running.owned(self.exchange)
+            hand_over(self.state, self.exchange, self.parameters, owned, leaving)
+        if not self.flushing:
+            return False
+        self._tell_changed()  # what is left of the residual is dropped if it is rounding
+        return is_sent(self.state, self.exchange, self.parameters)
+
+    def settle(self) -> None:
+        """Decide whether the last step counts, and end what it leaves open.
+
+        An observer tells what it has found, and may change the method with :meth:`use`. If the last
+        step was the last one of a flush, the method that the user chose runs from here on.
+
+        Raises:
+            Exception: what is wrong with the last step, which is then undone.
+        """
+        self.decide()
+        if self.observer is not None:
+            self.observer.settle()  # without the lock, which never waits for other ranks
+        # A step that was kept can still be taken back with those that follow it.
+        if self._flushed and not self.steps_kept:
+            self._end_flush()
+
+    def decide(self) -> None:
+        super().decide()
+        if self.status is Status.TAKEN_BACK:
+            self._tell_changed()  # what was seen of this step says nothing
+
+    def _tell_changed(self) -> None:
+        """Tell what watches that the next step does not continue the last one."""
+        if self.observer is not None:
+            self.observer.changed()
+
+    def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
+        """Run one complete step: replace all `tensors` with their means over the ranks, in place.
+
+        Args:
+            tensors: for each of :attr:`parameters`, a tensor of the same shape.
+            lr: learning rate of this step, to keep it inside the residual; see :meth:`begin`.
+            options: passed to :meth:`finish`.
+
+        Returns:
+            Whether the step counts. If not, and on error, the tensors keep their values.
+
+        Raises:
+            SpecError: if a tensor is missing.
+        """
+        missing = [name for name in self.parameters if tensors.get(name) is None]
+        if missing:
+            raise SpecError(
+                "average_all needs a tensor for each parameter, but there is none for "
+                f"{listed(missing)}: if a gradient is None, pass zeros"
+            )
+        self.begin(lr=lr)
+        # The buckets are copies. The tensors are written only once the step is known to count.
+        buckets = [Bucket.read(self.shape_of(group), tensors) for group in self.buckets]
+        for bucket in buckets:
+            self.average(bucket)
+        counts = self.finish(**options)
+        for bucket in buckets if counts else ():
+            if self.void is not None:
+                fill_where(self.void.to(bucket.flat.device), bucket.flat, 0.0)
+            bucket.write(tensors)
+        return counts
+
+    def on_finish(self, callback: Callable[[bool], None]) -> None:
+        """Register a function that is called at the end of :meth:`finish` with its return value."""
+        self._callbacks.append(callback)
+
+    def shape_of(self, group: Group) -> BucketShape:
+        """Return the shape of a bucket of these parameters."""
+        return self.running.shape_of(group)
+
+    # Changing the method, the groups or the parameters. All ranks make the same calls.
+
+    def use(self, aggregator: str | Component) -> str:
+        """Change the method between two steps.
+
+        If the new method has slots for the whole residual, it continues with it. Otherwise,
+        ``ef(identity)`` runs first, until the residual has been sent.
+
+        Returns:
+            A sentence on what happens to the residual, for the user.
+
+        Raises:
+            SpecError: if the method cannot be built.
+        """
+        method = parse_aggregator(aggregator)
+        self.settle()
+        # Here, before training: in the first step, compiling would run inside a backward pass.
+        rehearse_all(method, self.parameters.values())
+        self.aggregator = method
+        self._flush(False)
+        # A slot can exist without any values, so look for a value and not for a slot.
+        if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
+            return "There is no residual yet."
+        if self.state.debts() <= {slot.name for slot in self.running.slots(self.exchange)}:
+            return f"The residual is kept: {method} continues with it."
+        self._flush(True)
+        return (
+            f"{method} cannot continue with the residual: the next steps send it with {FLUSH}, as "
+            "far as the dtype of the gradients can represent it."
+        )
+
+    def regroup(self, groups: Sequence[Group]) -> None:
+        """Change which parameters are compressed together, between two steps.
+
+        Each parameter must be in one of the groups.
+        """
+        self.settle()
+        self.running.groups = tuple(groups)
+        self._flush(self.flushing)
+        self._verified = False
+
+    def add(self, parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> None:
+        """Add parameters, between two steps."""
+        self.parameters |= parameters
+        self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
+        self.running.groups = (*self.groups, *groups)
+        self.running.buckets = (*self.buckets, *groups)
+        self.changes += 1
+
+    def _flush(self, flushing: bool) -> None:
+        """Run the method that sends what is left of a residual, or the one that the user chose."""
+        with self._lock:
+            self.flushing = flushing
+            method = FLUSH if flushing else self.aggregator
+            self.running.install(method, self.step, self.state, self.exchange)
+            self._changed()
+
+    def _end_flush(self) -> None:
+        """From the next step on, run the method that the user chose, without a residual."""
+        with self._lock:
+            self.state.drop(self.state.debts())
+            self._flushed = False
+            self._flush(False)
+
+    def _changed(self) -> None:
+        method = self.running.method
+        self.changes += 1
+        self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
+        self._tell_changed()

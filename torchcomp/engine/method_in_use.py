@@ -1,0 +1,141 @@
+"""MethodInUse: the method that an averager runs, its buckets, and what each is prepared with."""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from torchcomp.aggregators import EF
+from torchcomp.aggregators.base import Aggregator
+from torchcomp.compressors import Identity
+from torchcomp.engine.bucket import BucketShape, Group, Shard, merge
+from torchcomp.engine.draws import Ahead
+from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.state import Slot, State
+from torchcomp.exchange import Exchange
+
+FLUSH = EF(Identity())
+"""Sends a residual that the next method has no slot for.
+
+Every value is sent uncompressed, so one step is usually enough; see `residuals.is_sent`.
+"""
+
+ClientSlots = Callable[[BucketShape], tuple[Slot, ...]]
+
+
+class MethodInUse:
+    """The method that runs, and the buckets that it averages.
+
+    Args:
+        parameters: by name.
+        groups: names of the parameters that are compressed together.
+        merged: whether a method that works on the whole model gets all groups as one bucket.
+        client_slots: returns further slots of a bucket.
+
+    Attributes:
+        buckets: the groups, or all of them merged.
+        ahead: draws random numbers of the next step.
+    """
+
+    method: Aggregator  # with all of its stages
+    now: Aggregator  # that of the current stage
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor],
+        groups: Sequence[Group],
+        merged: bool,
+        client_slots: ClientSlots | None,
+    ) -> None:
+        self.groups = self.buckets = tuple(groups)
+        self.ahead = Ahead()
+        self._parameters, self._merged, self._client_slots = parameters, merged, client_slots
+        self._shapes: dict[Group, BucketShape] = {}
+        self._prepared: dict[Group, Prepared] = {}
+        self._stage = 0, 0  # the steps of the current stage: from, and before
+
+    def install(self, method: Aggregator, step: int, state: State, exchange: Exchange) -> None:
+        """Run another method, or other groups, from a step on. The state follows."""
+        # The server residual is stored by the old buckets' shards.
+        owned, before = self.owned(exchange), self.buckets
+        merged = method.whole_model and self._merged
+        self.buckets = merge(self.groups, self._parameters) if merged else self.groups
+        self.run(method, step)
+        declared = {slot.name: slot for slot in self.slots(exchange)}
+        # A server residual fits only the shards of the same buckets. Otherwise, add it to this
+        # rank's own residual.
+        if self.buckets != before or not any(slot.sharded for slot in declared.values()):
+            state.unshard(owned, exchange.world_size)
+        # Unsent gradient is never dropped here, even if the new method has no slot for it: the
+        # averager sends it first.
+        state.drop(state.slots().keys() - state.debts() - declared.keys())
+
+    def run(self, method: Aggregator, step: int) -> None:
+        """Run a method from a step on."""
+        self.method = self.now = method
+        self.forget()
+        self._enter_stage(step)
+
+    def at(self, step: int) -> None:
+        """Use the method of a step."""
+        if not self._stage[0] <= step < self._stage[1]:
+            self._enter_stage(step)
+
+    def _enter_stage(self, step: int) -> None:
+        starts = (*self.method.stages, sys.maxsize)
+        self._stage = next(pair for pair in pairwise(starts) if pair[0] <= step < pair[1])
+        now = self.method.at(step)
+        if now != self.now:
+            # A stage has workspaces of its own, and those of a high ratio are large.
+            self.now = now
+            self._prepared.clear()
+
+    def forget(self) -> None:
+        """Prepare all buckets again, because the ranks, the state or the method have changed."""
+        self._prepared.clear()
+        self.ahead.clear()
+
+    def prepared(
+        self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
+    ) -> Prepared:
+        """Return a bucket of this shape, prepared for the method of the current stage."""
+        found = self._prepared.get(shape.names)
+        # `is` first: comparing two shapes compares hundreds of names.
+        same = found is not None and (found.shape is shape or found.shape == shape)
+        if found is not None and same and found.device == device:
+            return found
+        # Others with the same parameters are DDP's buckets from before it rebuilt them.
+        names = set(shape.names)
+        self._prepared = {n: p for n, p in self._prepared.items() if names.isdisjoint(n)}
+        prepared = self._prepared[shape.names] = self.now.prepared(shape, exchange, state, device)
+        return prepared
+
+    def shape_of(self, group: Group) -> BucketShape:
+        """Return the shape of a bucket of these parameters."""
+        shape = self._shapes.get(group)
+        if shape is None:
+            shape = self._shapes[group] = BucketShape.of(group, self._parameters)
+        return shape
+
+    def owned(self, exchange: Exchange) -> list[Shard]:
+        """Return this rank's shard of each bucket."""
+        shapes = map(self.shape_of, self.buckets)
+        return [shape.shard(exchange.world_size, exchange.rank) for shape in shapes]
+
+    def slots(
+        self,
+        exchange: Exchange,
+        method: Aggregator | None = None,
+        buckets: Sequence[Group] | None = None,
+    ) -> Iterator[Slot]:
+        """Iterate over the slots of all buckets: the method's, then the client's.
+
+        By default, of the method that is in use and of its buckets.
+        """
+        for group in self.buckets if buckets is None else buckets:
+            shape = self.shape_of(group)
+            yield from (method or self.method).slots(shape, exchange.world_size, exchange.rank)
+            if self._client_slots is not None:
+                yield from self._client_slots(shape)

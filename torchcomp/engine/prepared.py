@@ -1,0 +1,64 @@
+"""Prepared: what a bucket needs in every step of one method, made once."""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.state import Slot, State
+from torchcomp.exchange import Exchange
+from torchcomp.kernels.cast import narrow
+
+
+class Prepared:
+    """A bucket of one shape, prepared for one method, exchange and device.
+
+    It is made again whenever one of them changes. A step only reads it, except for workspaces,
+    which never change a result.
+
+    Attributes:
+        device: device of the gradients.
+        route: how its messages travel, if the method has a route.
+        work: anything else that the method has prepared.
+        shows_nonfinite: whether the residual shows which gradients of this rank were not finite.
+            Gradients are then not checked before the exchange.
+    """
+
+    def __init__(
+        self,
+        shape: BucketShape,
+        exchange: Exchange,
+        state: State,
+        device: torch.device,
+        slots: Iterable[Slot] = (),
+    ) -> None:
+        self.shape, self.exchange, self.state, self.device = shape, exchange, state, device
+        self.slots = {slot.name: slot for slot in slots}
+        self.route: Any = None
+        self.work: Any = None
+        self.shows_nonfinite = False
+
+    def open(self, slot: str) -> tuple[Tensor, Tensor]:
+        """Return the values of a slot before this step, and a tensor for those after it.
+
+        Both are 1-D. Write every element of the second, and none of the first.
+        """
+        return self.state.open(self.slots[slot], self.device)
+
+    def write_mean(self, g: Tensor, e: Tensor) -> None:
+        """Write the route's mean to `g`, and add what rounding it to the dtype of `g` loses to `e`.
+
+        Both are 1-D: the gradients, which become the mean, and the residual after this step.
+        """
+        wide = torch.promote_types(g.dtype, e.dtype)
+        if wide == g.dtype:
+            # Nothing is rounded here, so the mean needs no tensor of its own.
+            self.route.mean(g)
+            return
+        mean = torch.empty_like(g, dtype=wide)
+        self.route.mean(mean)
+        narrow(mean, g.dtype, g)
+        # Every rank adds the same error, so the mean residual contains it exactly once.
+        e.add_(mean.sub_(g))

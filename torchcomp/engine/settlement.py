@@ -1,0 +1,254 @@
+"""Settlement: does the last step count? What decides it, and what follows from it."""
+
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from enum import Enum
+
+import torch
+from torch import Tensor
+
+from torchcomp.engine import host
+from torchcomp.engine.state import State
+from torchcomp.engine.stats import Meter, Stats
+from torchcomp.engine.units import Units
+from torchcomp.exchange import Exchange
+from torchcomp.exchange.traffic import Traffic
+
+Reason = Callable[[], bool]
+"""Returns whether the step counts, or raises what is wrong with it. It can wait for other ranks."""
+
+
+class Status(Enum):
+    """What is known of a step."""
+
+    IN_FLIGHT = "in flight"  # it has not ended
+    OPEN = "open"  # it has ended, and counts unless a reason says otherwise
+    COUNTED = "counted"
+    TAKEN_BACK = "taken back"
+
+
+class Steps:
+    """A sequence of steps, each of which counts or not, and the state after the last one.
+
+    A step is in flight until it ends. It is then open as long as a reason can still take it back,
+    such as a check whose result is on its way, or the vote of a manager: :meth:`decide` asks. A
+    step that has ended can also be undone because no optimizer has used its gradients
+    (:meth:`take_back`), or because its backward pass raised (:meth:`abandon`).
+
+    Attributes:
+        state: the slots of this rank.
+        status: what is known of the last step.
+        step: number of steps that finished without an error.
+        void: whether the last step does not count, a scalar bool on the device, if it ended without
+            a decision of the host. The caller then replaces the means where this is true.
+        abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
+            before the next one.
+        steps_kept: number of steps before the last one that count or not together with it; see
+            :meth:`keep_before`.
+        units: the loss scale and the learning rates that the state follows.
+        meter: counts the bytes.
+    """
+
+    def __init__(self) -> None:
+        # A step can run in another thread than that of the user, who can abandon it at any time.
+        self.abandoned = False
+        self._lock = threading.RLock()  # held while the state changes
+        # Held while reasons are asked, which can wait for ranks. A thread whose backward pass was
+        # abandoned can still be in there.
+        self._asking = threading.RLock()
+        self._reasons: tuple[Reason, ...] = ()
+        self.status = Status.COUNTED
+        self.state = State(self._lock)
+        self.step = self.steps_kept = 0
+        self.void: Tensor | None = None
+        self.units = Units()
+        self.meter = Meter()
+        self._taken_back = False  # whether the ranks have not compared the last `take_back` yet
+        # Whether the last step sends all that was left, as the last one of a flush.
+        self._flushed = False
+        # Whether the last step keeps its number if it turns out not to count: a scaler skips it.
+        self._keeps_number = False
+        # The ranks are compared when a step begins, not where they can start to differ: loading a
+        # checkpoint is a local call, so only the next collective shows that another rank did not.
+        self._verified = False
+        self._settling: int | None = None  # the thread that tells what it has settled
+
+    @property
+    def scale(self) -> float:
+        """Loss scale of the gradients of the last step, which the state follows."""
+        return self.units.scale
+
+    @property
+    def lrs(self) -> Mapping[str, float]:
+        """Learning rates in the residual, by name; empty if it has the unit of the gradients."""
+        return self.units.lrs
+
+    @property
+    def stats(self) -> Stats:
+        """Counters after the last step; see :class:`torchcomp.Stats`. Any thread can read them."""
+        return self.meter.stats
+
+    @property
+    def undecided(self) -> bool:
+        """Whether it is still open if the last step counts."""
+        return self.status is Status.OPEN
+
+    @property
+    def counted(self) -> bool:
+        """Whether the last step counts."""
+        return self.status is Status.COUNTED
+
+    @property
+    def settling(self) -> bool:
+        """Whether this thread is in :meth:`tell`, where the method may change."""
+        return self._settling == threading.get_ident()
+
+    @contextmanager
+    def tell(self) -> Iterator[None]:
+        """Tell the user what an observer has found, while the last step is settled.
+
+        All ranks enter this. They may change the method, although the next backward pass runs
+        already. So they are compared when its step begins.
+        """
+        before, self._settling = self._settling, threading.get_ident()
+        try:
+            yield
+        finally:
+            self._settling, self._verified = before, False
+
+    def decide(self) -> None:
+        """Ask all reasons whether the last step counts: undo it if not.
+
+        The step counter and the state then are those before the step.
+
+        Raises:
+            Exception: what a reason raises. The step is then undone as well.
+        """
+        if self.status is not Status.OPEN:  # without the lock, which can be held for long
+            return
+        with self._asking:
+            reasons, counts = self._reasons, False
+            if self.status is not Status.OPEN:
+                return
+            try:
+                counts = all(reason() for reason in reasons)
+            finally:
+                with self._lock:
+                    # Not if another state was loaded, or the step abandoned, in the meantime.
+                    if self._reasons is reasons:
+                        self.status, self._reasons = Status.COUNTED, ()
+                        if not counts:
+                            self._undo()
+                    self._keeps_number = False
+
+    def take_back(self) -> None:
+        """Undo the last step, because its gradients were cleared before an optimizer stepped.
+
+        Steps before it that :meth:`keep_before` has joined to it are undone as well. All ranks must
+        make the same call; if they do not, the end of the next step raises on all of them.
+        """
+        self.decide()
+        with self._lock:
+            self._taken_back = True
+            if self.counted:
+                self._undo()
+            self.state.restore_before()
+            self.step, self.steps_kept = self.step - self.steps_kept, 0
+
+    def keep_before(self) -> None:
+        """Let :meth:`take_back` undo the last step together with the next one.
+
+        For gradients that no optimizer has used, and that the next step adds to.
+        """
+        self.decide()
+        with self._lock:
+            if self.counted:
+                self.state.keep_before()
+                self.steps_kept += 1
+
+    def forget_before(self) -> None:
+        """Note that an optimizer has used the gradients of the last step."""
+        if self.steps_kept:
+            with self._lock:
+                self.state.forget_before()
+                self.steps_kept = 0
+
+    def abandon(self, step: int) -> None:
+        """Discard the step in flight, which began when :attr:`step` was `step`.
+
+        Another thread may still be running it: from here on, it changes nothing. A step that has
+        just ended is taken back.
+        """
+        with self._lock:
+            self.abandoned = True
+            if self.step > step:
+                self._keeps_number = False
+                self._undo()
+            elif self.status is not Status.IN_FLIGHT:
+                return
+            # Ranks can be abandoned before and after they follow a new scale. Their states match
+            # only in the units from before the step.
+            self.units.go_back(self.state)
+            self._discard()
+
+    def residual_norms(self, slot: str = "error") -> dict[str, float]:
+        """Return the Euclidean norm of this rank's residual by parameter name.
+
+        The host waits for all that the device was given. Any thread can call this at any time: the
+        residual is that after the last step that has finished. The slot "server_error" has the
+        server residual of the shards that this rank owns.
+        """
+        # Held until the norms are read: the next step writes to the tensors of this one.
+        with self._lock:
+            parts = dict(self.state.items(slot))
+            if not parts:
+                return {}
+            # The stream of the exchange can still be writing them, and this thread has another one.
+            host.wait_for_all_streams(parts.values())
+            norms = torch._foreach_norm(list(parts.values()))
+            # Parameters can be on several devices. The copies to the first do not wait.
+            gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
+            return dict(zip(parts, gathered.tolist(), strict=True))
+
+    # For the step that runs. The lock is held, except in the first one.
+
+    def _require_wanted(self) -> None:
+        if self.abandoned:
+            raise RuntimeError("this step was abandoned, because its backward pass raised")
+
+    def _end(self, counts: bool, reasons: tuple[Reason, ...]) -> None:
+        """End the step in flight. The reasons decide later whether it counts."""
+        self._discard()
+        if counts:
+            self.state.commit()
+            if self.void is not None:
+                self.state.revert_where(self.void)
+        else:
+            self.state.rollback()
+        self.step += 1
+        if reasons:
+            self.status, self._reasons = Status.OPEN, reasons
+        elif counts:
+            self.status = Status.COUNTED
+
+    def _discard(self) -> None:
+        """Note that the step in flight ends without a result, or that the last one is undone."""
+        self.status, self._reasons = Status.TAKEN_BACK, ()
+
+    def _undo(self) -> None:
+        """Undo the last step."""
+        self._flushed = False
+        if self.void is not None:
+            # The host undoes the step from here on, and not the device.
+            self.state.revert_where(self.void)
+            self.void = None
+        self.state.revert()
+        self._discard()
+        if not self._keeps_number:
+            self.step -= 1
+            self.meter.record(Traffic(), self.step)
+
+    def _record(self, exchange: Exchange, dense_bytes: int) -> None:
+        """Count the bytes of a step. A step that is discarded has sent its bytes all the same."""
+        self.meter.record(exchange.take_traffic(dense_bytes), self.step)

@@ -1,0 +1,307 @@
+"""State: the values that a method keeps between steps, in named slots and by parameter name.
+
+Parameter names are the only stable keys. DDP renumbers its buckets after the first iteration,
+parameter ids differ between processes, and a checkpoint can come from a run with other buckets.
+
+Every slot has two copies: its values before the step in flight, and its values after that step. A
+commit makes the second copy current. A roll-back discards it, so a discarded step changes nothing.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchcomp.engine import host
+from torchcomp.engine.bucket import Names, Shard
+from torchcomp.kernels.swap import swap_where
+
+
+class Kind(Enum):
+    """The kind of a slot, which determines what a swap or a new number of ranks does to its values.
+
+    * A *debt* is unsent gradient, such as the residual of error feedback. When methods are swapped,
+      it is sent if the next method has no slot for it. When the number of ranks changes, every rank
+      gets the mean, which keeps the mean over the ranks unchanged.
+    * An *estimate* is an estimate of the gradients, such as a momentum. A swap drops it unless the
+      next method has the slot as well. When the number of ranks changes, every rank gets the mean.
+    * A *cache* saves work and never changes a result. A swap treats it like an estimate. A change
+      of the number of ranks drops it.
+
+    The values of a sharded slot are split into new shards when the number of ranks changes. Debts
+    and estimates are in the unit of the gradients, so they are rescaled with the loss scale. Debts
+    can be in the unit of the update instead, the learning rate times the gradient.
+    """
+
+    DEBT = "debt"
+    ESTIMATE = "estimate"
+    CACHE = "cache"
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The description of the values that a slot stores for the parameters of one bucket."""
+
+    name: str
+    kind: Kind
+    names: Names  # parameter names
+    sizes: tuple[int, ...]  # number of elements that are stored for each parameter
+    dtype: torch.dtype
+    sharded: bool = False  # whether each rank stores only the elements of its own shard
+    equal: bool = False  # whether all ranks store the same values, which is then verified
+    # init(name, out) writes the initial values of a parameter to `out`. The default is zeros.
+    # Not compared, because each declaration can make a new closure.
+    init: Callable[[str, Tensor], None] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def numel(self) -> int:
+        """Total number of elements."""
+        return sum(self.sizes)
+
+
+@dataclass(eq=False)
+class _Flat:
+    """Both copies of the values of a slot, for the parameters of one bucket: 1-D."""
+
+    slot: Slot
+    before: Tensor
+    after: Tensor
+
+    def parts(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
+        return zip(self.slot.names, torch.split(flat, list(self.slot.sizes)), strict=True)
+
+
+@dataclass
+class _Store:
+    """All values of one slot, in the layout of a bucket, or by parameter until it is opened."""
+
+    kind: Kind
+    sharded: bool
+    flats: dict[Names, _Flat] = field(default_factory=dict)
+    loose: dict[str, Tensor] = field(default_factory=dict)
+    # The values before several steps that count or not together; see `State.restore_before`. By
+    # parameter, because such steps can have different buckets.
+    kept: dict[str, Tensor] = field(default_factory=dict)
+
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        for flat in self.flats.values():
+            yield from flat.parts(flat.before)
+        yield from self.loose.items()
+
+
+class State:
+    """The slots of one rank. The lock is held while a slot is laid out: other threads may read."""
+
+    def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
+        self._lock = lock or threading.RLock()
+        self._stores: dict[str, _Store] = {}
+        self._in_flight: set[_Flat] = set()
+        self._committed: set[_Flat] = set()  # by the last commit
+
+    def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the values of a slot before this step, and a tensor for those after it.
+
+        Both are 1-D, on `device`, in the slot's order. The caller must write all of the second one,
+        and must not write the first. Values in another dtype are converted. A parameter whose size
+        has changed gets its initial values.
+        """
+        with self._lock:
+            store = self._stores.get(slot.name)
+            if store is None:
+                store = self._stores[slot.name] = _Store(slot.kind, slot.sharded)
+            flat = store.flats.get(slot.names)
+            # `is not` first: comparing two slots compares hundreds of names, at every step.
+            if flat is None or (flat.slot is not slot and flat.slot != slot):
+                flat = self._lay_out(store, slot, device)
+            self._in_flight.add(flat)
+            return flat.before, flat.after
+
+    def commit(self) -> None:
+        """Make the values that the step wrote the current ones."""
+        # Swapped, not copied: a copy would read and write every residual once more.
+        for flat in self._in_flight:
+            flat.before, flat.after = flat.after, flat.before
+        self._committed, self._in_flight = self._in_flight, set()
+
+    def revert(self) -> None:
+        """Undo the last commit, before anything else was opened or changed."""
+        for flat in self._committed:
+            flat.before, flat.after = flat.after, flat.before
+        self._committed = set()
+
+    def revert_where(self, void: Tensor) -> None:
+        """Undo the last commit if `void`, a scalar bool on the device, is true.
+
+        The host does not wait. A second call cancels the first.
+        """
+        for flat in self._committed:
+            # A cache can be on the CPU. It never changes a result.
+            if flat.before.device == void.device:
+                swap_where(void, flat.before, flat.after)
+
+    def rollback(self) -> None:
+        """Discard the values that the step wrote."""
+        # It committed nothing, so `revert` must not undo an older commit instead.
+        self._committed, self._in_flight = set(), set()
+
+    def undo(self, names: Iterable[str]) -> None:
+        """Undo the step in flight for some parameters, except in caches."""
+        wanted = set(names)
+        for flat in self._in_flight:
+            if flat.slot.kind is not Kind.CACHE and not wanted.isdisjoint(flat.slot.names):
+                # Copied back, because `commit` swaps whole buckets.
+                both = zip(flat.parts(flat.before), flat.parts(flat.after), strict=True)
+                for (name, before), (_, after) in both:
+                    if name in wanted:
+                        after.copy_(before)
+
+    def keep_before(self) -> None:
+        """Keep the values from before the last commit, for :meth:`restore_before`."""
+        for store in self._stores.values():
+            for flat in self._committed.intersection(store.flats.values()):
+                if not store.kept.keys() >= set(flat.slot.names):
+                    # The next step writes where these values are.
+                    store.kept = dict(flat.parts(flat.after.clone())) | store.kept
+
+    def restore_before(self) -> None:
+        """Go back to the values of the first :meth:`keep_before` since they were forgotten."""
+        for store in self._stores.values():
+            for name, values in store.items():
+                kept = store.kept.get(name)
+                # As in `open`, a parameter whose size has changed does not get its old values.
+                if kept is not None and kept.numel() == values.numel():
+                    values.copy_(kept)
+        self.forget_before()
+
+    def forget_before(self) -> None:
+        """Free the values that :meth:`keep_before` has kept."""
+        for store in self._stores.values():
+            store.kept.clear()
+
+    def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over a slot: parameter name and 1-D values (a view)."""
+        if name in self._stores:
+            yield from self._stores[name].items()
+
+    def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the values that the step in flight has written; see :meth:`items`."""
+        return _after(self._in_flight, name)
+
+    def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
+        """Iterate over the values of a slot that :meth:`revert_where` has put aside."""
+        return _after(self._committed, name)
+
+    def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
+        """Return what :meth:`open` returned in this step; None if the step has not opened it."""
+        store = self._stores.get(slot.name)
+        flat = None if store is None else store.flats.get(slot.names)
+        return (flat.before, flat.after) if flat in self._in_flight else None
+
+    def slots(self) -> dict[str, tuple[Kind, bool]]:
+        """Return the kind of every slot, and whether it is sharded."""
+        return {name: (store.kind, store.sharded) for name, store in self._stores.items()}
+
+    def debts(self) -> set[str]:
+        """Return the names of the slots that store unsent gradient."""
+        return {name for name, store in self._stores.items() if store.kind is Kind.DEBT}
+
+    def load(self, name: str, kind: Kind, sharded: bool, parts: dict[str, Tensor]) -> None:
+        """Replace a slot with `parts`: parameter name -> 1-D tensor, which the state then owns."""
+        self.drop([name])
+        self._stores[name] = _Store(kind, sharded, loose=parts)
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Remove slots, including what the step in flight wrote to them."""
+        for name in names:
+            store = self._stores.pop(name, None)
+            if store is not None:
+                self._in_flight.difference_update(store.flats.values())
+                self._committed.difference_update(store.flats.values())
+
+    def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
+        """Add this rank's server residual, of the shards in `owned`, to its own; then remove it."""
+        for debt in self._sharded_debts():
+            own, server = self._stores["error"], self._stores[debt]
+            _add_shards(dict(own.items()), dict(server.items()), owned, world_size)
+            _add_shards(own.kept, server.kept, owned, world_size)
+            self.drop([debt])
+
+    def unshard_pending(self, owned: Iterable[Shard], world_size: int) -> None:
+        """As :meth:`unshard`, for what the step in flight has written. Zeros are left."""
+        for debt in self._sharded_debts():
+            server = dict(self.pending(debt))
+            _add_shards(dict(self.pending("error")), server, owned, world_size)
+            for part in server.values():
+                part.zero_()
+
+    def _sharded_debts(self) -> list[str]:
+        return [name for name in self.debts() if self._stores[name].sharded]
+
+    def scale(self, factor: float) -> None:
+        """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
+        self._multiply({Kind.DEBT, Kind.ESTIMATE}, lambda name: factor)
+
+    def scale_debts(self, factors: Mapping[str, float]) -> None:
+        """Multiply the debts of each parameter by its factor, the ratio of two learning rates.
+
+        The debts of parameters without a factor do not change.
+        """
+        self._multiply({Kind.DEBT}, factors.get)
+
+    def _multiply(self, kinds: set[Kind], factor_of: Callable[[str], float | None]) -> None:
+        # One launch for each dtype, device and factor: mixed lists are scaled one by one.
+        alike: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
+        for store in self._stores.values():
+            for name, part in (*store.items(), *store.kept.items()) if store.kind in kinds else ():
+                factor = factor_of(name)
+                if factor is not None:
+                    alike.setdefault((part.dtype, part.device, factor), []).append(part)
+        for (_, _, factor), parts in alike.items():
+            torch._foreach_mul_(parts, factor)
+
+    def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
+        """Move the values of a slot into the layout of a new bucket."""
+        # A parameter is in one bucket at a time: dissolve every old bucket that shares one with
+        # the new bucket. Its step in flight is discarded, as `before` is the committed copy.
+        for names in [names for names in store.flats if not set(slot.names).isdisjoint(names)]:
+            old = store.flats.pop(names)
+            self._in_flight.discard(old)
+            self._committed.discard(old)
+            store.loose.update(old.parts(old.before))
+        before = torch.zeros(slot.numel, dtype=slot.dtype, device=device)
+        # Not initialised: an aggregator writes all of it, or the step raises and is rolled back.
+        flat = store.flats[slot.names] = _Flat(slot, before, torch.empty_like(before))
+        for name, view in flat.parts(before):
+            values = store.loose.pop(name, None)
+            if values is not None and values.numel() == view.numel():
+                view.copy_(values)
+                # Loaded values were allocated on another stream than the one of the exchange, which
+                # reads them here, and are freed now.
+                host.keep_for_this_stream(values)
+            elif slot.init is not None:
+                slot.init(name, view)
+        return flat
+
+
+def _after(flats: Iterable[_Flat], name: str) -> Iterator[tuple[str, Tensor]]:
+    for flat in flats:
+        if flat.slot.name == name:
+            yield from flat.parts(flat.after)
+
+
+def _add_shards(
+    own: dict[str, Tensor], server: dict[str, Tensor], owned: Iterable[Shard], world_size: int
+) -> None:
+    """Add a rank's server residual to its own residual, both by parameter name."""
+    for shard in owned:
+        for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
+            if name in server:
+                part = own[name][at : at + size]
+                # The server residual is a part of the mean. A rank's own residual enters the mean
+                # divided by the number of ranks, so multiply by that number.
+                part.add_(server[name].to(part.dtype), alpha=world_size)

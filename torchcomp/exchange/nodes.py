@@ -1,0 +1,113 @@
+"""Nodes: which ranks share a machine and its network card."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from torchcomp.specs.checks import is_whole
+from torchcomp.specs.errors import SpecError
+
+_LOCAL = "LOCAL_WORLD_SIZE"
+"""The variable in which torchrun tells a process how many processes its node has."""
+
+
+@dataclass(frozen=True)
+class Nodes:
+    """The global ranks of every node. All nodes have the same number of ranks.
+
+    The *place* of a rank is its position within its node. Ranks of equal place exchange compressed
+    messages between the nodes.
+    """
+
+    ranks: tuple[tuple[int, ...], ...]  # of each node
+
+    @property
+    def size(self) -> int:
+        """Ranks of a node, L."""
+        return len(self.ranks[0])
+
+    def inside(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks of the node of `rank`, by place."""
+        return next(node for node in self.ranks if rank in node)
+
+    def between(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that have the place of `rank` in their nodes, by node."""
+        place = self.inside(rank).index(rank)
+        return tuple(node[place] for node in self.ranks)
+
+    @classmethod
+    def of(cls, nodes: object, ranks: Sequence[int]) -> "Nodes":
+        """Divide ranks into nodes.
+
+        Args:
+            nodes: "auto", where torchrun tells how many processes a node has; the number of ranks
+                of a node; or a DeviceMesh with a dimension for the nodes and a second one for the
+                ranks of a node.
+            ranks: the global ranks to divide, in the order of their group.
+
+        Raises:
+            SpecError: if `nodes` is none of these, or the ranks cannot be divided into nodes of
+                equal size.
+        """
+        if isinstance(nodes, DeviceMesh):
+            return cls(_of_mesh(nodes, ranks))
+        automatic = isinstance(nodes, str) and nodes == "auto"
+        size = _local_world_size() if automatic else nodes
+        if not is_whole(size) or size < 1:
+            raise SpecError(
+                'nodes must be "auto", the number of ranks of a node, or a DeviceMesh with a '
+                f"dimension for nodes and one for their ranks, not {nodes!r}",
+                "nodes",
+            )
+        # torchrun numbers all ranks of the job node by node, also those that are not in the group.
+        numbers = ranks if automatic else range(len(ranks))
+        found: dict[int, list[int]] = {}
+        for number, rank in zip(numbers, ranks, strict=True):
+            found.setdefault(number // size, []).append(rank)
+        if not automatic:
+            check_divides(size, len(ranks))
+        elif len({len(node) for node in found.values()}) > 1:
+            raise _uneven(size, len(ranks))
+        return cls(tuple(map(tuple, found.values())))
+
+
+def check_divides(node: int, world_size: int) -> None:
+    """Require that ranks can be divided into nodes of `node` ranks."""
+    if world_size % node:
+        raise _uneven(node, world_size)
+
+
+def _uneven(node: int, world_size: int) -> SpecError:
+    problem = f"{world_size} ranks cannot be divided into nodes of {node}"
+    return SpecError(f"{problem}: all nodes must have the same number of ranks", "nodes")
+
+
+def _local_world_size() -> int:
+    text = os.environ.get(_LOCAL, "")
+    if not text.isdecimal() or int(text) < 1:
+        raise SpecError(
+            f'nodes="auto" reads {_LOCAL}, which torchrun sets, and it is {text!r}: start the '
+            "script with torchrun, or pass the number of ranks of a node",
+            "nodes",
+        )
+    return int(text)
+
+
+def _of_mesh(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    if mesh.ndim != 2:
+        raise SpecError(
+            "nodes must be a DeviceMesh with two dimensions, nodes and the ranks of a node, such "
+            'as init_device_mesh("cuda", (2, 4), mesh_dim_names=("node", "local")); this one has '
+            f"the shape {tuple(mesh.shape)}",
+            "nodes",
+        )
+    found: list[list[int]] = mesh.mesh.tolist()
+    if sorted(rank for node in found for rank in node) != sorted(ranks):
+        raise SpecError(
+            f"nodes is a DeviceMesh of the ranks {found}, but the model is trained by the ranks "
+            f"{list(ranks)}: the mesh must contain each of them once",
+            "nodes",
+        )
+    return tuple(map(tuple, found))

@@ -1,0 +1,208 @@
+"""reestimate_batchnorm: BatchNorm statistics for averaged weights."""
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
+
+from torchcomp.checkpoints.checkpoint import digest_of, listed
+from torchcomp.ddp.checks import check_is_module
+from torchcomp.engine.means import exact_mean
+from torchcomp.engine.nonfinite import all_finite
+from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.specs.checks import check_count
+from torchcomp.specs.errors import NonFiniteError, SpecError
+
+_log = logging.getLogger(__name__)
+
+Layers = dict[str, _BatchNorm]
+
+
+_ADVICE = (
+    "Nothing was changed. All ranks need the averaged weights and enough images: call it between "
+    "rounds (LocalSGD's next_sync is None), with each rank's own shard of the training set."
+)
+
+
+def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
+    """Re-estimate the running mean and variance of every BatchNorm layer, before an evaluation.
+
+    Local steps average the running statistics together with the parameters. The mean of statistics
+    of different weights fits the averaged weights only approximately. As in Gu et al., ICLR 2024
+    (arXiv 2310.14423), every rank therefore
+
+    1. runs `model` in training mode, without gradients, on batches of its own shard of the
+       training set, augmented as in training;
+    2. takes the mean of the batches' statistics (momentum 1/(1+i) at batch i = 0, 1, ..., so the
+       first batch replaces the previous statistics);
+    3. averages running mean and variance over the ranks, in float32 or wider.
+
+    Without torch.distributed, step 3 is skipped. With it, all ranks must call this function
+    together, between rounds (``sync.next_sync is None``). They end with the same statistics.
+
+    The training mode and momentum of each layer are restored. ``num_batches_tracked`` becomes the
+    number of batches of this estimate. The statistics do not change in layers that
+    ``model.train()`` leaves in evaluation mode (frozen layers), in layers that no batch reaches,
+    and in any layer if there is an error. Dropout and the loader draw from the global random
+    generators. A model without running statistics stays as it is, with one warning per process.
+
+    Args:
+        model: the module, or the DDP model around it. The process group is that of the DDP model,
+            or else the default one. Call this function under the same autocast as training.
+        loader: yields tensors of images (n, ...), or tuples or lists that begin with one, on any
+            device. Each rank passes its own shard.
+        images: number of images of all ranks together. Each rank takes whole batches until it has
+            seen ``ceil(images / ranks)`` images. A smaller last batch has the same weight as the
+            others.
+
+    Raises:
+        SpecError: if an argument or a batch has the wrong type, or if the loader ends before this
+            rank has seen its share of the images.
+        NonFiniteError: if statistics are not finite.
+        UnsupportedModelError: if `model` is not a module.
+        RankMismatchError: on all ranks, if their parameters or layers differ, or if only some of
+            them fail.
+    """
+    check_is_module(model)
+    module, group = model, None
+    inner = getattr(model, "_orig_mod", model)  # torch.compile(ddp_model) wraps the DDP model
+    if isinstance(inner, DistributedDataParallel):
+        # DDP's forward broadcasts buffers. It would wait for a rank that has no batch left.
+        module, group = inner.module, inner.process_group
+    with _fresh_statistics(module) as layers:
+        if not layers:
+            # No collective: a rank can call this without the others.
+            _warn_that_nothing_is_done()
+            return
+        statistics = statistics_of(layers)
+        exchange = None
+        if dist.is_initialized():
+            exchange = ProcessGroupExchange(group, next(iter(statistics.values())).device)
+        batches = _batches(loader, images, exchange.world_size if exchange else 1)
+        passes = partial(_forward_passes, module, layers, batches)
+        if exchange is None:
+            passes()
+            return
+        # `build` raises on every rank if a rank fails. Otherwise the ranks would hang in the
+        # average below.
+        exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
+        for name, mean in exact_mean(exchange, statistics).items():
+            statistics[name].copy_(mean)
+
+
+# Cached, so that it warns once and not at every evaluation.
+@cache
+def _warn_that_nothing_is_done() -> None:
+    _log.warning("reestimate_batchnorm did nothing: no BatchNorm layer has running statistics")
+
+
+@contextmanager
+def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
+    """Switch to training mode without gradients, and reset all statistics.
+
+    At the end, restore modes and momenta, and the statistics of layers that no batch reached. On
+    error, restore all statistics.
+    """
+    # Saved for each module, because a model can be partly in evaluation mode.
+    modes = [(each, each.training) for each in module.modules()]
+    module.train()
+    layers = updated_layers(module)
+    # Clones, because the buffers are reset in place.
+    before = {
+        name: (layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
+        for name, layer in layers.items()
+    }
+    reached: Layers = {}
+    try:
+        for layer in layers.values():
+            layer.reset_running_stats()
+            # In PyTorch, None means a cumulative average: 1 / num_batches_tracked.
+            layer.momentum = None
+        with torch.no_grad():
+            yield layers
+        reached = _reached(layers)
+    finally:
+        for name, (momentum, buffers) in before.items():
+            layers[name].momentum = momentum
+            for buffer, copy in buffers if name not in reached else ():
+                buffer.copy_(copy)
+        for each, training in modes:
+            each.training = training
+
+
+def _forward_passes(
+    module: nn.Module, layers: Layers, batches: Iterator[Tensor]
+) -> tuple[None, dict[str, Any]]:
+    """Run this rank's forward passes. Return None, and the values that must match on all ranks."""
+    device = next(iter(statistics_of(layers).values())).device
+    for inputs in batches:
+        module(inputs.to(device))
+    reached = _reached(layers)
+    statistics = statistics_of(reached)
+    if not all_finite(statistics.values(), device):
+        found = [name for name, values in statistics.items() if not values.isfinite().all()]
+        bad = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+        raise NonFiniteError(
+            f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({listed(bad)}): "
+            "check the images and the weights; all layers keep their previous statistics"
+        )
+    # Equal parameters show that the ranks are between rounds.
+    parameters = digest_of(dict(module.named_parameters()))
+    return None, {"BatchNorm layers": list(reached), "parameters": parameters}
+
+
+def _reached(layers: Layers) -> Layers:
+    """Return the layers that a batch has reached."""
+    counts = [layer.get_buffer("num_batches_tracked") for layer in layers.values()]
+    # Together, because a test of each on the host would wait for each.
+    seen = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
+    return {name: layers[name] for name, count in zip(layers, seen, strict=True) if count}
+
+
+def _batches(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
+    """Iterate over the inputs of a rank's first ``ceil(images / world_size)`` images or more."""
+    check_count("images", images)
+    # Python also iterates over objects with only __getitem__, such as many data sets.
+    if not any(hasattr(loader, method) for method in ("__iter__", "__getitem__")):
+        raise SpecError(f"loader must be an iterable of batches, not {type(loader).__name__}")
+    share, seen = -(-images // world_size), 0
+    for batch in loader:
+        inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
+        if not isinstance(inputs, Tensor):
+            raise SpecError(
+                "a batch must be a tensor of images, or a tuple or list that begins with one, not "
+                f"{type(inputs).__name__}"
+            )
+        yield inputs
+        seen += len(inputs)
+        if seen >= share:
+            return
+    raise SpecError(
+        f"the loader ended after {seen:,} images, but this rank's share is {share:,} "
+        f"(images={images} over {world_size} ranks): pass a longer loader or a smaller images="
+    )
+
+
+def updated_layers(module: nn.Module) -> Layers:
+    """Return the BatchNorm layers whose running statistics a forward pass of `module` updates."""
+    return {
+        name: layer
+        for name, layer in module.named_modules()
+        if isinstance(layer, _BatchNorm) and layer.training and layer.track_running_stats
+    }
+
+
+def statistics_of(layers: Layers) -> dict[str, Tensor]:
+    """Return the running means and variances, by name."""
+    return {
+        f"{name}.{kind}": layer.get_buffer(kind)
+        for name, layer in layers.items()
+        for kind in ("running_mean", "running_var")
+    }

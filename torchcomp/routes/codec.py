@@ -1,0 +1,155 @@
+"""Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard.
+
+The message of a bucket is the concatenation of the messages of its vectors. With scope "bucket" or
+"model", the whole bucket is one vector. With scope "tensor", each parameter is one vector. For the
+owners of shards, a bucket is encoded as several messages, one frame for each owner.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from torchcomp.compressors.base import Compressor, Encoded, Message, Vector, Vectors
+from torchcomp.engine.bucket import Names
+from torchcomp.engine.keys import Key
+from torchcomp.routes import wire
+from torchcomp.routes.wire import Frames
+
+_NOTHING = Encoded(())
+
+
+class Codec:
+    """Encodes and decodes tensors of one shape. Made once, and used in every step.
+
+    Args:
+        vectors: the parts of the tensor that are compressed separately, in their order. Their
+            compressors are of one class.
+        device: device of the tensors.
+        dtype: dtype of the values on the wire.
+        counts: number of vectors in each frame. By default, one frame has all of them.
+        checksum: whether frames have a checksum of their payload.
+        signatures: of each frame, if they are not those of the layouts.
+
+    Attributes:
+        vectors: the vectors, prepared for the device.
+        frames: the frames of a message. Those that were encoded last are ``frames.outgoing()``.
+    """
+
+    def __init__(
+        self,
+        vectors: Sequence[Vector],
+        device: torch.device,
+        dtype: torch.dtype,
+        counts: Sequence[int] | None = None,
+        checksum: bool = False,
+        signatures: Sequence[int] | None = None,
+    ) -> None:
+        self.vectors = Vectors(vectors, device, dtype)
+        counts = [len(vectors)] if counts is None else counts
+        self.frames = Frames([v.layout for v in vectors], device, checksum, counts, signatures)
+        self.vectors.frames = self.frames
+        self._placed = False
+
+    def encode(self, x: Tensor, key: Key) -> Encoded:
+        """Compress every vector of `x`, a 1-D tensor, and write the frames."""
+        if not self._placed:
+            self._place()
+        return self.pack(self.fields(x, key))
+
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
+        """Compress ``g + e``, write the frames, and write to `rest` what the message lacks.
+
+        NaN and infinities of the sum stay in `rest`, if the compressor selects.
+        """
+        vectors = self.vectors
+        if not vectors:
+            return _NOTHING
+        if not self._placed:
+            self._place()
+        # One call for all of it: a compressor can do it in one pass.
+        return self.pack(vectors.compressor.encode_sum(g, e, rest, vectors, key))
+
+    def fields(self, x: Tensor, key: Key) -> Encoded:
+        """Compress every vector of `x`, without frames."""
+        vectors = self.vectors
+        return vectors.compressor.encode(x, vectors, key) if vectors else _NOTHING
+
+    def subtract(self, message: Encoded, x: Tensor, key: Key, weight: float = 1.0) -> None:
+        """Subtract `weight` times the decoded message in place from `x`, which it encodes."""
+        vectors = self.vectors
+        if vectors:
+            vectors.compressor.subtract(message, x, vectors, key, weight)
+
+    def accumulate(
+        self, messages: Sequence[Message], out: Tensor, key: Key, weight: float = 1.0
+    ) -> None:
+        """Add `weight` times each decoded message to `out`, 1-D, in their order."""
+        vectors = self.vectors
+        if vectors:
+            vectors.compressor.accumulate(messages, out, vectors, key, weight)
+
+    def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
+        """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`.
+
+        Args:
+            messages: the fields of each message, by vector.
+            out: 1-D.
+            key: key of the encodings.
+            divisor: at least 1.
+        """
+        vectors = self.vectors
+        if vectors:
+            vectors.compressor.mean(messages, out, vectors, key, divisor)
+        else:
+            out.zero_()
+
+    def mean_of(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
+        """Do as :meth:`mean`, for messages in the frames in which they were received.
+
+        Args:
+            received: (count, nbytes) uint8, the frames of each message.
+            out: 1-D.
+            key: key of the encodings.
+            divisor: at least 1.
+        """
+        vectors = self.vectors
+        if vectors and getattr(vectors.kernels, "reads_frames", False):
+            vectors.kernels.mean_of(received, out, divisor)
+        else:
+            self.mean(self.frames.unpack(received), out, key, divisor)
+
+    def pack(self, message: Encoded) -> Encoded:
+        """Write a message to the frames."""
+        self.frames.pack(message.parts)
+        return message
+
+    def _place(self) -> None:
+        # A compressor that writes its fields where they are sent from saves a copy.
+        self.vectors.fields = self.frames.fields()
+        self._placed = True
+
+
+# Cached: `explain` and every bucket need it, and a bucket can have hundreds of vectors.
+@lru_cache(maxsize=4096)
+def vectors_of(
+    compressor: Compressor, names: Names, sizes: tuple[int, ...], dtype: torch.dtype
+) -> tuple[Vector, ...]:
+    """Return the vectors of a bucket of these parameters in this dtype."""
+    if compressor.per_tensor:
+        ends = zip(names, sizes, accumulate(sizes), strict=True)
+        spans = [(name, slice(end - size, end)) for name, size, end in ends]
+    else:
+        # A list of at most one: a bucket without parameters has no vector.
+        spans = [(name, slice(0, sum(sizes))) for name in names[:1]]
+    return tuple(
+        Vector(name, span, compressor, compressor.layout(span.stop - span.start, dtype))
+        for name, span in spans
+    )
+
+
+def nbytes_of(vectors: Sequence[Vector]) -> int:
+    """Return the size in bytes of the message of some vectors, without frames."""
+    return sum(wire.nbytes(vector.layout) for vector in vectors)

@@ -1,0 +1,1 @@
+"""Spec strings, the values of options, and the errors that they raise."""

@@ -1,0 +1,280 @@
+"""Spec strings: parse a constructor expression such as ``"ef(topk(0.01))"``.
+
+Python's own ``ast`` module parses the text. The walk over its tree accepts names, calls and
+literals only. Nothing is evaluated.
+"""
+
+import ast
+import warnings
+from collections.abc import Mapping
+from dataclasses import MISSING, Field, fields
+from threading import Lock
+from typing import Any, TypeVar
+
+from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
+from torchcomp.compressors import COMPRESSORS, Compressor
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS, OuterStep
+from torchcomp.local_sgd.schedules import SCHEDULES, Schedule
+from torchcomp.specs.auto import Auto
+from torchcomp.specs.checks import closest, shown
+from torchcomp.specs.component import Component, choices_of, nearest
+from torchcomp.specs.errors import SpecError
+
+_ALL: tuple[type[Component], ...] = (*COMPRESSORS, *AGGREGATORS, Auto, *SCHEDULES, *OUTER_STEPS)
+COMPONENTS: dict[str, type[Component]] = {component.name: component for component in _ALL}
+_NUMBERS = {"nan": float("nan"), "inf": float("inf")}
+_LONGEST = 1000
+# CPython 3.11 has one recursion counter for ast.parse in all threads. Concurrent calls corrupt the
+# counter and raise an error.
+_PARSING = Lock()
+
+Built = TypeVar("Built", bound=Component)
+Wanted = Mapping[str, tuple[type[Component], ...]]
+"""The components accepted at one position, by plural name; errors suggest only these."""
+
+_METHODS: Wanted = {"methods": (*AGGREGATORS, *COMPRESSORS)}
+_OUTER_STEPS: Wanted = {"outer steps": OUTER_STEPS}
+_COMPRESSORS: Wanted = {"compressors": COMPRESSORS}
+
+_USES: Mapping[type[Component], tuple[Wanted, str, str, str]] = {
+    Aggregator: (_METHODS, "a gradient method", "'ef(topk(0.01))'", "register(model, ...)"),
+    Auto: ({"choices": (Auto,)}, "a choice of methods", "'auto'", "register(model, ...)"),
+    Schedule: (
+        {"schedules": SCHEDULES},
+        "a schedule",
+        "'every(4)' or 'qsr(alpha=0.0175, h_base=4)'",
+        "LocalSGD(model, optimizer, ..., total_steps=...)",
+    ),
+    OuterStep: (
+        _OUTER_STEPS,
+        "an outer step",
+        "'nesterov(lr=0.7, momentum=0.9)' or 'slowmo(beta=0.7)'",
+        "LocalSGD(..., outer=...)",
+    ),
+}
+"""By kind: what a spec may name; for errors, its name, an example, and the call that takes it."""
+
+
+def parse(spec: str | Component) -> Aggregator | Schedule:
+    """Build the component that a spec string describes.
+
+    ``"ef(topk(0.01))"`` and ``"mean"`` are aggregators. ``"qsr(alpha=0.0175, h_base=4)"`` is a
+    schedule. A bare compressor, ``"topk(0.01)"``, means ``mean(topk(0.01))``. ``str()`` of the
+    result is the canonical spec string.
+
+    Args:
+        spec: a spec string or a component. An aggregator or schedule is returned unchanged; a
+            compressor is wrapped in ``mean``.
+
+    Raises:
+        SpecError: if the spec is invalid. The message has a caret under the error and suggests
+            the nearest known name.
+    """
+    kinds: tuple[type[Aggregator | Schedule], ...] = (Aggregator, Schedule)
+    return _parse(spec, kinds)
+
+
+def parse_aggregator(spec: str | Component) -> Aggregator:
+    """Like :func:`parse`, but raise SpecError unless the result is a gradient method."""
+    return _parse(spec, (Aggregator,))
+
+
+def parse_registered(spec: str | Component) -> Aggregator | Auto:
+    """Like :func:`parse`, for a gradient method or ``auto``, whose candidates are not parsed."""
+    kinds: tuple[type[Aggregator | Auto], ...] = (Aggregator, Auto)
+    return _parse(spec, kinds)
+
+
+def parse_any(spec: str | Component) -> Aggregator | Schedule | Auto:
+    """Like :func:`parse`, but accept ``auto`` as well."""
+    kinds: tuple[type[Aggregator | Schedule | Auto], ...] = (Aggregator, Schedule, Auto)
+    return _parse(spec, kinds)
+
+
+def candidates(auto: Auto) -> tuple[Aggregator, ...]:
+    """Return the methods that ``auto`` times, ``mean`` first.
+
+    Raises:
+        SpecError: if a candidate cannot be built, or if there are too few steps for all of them.
+    """
+    return auto.methods([parse_aggregator(each) for each in auto.candidates])
+
+
+def parse_schedule(spec: str | Component) -> Schedule:
+    """Like :func:`parse`, but raise SpecError unless the result is a schedule."""
+    return _parse(spec, (Schedule,))
+
+
+def parse_local(spec: str | Component) -> Schedule | Auto:
+    """Like :func:`parse`, for a schedule or ``auto`` without options: those are for gradients."""
+    kinds: tuple[type[Schedule | Auto], ...] = (Schedule, Auto)
+    built = _parse(spec, kinds)
+    if isinstance(built, Auto) and built != Auto():
+        raise SpecError(
+            f"for LocalSGD, 'auto' has no options, and '{spec}' has some: they are for "
+            "torchcomp.register",
+            "spec",
+        )
+    return built
+
+
+def parse_outer_step(spec: str | OuterStep) -> OuterStep:
+    """Like :func:`parse`, but for outer steps; raise SpecError for any other component."""
+    return _parse(spec, (OuterStep,))
+
+
+def _parse(spec: str | Component, kinds: tuple[type[Built], ...]) -> Built:
+    wanted = {name: each for kind in kinds for name, each in _USES[kind][0].items()}
+    built: object = _Parser(spec).build(wanted) if isinstance(spec, str) else spec
+    if isinstance(built, Compressor):
+        built = Mean(built)
+    if isinstance(built, kinds):
+        return built
+    if not isinstance(built, Component):
+        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][2]}, not {shown(built)}")
+    expected = " or ".join(f"{_USES[kind][1]} such as {_USES[kind][2]}" for kind in kinds)
+    # Exactly one kind matches: compressors were wrapped above.
+    _, found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))
+    raise SpecError(f"expected {expected}, but '{built}' is {found}: use it with torchcomp.{call}")
+
+
+class _Parser:
+    def __init__(self, text: str) -> None:
+        self.text = " ".join(text.split())
+
+    def build(self, wanted: Wanted) -> Any:
+        if not self.text:
+            raise SpecError(
+                "cannot parse an empty spec: write, for example, 'mean' or 'ef(topk(0.01))'"
+            )
+        # Checked before parsing: a deeply nested text can exhaust the interpreter's stack.
+        if len(self.text) > _LONGEST:
+            raise SpecError(f"the spec has {len(self.text)} characters; the limit is {_LONGEST}")
+        try:
+            # Python warns of texts such as "1if" before it refuses them; the error says it all.
+            with _PARSING, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(self.text, mode="eval")
+            return self._value(tree.body, wanted)
+        except SpecError:  # a ValueError that already has its message and caret
+            raise
+        # ast.parse raises ValueError for text that it cannot encode, such as a lone surrogate.
+        # Deep nesting can end in RecursionError or MemoryError.
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            problem = getattr(error, "msg", None) or str(error)
+            # A decimal comma, 0,01, makes Python complain about the leading zero of "01".
+            if problem.startswith("leading zeros"):
+                problem = "a number has a leading 0; write decimals with a point, as in 0.01"
+            elif "%" in self.text:
+                problem += "; write 1 % as 0.01"
+            column = (getattr(error, "offset", None) or 1) - 1
+            raise self._error(f"cannot parse the spec: {problem}", column) from None
+
+    def _value(self, node: ast.expr, wanted: Wanted) -> Any:
+        match node:
+            case ast.Constant(value=value):
+                return value
+            case ast.Name(id=name) if name in _NUMBERS:
+                return _NUMBERS[name]
+            case ast.Name():  # "mean" is short for "mean()"
+                return self._component(node, ast.Call(node, [], []), wanted)
+            case ast.Call():
+                return self._component(node, node, wanted)
+            case ast.UnaryOp(op=ast.USub()):  # Python has no negative literals
+                value = self._value(node.operand, wanted)
+                if isinstance(value, int | float):
+                    return -value
+        problem = (
+            "expected a name such as mean, a call such as topk(0.01), or a literal such as 0.01"
+        )
+        raise self._error(problem, node)
+
+    def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:
+        name = call.func
+        if not isinstance(name, ast.Name):
+            raise self._error("expected the name of a method or schedule", name)
+        if name.id not in COMPONENTS:
+            raise self._error(unknown_name(name.id, wanted), name)
+        cls = COMPONENTS[name.id]
+        known = {field.name: field for field in fields(cls)}
+        options = self._options(cls, list(known), call)
+        values = {each: self._option(known[each], value) for each, value in options.items()}
+        # A field with a default_factory has no `default`, but it is optional all the same.
+        required = [f for f in known.values() if f.default is f.default_factory is MISSING]
+        missing = " and ".join(repr(f.name) for f in required if f.name not in values)
+        if missing:
+            raise self._error(f"{cls.name} needs {missing}, as in {cls.example}", node)
+        try:
+            return cls(**values)
+        except SpecError as error:
+            # Point the caret at the option at fault if the error names one.
+            raise self._error(str(error), options.get(error.field or "", node)) from None
+
+    def _option(self, option: Field[Any], node: ast.expr) -> Any:
+        """Return an option's value. A compressor can also be in quotes: ``down="identity"``."""
+        # ``cast(bf16)`` needs no quotes: the name cannot be that of a component.
+        if isinstance(node, ast.Name) and choices_of(option):
+            return node.id
+        if isinstance(node, ast.List) and isinstance(option.default, tuple):
+            return [self._value(each, _METHODS) for each in node.elts]
+        value = self._value(node, _COMPRESSORS)
+        if option.type is not Compressor or not isinstance(value, str):
+            return value
+        try:
+            return _Parser(value).build(_COMPRESSORS)
+        except SpecError as error:
+            # Keep only the message. Its caret is for the quoted text, not for the whole spec.
+            raise self._error(str(error).partition("\n")[0], node) from None
+
+    def _options(
+        self, cls: type[Component], known: list[str], call: ast.Call
+    ) -> dict[str, ast.expr]:
+        if len(call.args) > len(known):
+            problem = f"{cls.name} takes at most {len(known)} options, not {len(call.args)}"
+            raise self._error(problem, call.args[len(known)])
+        options = dict(zip(known, call.args, strict=False))
+        for keyword in call.keywords:
+            if keyword.arg is None:
+                raise self._error("** is not supported in a spec; name each option", keyword)
+            if keyword.arg in cls.removed:
+                raise self._error(cls.removed[keyword.arg], keyword)
+            if keyword.arg not in known:
+                problem = f"{cls.name} has no option '{keyword.arg}'; {nearest(keyword.arg, known)}"
+                raise self._error(problem + _owners(keyword.arg), keyword)
+            if keyword.arg in options:
+                raise self._error(f"{cls.name}: '{keyword.arg}' appears twice", keyword)
+            options[keyword.arg] = keyword.value
+        return options
+
+    def _error(self, problem: str, at: ast.expr | ast.keyword | int) -> SpecError:
+        # ast counts columns in UTF-8 bytes, a caret in characters.
+        column = at if isinstance(at, int) else len(self.text.encode()[: at.col_offset].decode())
+        return SpecError(f"{problem}\n  {self.text}\n  {' ' * column}^")
+
+
+def unknown_name(word: str, wanted: Wanted) -> str:
+    """Return the message for a name that is not a component's: what is meant, or what is known."""
+    names = {_plain(name): name for name in COMPONENTS}
+    close = names.get(closest(_plain(word), names) or "")
+    if close and COMPONENTS[close] in [cls for kind in wanted.values() for cls in kind]:
+        return f"unknown name '{word}'; did you mean '{close}'?"
+    listed = "; ".join(
+        f"{kind}: {', '.join(sorted(component.name for component in each))}"
+        for kind, each in wanted.items()
+    )
+    # Not what is expected here, but perhaps what was meant.
+    elsewhere = f"; elsewhere: the {COMPONENTS[close].kind} '{close}'" if close else ""
+    others = "; names of papers and other libraries: docs/methods/README.md#other-names"
+    return f"unknown name '{word}'; {listed}{elsewhere}{others}"
+
+
+def _plain(word: str) -> str:
+    """Return a name without what spellings differ in: capitals, and signs between words."""
+    return word.lower().replace("_", "").replace("-", "")
+
+
+def _owners(option: str) -> str:
+    owners = [
+        name for name, cls in COMPONENTS.items() if option in {field.name for field in fields(cls)}
+    ]
+    return f" ('{option}' is an option of {', '.join(owners)})" if owners else ""
