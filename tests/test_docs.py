@@ -238,7 +238,7 @@ def traced_step() -> list[str]:
     finally:
         sys.setprofile(None)
     # Skip `begin`, which calls the exchange too: the table is about a bucket.
-    bucket = calls.index(("averager.py", "average"))
+    bucket = calls.index(("engine/averager.py", "average"))
     return list(dict.fromkeys([calls[0][0], *(file for file, _ in calls[bucket:])]))
 
 

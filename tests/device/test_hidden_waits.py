@@ -18,27 +18,27 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "explain.py", "plan.py", "comparison.py"),
+    *("__main__.py", "advisor/explain.py", "advisor/costs.py", "advisor/comparison.py"),
     *(
-        "nodes.py",
-        "spec.py",
-        "component.py",
-        "compat.py",
-        "checks.py",
+        "exchange/nodes.py",
+        "specs/spec.py",
+        "specs/component.py",
+        "engine/compat.py",
+        "specs/checks.py",
         "local_sgd/schedules/",
         "integrations/",
     ),
     # Checkpoints and simulations.
     *(
-        "checkpoint.py",
-        "redistribution.py",
-        "per_rank.py",
-        "gathering.py",
+        "checkpoints/checkpoint.py",
+        "checkpoints/redistribution.py",
+        "checkpoints/per_rank.py",
+        "checkpoints/gathering.py",
         "two_direction/",
         "reference.py",
     ),
     # Measure and predict, before training.
-    *("advisor/", "flags.py"),
+    *("advisor/", "advisor/flags.py"),
     # NumPy.
     "jointspar/bandit.py",
 )
@@ -46,16 +46,16 @@ OUTSIDE = (
 
 EXCEPTIONS = {
     # Once, or seldom.
-    "resume.py Resumable._compare_ranks": "the comparison of the ranks at the first step",
-    "residuals.py hand_over": "once, when a rank leaves",
-    "settlement.py Steps.residual_norms": "the caller asks for numbers",
-    "batchnorm.py _forward_passes": "after training",
-    "batchnorm.py _reached": "after training",
+    "checkpoints/resume.py Resumable._compare_ranks": "the ranks are compared at the first step",
+    "engine/residuals.py hand_over": "once, when a rank leaves",
+    "engine/settlement.py Steps.residual_norms": "the caller asks for numbers",
+    "local_sgd/batchnorm.py _forward_passes": "after training",
+    "local_sgd/batchnorm.py _reached": "after training",
     "exchange/collectives.py Collectives.same": "verifies settings",
     "exchange/process_group.py ProcessGroupExchange.gather_objects": "for errors and checkpoints",
     "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",
     "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
-    "nonfinite.py FiniteWatch.error": "the step has failed",
+    "engine/nonfinite.py FiniteWatch.error": "the step has failed",
     "exchange/conclusion.py Conclusion._error": "the step has failed",
     "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
@@ -65,9 +65,9 @@ EXCEPTIONS = {
     "guard/alarms.py replica_alarm": "a number of the host",
     # The one wait of a step.
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
-    "host.py wait_for_all_streams": "the caller asks for norms",
-    "host.py copy_from": "starts a copy to pinned memory",
-    "host.py copy_from.wait": "the caller asks for numbers",
+    "engine/host.py wait_for_all_streams": "the caller asks for norms",
+    "engine/host.py copy_from": "starts a copy to pinned memory",
+    "engine/host.py copy_from.wait": "the caller asks for numbers",
     # The lengths of the messages of exact selections: one in a bucket, or two.
     "routes/exact.py Messages.begin": "the counts of entries",
     "routes/threshold.py find_largest": "histograms, and the last candidates",
@@ -78,14 +78,14 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
     "aggregators/powersgd.py _Matrices.__init__": "sizes",
-    "units.py by_name": "a learning rate",
+    "engine/units.py by_name": "a learning rate",
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
     "jointspar/jointspar.py JointSpar.stats": "NumPy",
     "jointspar/sampler.py Sampled.aggregate": "NumPy",
     "jointspar/sampler.py Sampler.state_dict": "NumPy",
     "jointspar/sampler.py Sampler.__init__": "an option",
-    "keys.py check_seed": "an option",
+    "engine/keys.py check_seed": "an option",
     "kernels/elias_fano_torch.py Shape.__init__": "sizes",
     "kernels/select.py largest": "called for values that the host can read",
     "kernels/sparse.py Sparse.encode": "for indices that the host can read",
@@ -96,9 +96,9 @@ EXCEPTIONS = {
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",
     "routes/threshold.py _bins": "sizes",
-    "wire.py Frames.__init__": "the headers that the host expects",
-    "wire.py Frames.headers": "NumPy, for frames that the host can read",
-    "wire.py Frames.seal": "numbers of the host",
+    "routes/wire.py Frames.__init__": "the headers that the host expects",
+    "routes/wire.py Frames.headers": "NumPy, for frames that the host can read",
+    "routes/wire.py Frames.seal": "numbers of the host",
 }
 """File and function -> why it may wait."""
 

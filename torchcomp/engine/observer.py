@@ -45,7 +45,8 @@ class Observer:
     def settle(self) -> None:
         """Wait for what is on its way, and judge it. Not called inside a step.
 
-        Here, and only here, the user may be told, within :meth:`~torchcomp.engine.settlement.Steps.tell`.
+        Here, and only here, the user may be told, within
+        :meth:`~torchcomp.engine.settlement.Steps.tell`.
         """
 
 

@@ -5,7 +5,8 @@ A message with k of n entries consists of these fields:
 1. the values, in ascending order of their index, in a format of :mod:`.quantize`;
 2. the Elias-Fano code of the indices.
 
-The fields have the lengths of their layout: :func:`torchcomp.routes.wire.unpack` checks received bytes.
+The fields have the lengths of their layout: :func:`torchcomp.routes.wire.unpack` checks received
+bytes.
 
 This is plain torch. On a CPU with Numba, :mod:`.entries_numba` runs, and on CUDA with Triton the
 kernels of :mod:`.sparse_triton`, with the same results.
