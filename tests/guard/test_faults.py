@@ -10,6 +10,7 @@ from tests.support.cases import thorough
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_threads
 from torchcomp import Guard, register, watch
+from torchcomp.state import Kind
 
 TOPK = "ef(topk(0.1))"
 PER_TENSOR = 'ef(topk(0.1, scope="tensor"), memory_dtype="bf16")'
