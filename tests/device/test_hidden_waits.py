@@ -68,7 +68,7 @@ EXCEPTIONS = {
     "engine/host.py wait_for_all_streams": "the caller asks for norms",
     "engine/host.py copy_from": "starts a copy to pinned memory",
     "engine/host.py copy_from.wait": "the caller asks for numbers",
-    # The lengths of the messages of exact selections: one in a bucket, or two.
+    # The lengths of messages with exact selections: one wait per bucket, or two.
     "routes/exact.py Messages.begin": "the counts of entries",
     "routes/threshold.py find_largest": "histograms, and the last candidates",
     "routes/threshold.py _Search.narrow": "histograms, on the CPU",

@@ -43,7 +43,7 @@ from torchcomp.kernels.table_triton import (
     step_of,
 )
 from torchcomp.kernels.triton_jit import kernel
-from torchcomp.routes.wire import HEADER, MAGIC, VERSION, Frames
+from torchcomp.routes.wire import HEADER, MARK, Frames
 
 HEADER_BYTES = tl.constexpr(HEADER)
 
@@ -129,7 +129,7 @@ class Counted:
         self._lay_out = Launch(
             lay_out, (2,), placed, framed, whole, ends, headers, origins, *rows, *self._sides,
             LEVELS=values.levels, SIZE=values.value.itemsize, ROWS=power(max(*rows, 2)),
-            FRAMES=lanes, FILL=SIZES["fill"], BYTES=SIZES["bit"], WORD=VERSION | MAGIC << 8,
+            FRAMES=lanes, FILL=SIZES["fill"], BYTES=SIZES["bit"], WORD=MARK,
             warps=8,
         )  # fmt: skip
         # Only the first fields of frames are at multiples of 8 bytes.

@@ -177,14 +177,7 @@ class Owners(Protocol):
 class Search(Selecting):
     """The search for the entries that several owners keep together.
 
-    Args:
-        segments: by vector, which elements of this owner's shard belong to it, if any; and the
-            number of its entries that all owners keep together.
-        at: for each piece of all shards, its owner times the number of vectors, plus its vector.
-        sizes: by vector, the number of its elements in all shards.
-        searched: by vector, whether to remember its threshold.
-        exchange: the owners.
-        device: device of the shard.
+    The arguments are those of :class:`torchcomp.routes.digits.DigitSearch`.
     """
 
     shared = True

@@ -137,9 +137,9 @@ class Messages:
 
     Attributes:
         search: the class of the search for entries on an accelerator.
-        outgoing: those that it sends.
-        sizes: the sizes of the frames that it sends in bytes.
-        arriving: those of the frames that it receives.
+        outgoing: the frames that this rank sends.
+        sizes: their sizes in bytes.
+        arriving: the sizes of the frames that it receives.
     """
 
     search = DigitSearch

@@ -37,6 +37,9 @@ The ranks compare it when a model is registered.
 MAGIC = 0xC7
 """The second byte of every frame."""
 
+MARK = VERSION | MAGIC << 8
+"""The lowest 16 bits of every frame."""
+
 HEADER = 16
 """Number of bytes of a frame before the message."""
 
@@ -166,7 +169,7 @@ class Frames:
         ]
         signatures = [signature(m) for m in messages] if signatures is None else signatures
         headers = [
-            (VERSION | MAGIC << 8 | nbytes(message) << 16, signed)
+            (MARK | nbytes(message) << 16, signed)
             for message, signed in zip(messages, signatures, strict=True)
             if nbytes(message)
         ]

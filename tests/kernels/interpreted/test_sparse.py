@@ -407,6 +407,7 @@ def damaged(n, k, generator):
         yield np.packbits(generator.random(8 * length) < density)
     yield np.zeros(length, np.uint8)
     yield np.full(length, 255, np.uint8)
+    yield np.array(specified(some_of(n, k, 1).tolist(), n), dtype=np.uint8)  # of other indices
 
 
 CODES = [(40, 2), (64, 9), (100, 60), (1000, 10), (2000, 100)]
