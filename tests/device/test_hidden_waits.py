@@ -62,7 +62,7 @@ EXCEPTIONS = {
     "guard/observer.py GuardObserver._judge": "numbers that the host has",
     "guard/watch.py BucketWatch.read": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "when the step after a comparison begins",
-    "guard/alarms.py replica_alarm": "a number of the host",
+    "guard/report.py replica_alarm": "a number of the host",
     # The one wait of a step.
     "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
     "engine/host.py wait_for_all_streams": "the caller asks for norms",

@@ -7,7 +7,8 @@ from tests.support.vectors import normal
 from torchcomp.aggregators import Law
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.state import Kind, Slot
-from torchcomp.guard.samples import MOST, Samples
+from torchcomp.guard.report import SAMPLED as MOST
+from torchcomp.guard.watch import Samples
 
 SHAPE = BucketShape(("a", "none", "b"), ((4,), (0,), (2,)), torch.float32)
 NUMEL, CPU = 6, torch.device("cpu")
