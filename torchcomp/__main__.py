@@ -10,15 +10,19 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from torchcomp.advisor import BF16, DDP, USUAL, Link, Prediction, Run, values_of
+from torchcomp.advisor import Link, Prediction, Run, values_of
 from torchcomp.advisor.catalogue import described, listed
-from torchcomp.advisor.comparison import MOST_RANKS
-from torchcomp.advisor.costs import wrapped
 from torchcomp.advisor.doctor import examine
-from torchcomp.advisor.explain import explain, refuse_for_methods, refuse_for_schedules
-from torchcomp.advisor.flags import number, whole
+from torchcomp.advisor.explain import (
+    MOST_RANKS,
+    explain,
+    refuse_for_methods,
+    refuse_for_schedules,
+)
 from torchcomp.advisor.named_models import build_named
+from torchcomp.advisor.prediction import BF16, DDP, USUAL
 from torchcomp.advisor.table import table
+from torchcomp.advisor.units import number, whole, wrapped
 from torchcomp.aggregators import Aggregator
 from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs.errors import ScheduleError, SpecError

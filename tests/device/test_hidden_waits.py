@@ -18,7 +18,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "advisor/explain.py", "advisor/costs.py", "advisor/comparison.py"),
+    "__main__.py",
     *(
         "exchange/nodes.py",
         "specs/spec.py",
@@ -38,7 +38,7 @@ OUTSIDE = (
         "reference.py",
     ),
     # Measure and predict, before training.
-    *("advisor/", "advisor/flags.py"),
+    "advisor/",
     # NumPy.
     "jointspar/bandit.py",
 )

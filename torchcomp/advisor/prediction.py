@@ -7,9 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.advisor.activities import Recording
 from torchcomp.advisor.collectives import Times
-from torchcomp.advisor.compute import Compute
 from torchcomp.advisor.links import Link
 from torchcomp.advisor.recording import (
     MOST_ELEMENTS,
@@ -20,8 +18,7 @@ from torchcomp.advisor.recording import (
     record_all_reduce,
     record_average,
 )
-from torchcomp.advisor.simulation import StepTime, simulate, simulate_alone
-from torchcomp.advisor.units import span, step_time, volume
+from torchcomp.advisor.simulation import Compute, Recording, StepTime, simulate, simulate_alone
 from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
@@ -106,15 +103,6 @@ class Training:
         """Gigabytes (10^9 bytes) that all nodes send over their cards in the whole run."""
         return self.bytes_per_step * self.total_steps / 1e9
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the rows of a table."""
-        use = f"{self.step.utilisation:.0%} of it computes"
-        sent = f"{volume(self.gigabytes)} sent by all nodes over their cards"
-        return [
-            ("predicted step", f"{step_time(self.step.seconds)}, {use}"),
-            ("whole run", f"{span(self.hours)}, {sent}"),
-        ]
-
     def price(self, per_gigabyte: float) -> float:
         """Return the price of the traffic between nodes."""
         check_at_least_0("per_gigabyte", per_gigabyte)
@@ -159,16 +147,7 @@ def plan(
 def values_of(
     model: nn.Module | None = None, numel: int | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Return random parameters to record with, from a model (also on "meta") or a size.
-
-    Args:
-        model: the model.
-        numel: number of elements, in place of a model.
-        dtype: of the elements, with `numel`.
-
-    Raises:
-        SpecError: if the model is too large, or not exactly one of the two is passed.
-    """
+    """Return random parameters to record with, from a model (also on "meta") or a size."""
     if (model is None) == (numel is None):
         raise SpecError("a prediction needs either numel or model: pass one of them")
     if model is not None:
@@ -188,18 +167,7 @@ class Prediction:
     """Predicts a run with one method, on any network.
 
     Recording the method takes about four steps of it on this machine; a prediction takes
-    milliseconds.
-
-    Args:
-        spec: "ddp", "bf16", a gradient method or a schedule.
-        parameters: of the model, by name; see :func:`values_of`.
-        run: the training run.
-        nodes: number of ranks of a node, for a method that exchanges in two levels.
-        compress: the method that averages, for a schedule.
-
-    Raises:
-        SpecError: if the spec cannot be built, has one level only, or needs a learning rate.
-        ScheduleError: if the schedule cannot use the learning rate.
+    milliseconds. The arguments are those of :func:`plan`, with parameters of :func:`values_of`.
     """
 
     def __init__(
@@ -233,11 +201,7 @@ class Prediction:
         self._compute = Compute.by_elements(self._shapes, run.step_seconds)
 
     def on(self, link: Link) -> Training:
-        """Predict the run on a link.
-
-        Raises:
-            SpecError: if the ranks do not fill the nodes of the link.
-        """
+        """Predict the run on a link, whose nodes the ranks must fill."""
         run, ranks = self._run, self._run.world_size
         if self._nodes not in (1, link.ranks_per_node):
             raise SpecError(
@@ -267,8 +231,8 @@ class Prediction:
     @cached_property
     def _recordings(self) -> list[tuple[Recording, float]]:
         """The exchange of each stage, with its share."""
-        made = ((self._recorded(stage), part) for stage, part in self._stages)
-        return [(recording.scaled(self._run.speedup), part) for recording, part in made]
+        speedup = self._run.speedup
+        return [(self._recorded(stage).scaled(speedup), part) for stage, part in self._stages]
 
     def _recorded(self, method: Aggregator) -> Recording:
         ranks, parameters, groups = self._run.world_size, self._parameters, self._groups
@@ -286,8 +250,6 @@ class Prediction:
     def _bytes(self, method: Aggregator, link: Link) -> float:
         """Return the bytes of an exchange over the cards of all nodes."""
         ranks, nodes = self._run.world_size, link.nodes(self._run.world_size)
-        if nodes == 1:
-            return 0.0
         shapes = self._shapes
         if method.whole_model:
             merged = merge(self._groups, self._parameters)

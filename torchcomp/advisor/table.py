@@ -3,15 +3,12 @@
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from torchcomp.advisor.costs import wrapped
 from torchcomp.advisor.links import Link
 from torchcomp.advisor.prediction import BF16, DDP, Run, Training
-from torchcomp.advisor.units import span, step_time, volume
+from torchcomp.advisor.units import span, step_time, volume, wrapped
 from torchcomp.exchange.traffic import three_digits
 
-WORTH = 1.02
-"""A method is worth its change if it is this many times as fast as the bf16 hook."""
-
+_WORTH = 1.02  # a method is worth its change if it is this many times as fast as the bf16 hook
 _BASELINES = {DDP: "plain DDP", BF16: "DDP with the bf16 hook"}
 
 
@@ -23,40 +20,30 @@ def table(
     price_per_gb: float | None = None,
     currency: str = "USD",
 ) -> str:
-    """Return a table of at most 80 columns, the fastest method first.
-
-    Args:
-        trainings: what the run takes with each method.
-        run: the training run.
-        link: the network.
-        price_per_gb: price of a gigabyte that a node sends to another.
-        currency: of the price.
-    """
-    alone = run.step_seconds * run.total_steps / 3600
+    """Return a table of at most 80 columns, the fastest method first."""
+    alone = span(run.step_seconds * run.total_steps / 3600)
     heads = [
         f"{run.world_size:,} ranks, {link}",
-        f"{run.total_steps:,} steps of {step_time(run.step_seconds)} without any exchange: "
-        f"{span(alone)}",
+        f"{run.total_steps:,} steps of {step_time(run.step_seconds)} without any exchange: {alone}",
     ]
     columns = ["step", "use", "time", "sent"] + ["price"] * (price_per_gb is not None)
     lines = [_line(columns, "method")]
     for training in sorted(trainings, key=lambda each: each.step.seconds):
-        cells = [
-            step_time(training.step.seconds),
-            f"{training.step.utilisation:.0%}",
-            span(training.hours),
-            volume(training.gigabytes),
-        ]
+        share = f"{training.step.utilisation:.0%}"
+        cells = [step_time(training.step.seconds), share, span(training.hours)]
+        cells.append(volume(training.gigabytes))
         if price_per_gb is not None:
             cells.append(f"{training.price(price_per_gb):,.0f} {currency}")
         lines.append(_line(cells, training.method))
+    faster = "" if run.speedup == 1 else f" and divided by {run.speedup:g}"
     notes = [
         *verdict(trainings),
         "use: share of a step in which the ranks compute. sent: by all nodes, over their cards.",
-        f"Encoding was measured on this machine{_faster(run)}. The network is computed from its "
+        f"Encoding was measured on this machine{faster}. The network is computed from its "
         "numbers, and docs/prediction.md compares such predictions with measured times.",
     ]
-    return "\n".join([*map(_filled, heads), "", *lines, "", *map(_filled, notes)])
+    heads, notes = ([textwrap.fill(each, 80) for each in texts] for texts in (heads, notes))
+    return "\n".join([*heads, "", *lines, "", *notes])
 
 
 def verdict(trainings: Sequence[Training]) -> list[str]:
@@ -71,7 +58,7 @@ def verdict(trainings: Sequence[Training]) -> list[str]:
     def faster(methods: Iterable[str], caveat: str = "") -> str:
         best = min(methods, key=seconds.__getitem__, default=known)
         factor = seconds[known] / seconds[best]
-        if factor < WORTH:
+        if factor < _WORTH:
             return ""
         return f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}{caveat}."
 
@@ -83,15 +70,7 @@ def verdict(trainings: Sequence[Training]) -> list[str]:
     return list(filter(None, sentences))
 
 
-def _faster(run: Run) -> str:
-    return "" if run.speedup == 1 else f" and divided by {run.speedup:g}"
-
-
 def _line(cells: Sequence[str], method: str) -> str:
     widths = (9, 6, 9, 9, 14)
     head = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)) + "  "
     return wrapped(head, method)
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, 80)

@@ -25,7 +25,7 @@ class Moved(ModuleType):
         return found(name, MODULES[self.__name__.rpartition(".")[2]])
 
 
-def found(name: str, module: str = "torchcomp.advisor", level: int = 3) -> Any:
+def found(name: str, module: str = "torchcomp.advisor") -> Any:
     """Return a name from its new module, with a DeprecationWarning.
 
     Raises:
@@ -38,14 +38,8 @@ def found(name: str, module: str = "torchcomp.advisor", level: int = 3) -> Any:
         )
     value = getattr(importlib.import_module(module), name)
     message = f"use {module}.{name}: its old name goes with the next release of torchcomp"
-    warnings.warn(message, DeprecationWarning, stacklevel=level)
+    warnings.warn(message, DeprecationWarning, stacklevel=3)
     return value
-
-
-def planned(spec: Any, run: dict[str, Any], link: Any, **options: Any) -> Any:
-    """Return what ``torchcomp.explain(link=)`` added to its table."""
-    advisor = importlib.import_module("torchcomp.advisor")
-    return found("plan", level=4)(spec, advisor.Run(**run), link, **options)
 
 
 # With them, `from torchcomp.step_model import record` works without a file of that name.

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from tests.advisor.doctor.cases import facts, mesh
-from torchcomp.advisor import KINDS, CollectiveTimes, Point
+from torchcomp.advisor.collectives import KINDS, CollectiveTimes, Point
 from torchcomp.advisor.doctor import findings
 from torchcomp.advisor.doctor.connections import Unreachable
 from torchcomp.advisor.doctor.examination import Results

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchcomp.advisor import USUAL, Link
+from torchcomp.advisor import Link
 from torchcomp.advisor.doctor.phases import BF16, MODES, NO_EXCHANGE, PLAIN
 from torchcomp.advisor.doctor.verdict import ERROR, Row, judge, measured_rows, predicted_rows
+from torchcomp.advisor.prediction import USUAL
 from torchcomp.advisor.recording import MOST_ELEMENTS
 
 PARAMETERS = {"w": torch.empty(300, 500, device="meta"), "b": torch.empty(500, device="meta")}

@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from torchcomp.advisor.doctor.connections import Connections, interface_of
-from torchcomp.advisor.doctor.job import Job
+from torchcomp.advisor.doctor.job import Connections, Job, interface_of
 from torchcomp.kernels.backend import fast_form
 from torchcomp.specs.version import __version__
 
