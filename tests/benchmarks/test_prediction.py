@@ -64,11 +64,3 @@ def test_a_row_compares_the_prediction_with_the_measured_step() -> None:
     # 100 Mbit/s instead: 2 MB take 0.18 s.
     assert row["formula_ms"] == pytest.approx(2180.0, rel=1e-2)
     assert row["other_cores"] == 0.2
-
-
-def test_local_steps_share_their_average() -> None:
-    recording = Recording("mean", (Submitted(("p",), (((Call(ALL_REDUCE, 10**6),),),)),))
-    known = Known()
-    *_, row = [known.add(result) for result in results("every(4)", recording)]
-    assert row is not None
-    assert row["predicted_ms"] == pytest.approx(1750.0, rel=1e-3)

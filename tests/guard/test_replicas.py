@@ -42,7 +42,7 @@ def test_a_changed_parameter_is_found_on_its_rank(change, dtype):
     assert small.on_ranks(3, body) == [({}, {"weight": (1,)})] * 3
 
 
-@pytest.mark.parametrize("numel", [1, 2, 4, 10, 64, 508])
+@pytest.mark.parametrize("numel", [1, 4, 64, 508])
 @pytest.mark.parametrize("change", ["another sign", "twice the value", "zeros", "ones"])
 def test_a_changed_small_parameter_is_found(change, numel):
     def body(exchange):

@@ -10,8 +10,8 @@ from torch import nn
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
-from torchcomp.advisor.doctor import command, ranks, workloads
-from torchcomp.advisor.doctor.phases import MODES, NO_EXCHANGE
+from torchcomp.advisor.doctor import command, ranks, training
+from torchcomp.advisor.doctor.training import MODES, NO_EXCHANGE
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ class TwoHeads(nn.Module):
 
 
 def test_a_named_model_is_trained_by_all_of_its_outputs(alone, capsys, monkeypatch):
-    for module in (command, workloads):
+    for module in (command, training):
         monkeypatch.setattr(module, "build_named", lambda name: TwoHeads())
     status, values, _ = alone(capsys, "--model", "timm/two_heads", "--batch", "2")
     assert (status, values["error"]) == (0, "")

@@ -8,8 +8,15 @@ import pytest
 import torch.distributed as dist
 
 from torchcomp.advisor.doctor import ranks
-from torchcomp.advisor.doctor.connections import Connections, interface_of, own_address
-from torchcomp.advisor.doctor.job import Job, NotMeasured, join, ranks_named
+from torchcomp.advisor.doctor.job import (
+    Connections,
+    Job,
+    NotMeasured,
+    interface_of,
+    join,
+    own_address,
+    ranks_named,
+)
 from torchcomp.advisor.doctor.ranks import Facts, measure_clocks, measure_speed, own_facts
 from torchcomp.specs.errors import SpecError
 

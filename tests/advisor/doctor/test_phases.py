@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchcomp.advisor.doctor import phases
+from torchcomp.advisor.doctor import training
 from torchcomp.advisor.doctor.job import Job, NotMeasured
-from torchcomp.advisor.doctor.phases import (
+from torchcomp.advisor.doctor.training import (
     BF16,
     MODES,
     NO_EXCHANGE,
@@ -18,6 +18,7 @@ from torchcomp.advisor.doctor.phases import (
     Finished,
     Phases,
 )
+from torchcomp.advisor.moments import Moment
 
 
 class Ranks:
@@ -28,8 +29,8 @@ class Ranks:
         self.seconds, self.now, self.clocks = seconds, 0.0, [0.0] * len(seconds)
         jobs = [Job(rank, 2, rank, 0, "gloo", 1.0, store) for rank in range(len(seconds))]
         self.phases = [Phases(job, 1e3, modes) for job in jobs]
-        monkeypatch.setattr(phases.DistributedDataParallel, "register_comm_hook", Mock())
-        monkeypatch.setattr(phases, "_mark", lambda device: self.now)
+        monkeypatch.setattr(training.DistributedDataParallel, "register_comm_hook", Mock())
+        monkeypatch.setattr(training, "now", lambda device: Moment(self.now, self.now))
         for each in self.phases:
             for number in range(models):
                 weights = nn.ParameterDict({f"weight{number}": torch.zeros(2)})

@@ -8,12 +8,19 @@ import pytest
 from tests.advisor.doctor.cases import facts, mesh
 from torchcomp.advisor.collectives import KINDS, CollectiveTimes, Point
 from torchcomp.advisor.doctor import findings
-from torchcomp.advisor.doctor.connections import Unreachable
-from torchcomp.advisor.doctor.examination import Results
-from torchcomp.advisor.doctor.phases import MODES
+from torchcomp.advisor.doctor.findings import Row, judge
+from torchcomp.advisor.doctor.job import Unreachable
 from torchcomp.advisor.doctor.ranks import Clock, Speed
-from torchcomp.advisor.doctor.report import FOUND, HEALTHY, NOT_MEASURED, as_dict, status, text
-from torchcomp.advisor.doctor.verdict import Row, judge
+from torchcomp.advisor.doctor.report import (
+    FOUND,
+    HEALTHY,
+    NOT_MEASURED,
+    Results,
+    as_dict,
+    status,
+    text,
+)
+from torchcomp.advisor.doctor.training import MODES
 from torchcomp.advisor.units import duration, rate, size
 
 PREDICTED = [

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from torchcomp.advisor import Link
-from torchcomp.advisor.doctor.phases import BF16, MODES, NO_EXCHANGE, PLAIN
-from torchcomp.advisor.doctor.verdict import ERROR, Row, judge, measured_rows, predicted_rows
+from torchcomp.advisor.doctor.findings import ERROR, Row, judge, measured_rows, predicted_rows
+from torchcomp.advisor.doctor.training import BF16, MODES, NO_EXCHANGE, PLAIN
 from torchcomp.advisor.prediction import USUAL
 from torchcomp.advisor.recording import MOST_ELEMENTS
 

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from torchcomp.advisor.doctor.job import Job, NotMeasured
+from torchcomp.advisor.moments import Moment, now, seconds
 from torchcomp.advisor.named_models import build_named
 from torchcomp.specs.errors import UnsupportedModelError
 
@@ -58,7 +59,7 @@ class Phases:
         self.parameters: Mapping[str, torch.Tensor] = {}
         self.finished = False  # whether all is measured
         self._seconds: dict[str, list[float]] = {}
-        self._marks: list[Any] = []
+        self._moments: list[Moment] = []  # the last buckets of the steps
         self._agreements = itertools.count()
         # The models are not kept: one that outlives its process group can make gloo abort.
         self._attached: list[Mapping[str, torch.Tensor]] = []
@@ -83,13 +84,13 @@ class Phases:
         if self.finished or number != self._counts:
             return
         self._steps += 1
-        self._marks.append(_mark(self.job.device))
+        self._moments.append(now(self.job.device))
         self._left -= 1
         if self._left == 0:
-            seconds = _differences(self._marks, self.job.device)
-            self._marks = self._marks[-1:]
+            taken = [seconds(*pair) for pair in itertools.pairwise(self._moments)]
+            self._moments = self._moments[-1:]
             try:
-                self._left = self._plan.send(seconds)
+                self._left = self._plan.send(taken)
             except StopIteration:
                 self.finished = True
 
@@ -129,11 +130,11 @@ class Phases:
                 settling = 2 if self.mode == NO_EXCHANGE != mode else 1
                 self.mode = mode
                 yield settling
-                seconds = yield 1
-                more = self._agreed(min(most, int(share / max(seconds[0], 1e-6))) - 1)
+                taken = yield 1
+                more = self._agreed(min(most, int(share / max(taken[0], 1e-6))) - 1)
                 if more > 0:
-                    seconds += yield more
-                self._seconds.setdefault(mode, []).extend(seconds)
+                    taken += yield more
+                self._seconds.setdefault(mode, []).extend(taken)
             if self._agreed(int(time.monotonic() - began > self.budget)):
                 return
 
@@ -156,24 +157,6 @@ def hook(state: tuple[Phases, int, Any], bucket: GradBucket) -> torch.futures.Fu
     if last:
         phases.step(number)
     return exchanged
-
-
-def _mark(device: torch.device) -> Any:
-    """Return a point in time, on a GPU one of its stream: the host runs ahead of it."""
-    if device.type != "cuda":
-        return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
-def _differences(marks: list[Any], device: torch.device) -> list[float]:
-    """Return the seconds between points in time."""
-    pairs = itertools.pairwise(marks)
-    if device.type != "cuda":
-        return [after - before for before, after in pairs]
-    torch.cuda.synchronize(device)
-    return [before.elapsed_time(after) / 1e3 for before, after in pairs]
 
 
 _LAYER = 1_000_000  # parameters of a layer of the synthetic model
