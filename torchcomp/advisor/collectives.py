@@ -62,14 +62,10 @@ class CollectiveTimes:
     has sent messages of another kind that are 16 times as long, it is theirs, per byte that it
     sends. An all-gather below the smallest size, or if none was measured, is an all-to-all with a
     copy for each other rank.
-
-    Attributes:
-        world_size: number of ranks.
-        points: the measurements of each kind, by ascending size.
     """
 
     world_size: int
-    points: Mapping[str, tuple[Point, ...]]
+    points: Mapping[str, tuple[Point, ...]]  # the measurements of each kind, by ascending size
 
     def seconds(self, kind: str, nbytes: float) -> float:
         """Return the seconds of one collective of a kind, for a message of `nbytes`."""
@@ -112,14 +108,11 @@ class CollectiveTimes:
     @cached_property
     def _curves(self) -> dict[str, tuple[list[float], list[float], list[float]]]:
         """By kind: sizes, seconds and seconds of a core, none of them descending."""
-        return {
-            kind: (
-                [float(point.nbytes) for point in points],
-                _ascending([point.seconds for point in points]),
-                _ascending([point.cpu for point in points]),
-            )
-            for kind, points in self.points.items()
-        }
+        curves = {}
+        for kind, points in self.points.items():
+            sizes, seconds, cpu = zip(*((p.nbytes, p.seconds, p.cpu) for p in points), strict=True)
+            curves[kind] = [*map(float, sizes)], _ascending(seconds), _ascending(cpu)
+        return curves
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings, lists and dicts, for JSON."""
@@ -141,17 +134,9 @@ def measure_collectives(
 ) -> CollectiveTimes:
     """Measure the collectives of an exchange. All ranks call this; all get the same result.
 
-    Sizes grow up to 64 MiB, as long as there is time. A slow link gets the smaller ones, twice
-    each. The counters of the exchange are reset.
-
-    Args:
-        exchange: the collectives. No other thread uses it.
-        seconds: about how long this takes; the same on all ranks.
-        stopwatch: begins to count the seconds of a core that a rank uses, and returns what tells
-            them. By default, those of its process.
-
-    Raises:
-        SpecError: if an argument is invalid.
+    Sizes grow up to 64 MiB, as long as there is time: about `seconds`, the same on all ranks. A
+    slow link gets the smaller ones, twice each. The counters of the exchange are reset. `stopwatch`
+    begins to count the seconds of a core that a rank uses, and returns what tells them.
     """
     check_positive("seconds", seconds)
     found = CollectiveTimes(exchange.world_size, {})

@@ -128,19 +128,10 @@ def record(
 ) -> Recording:
     """Record the exchange of a method among `world_size` ranks, as ``register(model, spec)`` has.
 
-    Args:
-        spec: a gradient method. Of a method with a warm-up, this is what follows it.
-        parameters: of the model, by name.
-        world_size: number of ranks, at most 1,024. They need not exist.
-        buckets: names of the parameters in each of DDP's buckets, in their order.
-        groups: names of the parameters that are compressed together, as for :class:`.Averager`.
-        gradients: of this rank, by name. By default, random numbers.
-        nodes: number of ranks of a node, for the exchange in two levels.
-        steps: number of steps, at least 2. The first one is not counted.
-
-    Raises:
-        SpecError: if the spec cannot be built or not recorded by one rank, or if the nodes do not
-            divide the ranks.
+    Of a method with a warm-up, this is what follows it. `buckets` are the names of the parameters
+    in each of DDP's buckets, in their order; `groups` those that are compressed together. By
+    default, the gradients of this rank are random. `nodes` is the number of ranks of a node, for
+    two levels. The first one of the steps is not counted.
     """
     check_count("world_size", world_size, most=MOST_RANKS)
     check_divides(nodes, world_size)
@@ -254,27 +245,20 @@ def record_all_reduce(
     dtype: torch.dtype | None = None,
     steps: int = 4,
 ) -> Recording:
-    """Record plain DDP, or PyTorch's hook that all-reduces in 16 bits.
+    """Record plain DDP, or PyTorch's hook that all-reduces in 16 bits (`dtype`).
 
     DDP issues the all-reduces of its buckets at once. NCCL runs them one after another. gloo has
     two threads, but two all-reduces together took 1.7 to 1.9 times as long as one of them (2 to 8
     ranks, 64 bytes to 4 MiB), so they are modelled one after another as well.
-
-    Args:
-        parameters: of the model, by name.
-        buckets: names of the parameters in each of DDP's buckets, in their order.
-        dtype: ``torch.bfloat16`` for PyTorch's ``bf16_compress_hook``.
-        steps: number of times that the work of the hook is measured.
     """
     submitted = []
     for names in buckets:
         shape = BucketShape.of(names, parameters)
-        device = parameters[names[0]].device
         if dtype is None:
             job: Job = ((Call(ALL_REDUCE, shape.nbytes),),)
             submitted.append(Submitted(tuple(names), (job,)))
             continue
-        flat = torch.zeros(shape.numel, dtype=shape.dtype, device=device)
+        flat = torch.zeros(shape.numel, dtype=shape.dtype, device=parameters[names[0]].device)
         rounds = [_cast(flat, dtype) for _ in range(steps)]
         before, after = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
         reduced = Call(ALL_REDUCE_BF16, shape.numel * dtype.itemsize)
@@ -292,16 +276,7 @@ def record_average(
     statistics: Parameters | None = None,
     steps: int = 4,
 ) -> Recording:
-    """Record a synchronisation of local steps, as :class:`torchcomp.LocalSGD` has it.
-
-    Args:
-        parameters: of the model, by name.
-        world_size: number of ranks. They need not exist.
-        spec: the method that averages.
-        groups: names of the parameters that are averaged together.
-        statistics: of BatchNorm layers, which are averaged as well.
-        steps: number of synchronisations. The first one is not counted.
-    """
+    """Record a synchronisation of local steps, with BatchNorm's statistics if there are any."""
     check_count("world_size", world_size, most=MOST_RANKS)
     method = parse_aggregator(spec).settled
     wide = {
@@ -364,20 +339,17 @@ def random_values(parameters: Parameters, device: str | torch.device) -> dict[st
 def _median(buckets: Sequence[Group], steps: Sequence[_Taken]) -> tuple[Submitted, ...]:
     """Return the last step, with the median work of the steps that made the same calls."""
 
-    def lane(number: int, job: int, index: int) -> tuple[Activity, ...]:
-        every = [step[number][job][index] for step in steps]
+    def lane(every: Sequence[Sequence[Activity]]) -> tuple[Activity, ...]:
         alike = [each for each in every if _calls(each) == _calls(every[-1])]
         return tuple(map(_middle, zip(*alike, strict=True)))
 
+    def job(every: Sequence[Sequence[Sequence[Activity]]]) -> Job:
+        return tuple(map(lane, zip(*every, strict=True)))
+
+    by_bucket = zip(buckets, zip(*steps, strict=True), strict=True)
     return tuple(
-        Submitted(
-            tuple(names),
-            tuple(
-                tuple(lane(number, job, index) for index in range(len(lanes)))
-                for job, lanes in enumerate(steps[-1][number])
-            ),
-        )
-        for number, names in enumerate(buckets)
+        Submitted(tuple(names), tuple(map(job, zip(*jobs, strict=True))))
+        for names, jobs in by_bucket
     )
 
 

@@ -55,12 +55,7 @@ class Submitted:
 
 @dataclass(frozen=True)
 class Recording:
-    """The exchange of one step.
-
-    Attributes:
-        method: its name.
-        buckets: by DDP's buckets, in the order in which they become ready.
-    """
+    """The exchange of one step with a method, by DDP's buckets."""
 
     method: str
     buckets: tuple[Submitted, ...]
@@ -90,29 +85,16 @@ class Recording:
 
 @dataclass(frozen=True)
 class Compute:
-    """The work of a step without any exchange, in seconds of this rank's thread or device.
+    """The work of a step without any exchange, in seconds of this rank's thread or device."""
 
-    Attributes:
-        buckets: names of the parameters in each of DDP's buckets, in the order in which they
-            become ready.
-        ready: when each bucket is ready, in seconds of work since the step began; ascending.
-        backward: when the backward pass ends.
-        total: when the step ends.
-    """
-
-    buckets: tuple[Group, ...]
-    ready: tuple[float, ...]
-    backward: float
-    total: float
+    buckets: tuple[Group, ...]  # parameters of DDP's buckets, in the order in which these are ready
+    ready: tuple[float, ...]  # when each bucket is ready, since the step began; ascending
+    backward: float  # when the backward pass ends
+    total: float  # when the step ends
 
     @classmethod
     def by_elements(cls, shapes: Sequence[BucketShape], seconds: float) -> "Compute":
-        """Return a step whose buckets become ready by their share of the elements.
-
-        Args:
-            shapes: of DDP's buckets, in their order.
-            seconds: of the whole step, of which 30 % are the forward pass and 4 % the optimizer.
-        """
+        """Return a step whose buckets become ready by their share of the elements."""
         start, stop = _FORWARD * seconds, (1 - _OPTIMIZER) * seconds
         total = max(1, sum(shape.numel for shape in shapes))
         done = accumulate(shape.numel for shape in shapes)
@@ -122,15 +104,10 @@ class Compute:
 
 @dataclass(frozen=True)
 class StepTime:
-    """The predicted time of a step.
+    """The predicted time of a step."""
 
-    Attributes:
-        seconds: of the whole step.
-        compute: seconds that the step takes without any exchange.
-    """
-
-    seconds: float
-    compute: float
+    seconds: float  # of the whole step
+    compute: float  # without any exchange
 
     @property
     def utilisation(self) -> float:
@@ -148,15 +125,9 @@ def simulate(
 ) -> StepTime:
     """Predict the time of a step.
 
-    Args:
-        recording: the exchange of the step.
-        compute: the work of the step without it, with the same buckets.
-        times: the collectives among all ranks; for two levels, among ranks of equal place.
-        inside: the collectives inside a node.
-        cores: cores of each rank. Below 1 if ranks share them. 1 for a device.
-
-    Raises:
-        SpecError: if the buckets differ, or if a collective has no times.
+    `times` are the collectives among all ranks; with two levels, those among ranks of equal place,
+    and `inside` those of a node. `cores` are those of each rank: below 1 if ranks share them, 1 for
+    a device.
     """
     if tuple(bucket.names for bucket in recording.buckets) != compute.buckets:
         raise SpecError(
@@ -179,12 +150,9 @@ def simulate(
 
 def simulate_alone(recording: Recording, times: Times, *, cores: float = 1.0) -> float:
     """Predict the seconds of an exchange that nothing overlaps, such as that of local steps."""
-    machine = _Machine(times, None, cores)
-    for bucket in recording.buckets:
-        machine.compute(bucket.work)
-        for job in bucket.jobs:
-            machine.submit(job)
-    return machine.finish()
+    names = tuple(bucket.names for bucket in recording.buckets)
+    nothing = Compute(names, (0.0,) * len(names), 0.0, 0.0)
+    return simulate(recording, nothing, times, cores=cores).seconds
 
 
 @dataclass
