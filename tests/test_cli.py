@@ -53,13 +53,6 @@ def test_explain_prints_the_plan(words, spec, options, numel, capsys):
     assert capsys.readouterr() == (f"{plan}\n", "")
 
 
-@pytest.mark.parametrize(("decay", "syncs"), [("cosine", "9,711"), ("linear", "8,741")])
-def test_explain_counts_the_published_synchronisations(decay, syncs, capsys):
-    run = ["--total-steps", "93.6e3", "--warmup-steps", "1e4", "--lr", "0.008", "--decay", decay]
-    assert main(["explain", "qsr(alpha=0.0175, h_base=4)", *SIZE, *run]) == 0
-    assert re.search(rf" {syncs} .*\b93,600\b", capsys.readouterr().out)
-
-
 def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
     status, printed = refused(["explain", "ef(topp(0.01))", *SIZE], capsys)
     assert status == 2
@@ -252,24 +245,3 @@ def test_help_fits_80_columns(command, capsys, monkeypatch):
     assert command or all(name in printed for name in ("explain", "methods", "plan", "doctor"))
     statuses = "0 healthy, 1 something was found, 2 bad options, 3 a link"
     assert (statuses in " ".join(printed.split())) == (command == ["doctor"])
-
-
-def module(*arguments):
-    """Run ``python -m torchcomp`` in a process of its own."""
-    command = [sys.executable, "-m", "torchcomp", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
-
-
-@pytest.mark.thorough
-def test_a_reader_that_leaves_early_sees_no_traceback():
-    command = [sys.executable, "-m", "torchcomp", "explain", "mean", *SIZE]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as run:
-        run.stdout.close()
-        assert run.stderr.read() == b""
-        assert run.wait(PATIENCE) == 0
-
-
-def test_module_runs_as_a_program():
-    good = module("explain", "ef(topk(0.01))", *SIZE)
-    assert (good.returncode, good.stderr) == (0, "")
-    assert good.stdout.startswith("ef(topk(0.01))")

@@ -227,10 +227,3 @@ def test_flat_is_better_where_pieces_are_padded() -> None:
     assert plan.nodes is not None
     assert (plan.nodes.flat_card_bytes, plan.nodes.card_bytes) == (7_000, 16_000)
     assert re.match(r"the flat method .*\b2.29x less\b.*nodes=4", table(plan)["better"])
-
-
-def test_a_million_ranks_are_planned_at_once() -> None:
-    spec = "bidirectional(topk(0.01, scope=tensor), topk(0.01), selection=exact)"
-    plan = explain(spec, numel=RESNET50, world_size=10**6, nodes=10**5)
-    assert plan.nodes is not None
-    assert plan.nodes.card_bytes < plan.nodes.flat_card_bytes

@@ -163,21 +163,6 @@ def test_the_fast_candidate_is_chosen_on_a_slow_network(
     assert TOPK in message
 
 
-def test_what_every_step_waits_for_is_in_all_times(slow_mean: None) -> None:
-    wait = 0.01
-
-    def late(self: Buckets) -> BaseException | None:
-        CLOCK.join()
-        CLOCK.advance(wait)
-        return _join(self)
-
-    with mock.patch.object(Buckets, "join", late):
-        for _, choice, _ in on_threads(2, trained, AUTO, STEPS):
-            average = BUCKETS * SECONDS
-            seconds = [choice.seconds["mean"], choice.seconds[TOPK]]
-            assert seconds == pytest.approx([COMPUTE + average + wait, COMPUTE + wait])
-
-
 @dataclass(frozen=True)
 class OfTheModel(Mean):
     """Averages the whole model as one bucket."""
@@ -471,27 +456,6 @@ def scaled(spec: Any) -> list[Any]:
 
 def test_a_trial_follows_the_scaler_the_learning_rates_and_the_guard() -> None:
     assert same(on_threads(2, scaled, AUTO), on_threads(2, scaled, "mean"))
-
-
-def gathered() -> Any:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
-    train(model, STEPS)
-    return handle.gather_state_dict()
-
-
-def loaded(state: Any) -> tuple[str, Any]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
-    handle.load_gathered(state)
-    train(model, 2)
-    return str(handle.method), handle.choice
-
-
-def test_the_choice_goes_to_another_number_of_ranks(slow_mean: None) -> None:
-    state = reloaded(on_threads(2, gathered)[0])
-    for method, choice in on_threads(3, loaded, state):
-        assert method == choice.method == TOPK
 
 
 def swaps(at: int) -> tuple[Any, str, str]:

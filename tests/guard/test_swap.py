@@ -4,8 +4,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torchcomp
-from tests.ddp.test_managed import train
 from tests.engine import small
 from tests.fsdp.runs import NEEDS_HOOK, Run, weights
 from tests.guard.runs import accuse
@@ -111,30 +109,6 @@ def test_with_fsdp2(check):
         assert (before, after) == (TOPK, "mean")
         assert torch.equal(parameters, by_rank[0][3])
         assert slots == {}
-
-
-def test_with_ranks_that_join_and_leave(monkeypatch):
-    """A rank that joins afterwards takes over the method that the others have changed to."""
-    spans, methods = {"a": (0, 8), "b": (0, 6), "c": (5, 8)}, {}
-
-    def guarded(*args, manager, **options):
-        swapped = []
-        swapped.append(register(*args, manager=manager, guard=swapping(swapped), **options))
-        return swapped[0]
-
-    monkeypatch.setattr(torchcomp, "register", guarded)
-
-    def body(rank):
-        accuse(rank.handle.averager, "2.weight")
-        while rank.manager.current_step() < spans[rank.manager.name][1]:
-            rank.step()
-        methods[rank.manager.name] = str(rank.handle.method)
-
-    records = train(spans, body, TOPK)
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys(spans)
-    assert torch.equal(records["a"].weights, records["c"].weights)
-    assert methods == dict.fromkeys(spans, "mean")
-    assert not any(map(torch.any, records["a"].unsent.values()))
 
 
 @pytest.mark.parametrize("options", [{}, {"check": "late"}])

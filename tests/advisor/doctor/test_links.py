@@ -69,15 +69,6 @@ def test_a_probe_measures_growing_messages_and_a_slow_link_by_small_ones(ends, c
     assert channel is Channel or measured.bandwidth <= 10e6
 
 
-def test_a_message_of_several_pieces_arrives_whole(ends):
-    first, second = (Channel(end, PATIENCE) for end in ends)
-    sizes = [3 * 2**20 + 5, 1, 0, 2**20]
-    sender = threading.Thread(target=lambda: [first.send(size) for size in sizes])
-    sender.start()
-    assert [second.receive() for _ in sizes] == sizes
-    sender.join()
-
-
 def test_a_silent_link_ends_with_an_error_within_the_timeout(ends):
     first, second = ends
     with pytest.raises(TimeoutError):

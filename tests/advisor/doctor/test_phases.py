@@ -14,7 +14,6 @@ from torchcomp.advisor.doctor.training import (
     MODES,
     NO_EXCHANGE,
     PLAIN,
-    WARM_UP,
     Finished,
     Phases,
 )
@@ -72,13 +71,6 @@ def test_a_loop_that_ends_early_says_how_many_steps_it_needs(monkeypatch):
         ranks.phases[0].results()
     ranks.step()
     assert [*map(len, ranks.phases[0].results().values())] == [3, 3, 3]
-
-
-def test_one_rank_measures_one_mode(monkeypatch):
-    ranks = Ranks(monkeypatch, (0.1,), (NO_EXCHANGE,))
-    for _ in range(WARM_UP + 1 + 3):
-        ranks.step()
-    assert ranks.phases[0].results() == {NO_EXCHANGE: pytest.approx([0.1] * 3)}
 
 
 def test_the_first_model_that_exchanges_gradients_counts(monkeypatch):

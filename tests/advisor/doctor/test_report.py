@@ -21,7 +21,6 @@ from torchcomp.advisor.doctor.report import (
     text,
 )
 from torchcomp.advisor.doctor.training import MODES
-from torchcomp.advisor.units import duration, rate, size
 
 PREDICTED = [
     Row("ef(topk(0.01))", 0.02, 0.018, 0.022, 0, caveat="may lose accuracy"),
@@ -92,20 +91,3 @@ def test_a_report_fits_80_columns_and_its_json_has_everything(name):
 def test_a_report_says_what_was_measured(name, words):
     printed = " ".join(text(ALL[name]).split())
     assert [word for word in words if word not in printed] == []
-
-
-@pytest.mark.parametrize(
-    ("function", "number", "words"),
-    [
-        (duration, 3.14e-5, "31 us"),
-        (duration, 4.2e-3, "4.2 ms"),
-        (duration, 0.9999, "1,000 ms"),
-        (duration, 61.0, "61 s"),
-        (rate, 1.18e6, "9.4 Mbit/s"),
-        (rate, 1.25e9, "10 Gbit/s"),
-        (size, 2**24, "17 MB"),
-        (size, 12, "12 bytes"),
-    ],
-)
-def test_numbers_have_the_unit_that_people_use(function, number, words):
-    assert function(number) == words
