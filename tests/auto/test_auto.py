@@ -104,6 +104,11 @@ def slow_mean() -> Iterator[None]:
         yield
 
 
+def made(spec: Any = AUTO, **options: Any) -> tuple[Any, Any]:
+    model = wrap(mlp())
+    return model, torchcomp.register(model, spec, **options)
+
+
 def train(model: Any, steps: int, first: int = 0) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     for step in range(first, first + steps):
@@ -114,8 +119,7 @@ def train(model: Any, steps: int, first: int = 0) -> None:
 
 
 def trained(spec: Any, steps: int, **options: Any) -> tuple[Tensor, str, Any, list[str]]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, spec, **options)
+    model, handle = made(spec, **options)
     methods = []
     for step in range(steps):
         CLOCK.advance(COMPUTE)
@@ -127,22 +131,17 @@ def trained(spec: Any, steps: int, **options: Any) -> tuple[Tensor, str, Any, li
     return str(handle.method), handle.choice, methods
 
 
-def after(spec: Any, steps: int, **options: Any) -> tuple[Tensor, Any]:
-    model = wrap(mlp(), **options)
-    handle = torchcomp.register(model, spec)
-    train(model, steps)
-    return weights(model), handle.stats
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_training_is_that_of_mean_bit_for_bit_while_candidates_are_timed(view: bool) -> None:
+def test_training_is_that_of_mean_bit_for_bit_while_candidates_are_timed() -> None:
     candidates = Auto(candidates=[TOPK, "powersgd(1)", "bidirectional(topk(0.1), topk(0.1))"])
 
-    def body() -> Any:
-        # All candidates were timed, and none was chosen yet.
-        return [after(each, 60, gradient_as_bucket_view=view) for each in (candidates, "mean")]
+    def after(spec: Any) -> tuple[Tensor, Any]:
+        model, handle = made(spec)
+        train(model, 60)  # all candidates were timed, and none was chosen yet
+        return weights(model), handle.stats
 
-    for (one, stats), (other, of_mean) in on_threads(2, body):
+    for (one, stats), (other, of_mean) in on_threads(
+        2, lambda: [*map(after, (candidates, "mean"))]
+    ):
         assert torch.equal(one, other)
         assert (stats.steps, stats.bytes_sent) == (of_mean.steps, of_mean.bytes_sent)
 
@@ -210,8 +209,7 @@ def test_the_first_method_is_chosen_that_no_other_is_worth_changing_for(
 def resumed(at: int, auto: Any = AUTO) -> list[Any]:
     found: list[Any] = []
     for _ in range(2):
-        model = wrap(mlp())
-        handle = torchcomp.register(model, auto)
+        model, handle = made(auto)
         if found:
             handle.load_state_dict(found[0][0])
             model.load_state_dict(found[0][1])
@@ -223,20 +221,11 @@ def resumed(at: int, auto: Any = AUTO) -> list[Any]:
     return found
 
 
-@dataclass(frozen=True)
-class Fast(Mean):
-    """A method of the user, which parse() does not know."""
-
-    name = "fast"
-
-    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
-        _mean(self, g, bucket, key)
+FAST = Auto(candidates=[Part(part=0.0)], steps=20)
+"""With an object of a class of the user, which parse() does not know."""
 
 
-FAST = Auto(candidates=[Fast()], steps=20)
-
-
-@pytest.mark.parametrize(("auto", "chosen"), [(AUTO, TOPK), (FAST, "fast")])
+@pytest.mark.parametrize(("auto", "chosen"), [(AUTO, TOPK), (FAST, "part(part=0.0)")])
 def test_a_run_resumes_with_the_choice_bit_for_bit(
     auto: Auto, chosen: str, slow_mean: None
 ) -> None:
@@ -254,12 +243,10 @@ def test_a_trial_begins_again_after_a_resume(slow_mean: None) -> None:
 
 
 def loads_another_method() -> list[Any]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, "ef(topk(0.2))")
+    model, handle = made("ef(topk(0.2))")
     train(model, 3)
     state = reloaded(handle.state_dict())
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     handle.load_state_dict(state)
     found: list[Any] = [str(handle.method), residual_norm(handle)]
     train(model, 3)
@@ -279,12 +266,10 @@ CHOICE = {"method": "mean", "seconds": {"mean": 1.0}, "alone": 1.0, "average": 1
 
 
 def with_other_candidates() -> tuple[str, str, list[str]]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     train(model, STEPS + 2)
     chosen, state = str(handle.method), handle.state_dict()
-    other = wrap(mlp())
-    again = torchcomp.register(other, Auto(candidates=["powersgd(1)"], steps=20))
+    other, again = made(Auto(candidates=["powersgd(1)"], steps=20))
     again.load_state_dict(state)
     methods = [str(again.method)]
     train(other, 2 * STEPS, STEPS + 2)
@@ -311,8 +296,7 @@ def test_a_choice_that_is_no_candidate_any_more_is_made_again(slow_mean: None) -
 )
 def test_a_damaged_checkpoint_changes_nothing(damage: dict[str, Any]) -> None:
     def body() -> None:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, AUTO)
+        model, handle = made()
         train(model, 2)
         before = handle.state_dict()
         error = raised_by(lambda: handle.load_state_dict({**before, **damage}))
@@ -323,8 +307,7 @@ def test_a_damaged_checkpoint_changes_nothing(damage: dict[str, Any]) -> None:
 
 
 def with_nan(at: int) -> list[bool]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     found = []
     for step in range(STEPS):
         CLOCK.advance(COMPUTE)
@@ -344,8 +327,7 @@ def test_a_nan_passes_through_a_trial_as_through_plain_ddp(at: int) -> None:
 
 def raises(at: int) -> list[Any]:
     """DDP itself cannot go on after a backward pass that raised, so another model does."""
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     train(model, at)
     before = handle.state_dict()
 
@@ -358,8 +340,7 @@ def raises(at: int) -> list[Any]:
     later = handle.state_dict()
     handle.close()
     weights_then = model.state_dict()
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     handle.load_state_dict(later)
     model.load_state_dict(weights_then)
     train(model, STEPS + 5)
@@ -459,13 +440,12 @@ def test_a_trial_follows_the_scaler_the_learning_rates_and_the_guard() -> None:
 
 
 def swaps(at: int) -> tuple[Any, str, str]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     train(model, at)
     handle.swap("powersgd(1)")
     state = reloaded(handle.state_dict())
     train(model, STEPS)
-    again = torchcomp.register(wrap(mlp()), AUTO)
+    _, again = made()
     again.load_state_dict(state)
     return handle.choice, str(handle.method), str(again.method)
 
@@ -477,9 +457,8 @@ def test_a_swap_ends_auto(at: int, slow_mean: None) -> None:
 
 def swapped_by_a_guard() -> tuple[str, Any]:
     """Train with a guard that finds the first comparison wrong, at the step of the choice."""
-    model = wrap(mlp())
     guard = Guard(every=STEPS, callback=lambda alarm: handle.swap("powersgd(1)"))
-    handle = torchcomp.register(model, AUTO, guard=guard)
+    model, handle = made(guard=guard)
     measure = handle.guard.after
 
     def change(bucket: Bucket, method: Any) -> None:

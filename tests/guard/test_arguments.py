@@ -115,6 +115,7 @@ def test_an_error_of_the_callback_reaches_the_user_after_all_alarms_were_told(at
         handle = register(model, "mean", guard=Guard(every=2, callback=callback))
         accuse(handle.averager, "2.weight")
         for step in range(2):
+            model.zero_grad()
             (loss_of(model(rows(step))) * (rank != 1)).backward()
         with pytest.raises(ValueError, match=r"imbalance|silent rank"):
             handle.close() if at_the_end else loss_of(model(rows(2))).backward()

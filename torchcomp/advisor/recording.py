@@ -7,7 +7,7 @@ send is a copy of what this rank sends. One mechanism therefore covers every met
 
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +42,8 @@ Parameters = Mapping[str, Tensor]
 
 _Taken = list[list[list[list[Activity]]]]
 """The activities of a step, by bucket, job and lane."""
+
+_Make = Callable[[Exchange, Parameters], Averager]
 
 
 class PretendedExchange(Exchange):
@@ -145,10 +147,18 @@ def record(
                 "of it, so one rank cannot record it: choose another scope or selection",
                 "selection",
             )
-    make = _TwoLevels if nodes > 1 else _Flat
-    rank = make(method, parameters, groups, world_size, nodes)
+    device = next(iter(parameters.values())).device
+
+    def average(exchange: Exchange, shapes: Parameters) -> Averager:
+        return Averager(method, exchange, shapes, groups)
+
+    between = PretendedExchange(world_size // nodes, device)
+    rank: _Flat | _TwoLevels = _Flat(average, parameters, between)
+    if nodes > 1:
+        inside = PretendedExchange(nodes, device, inside=True)
+        rank = _TwoLevels(average, parameters, between, inside)
     shapes = [BucketShape.of(names, parameters) for names in buckets]
-    values = gradients or random_values(parameters, next(iter(parameters.values())).device)
+    values = gradients or random_values(parameters, device)
     taken = [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
     return Recording(str(method), _median(buckets, taken[1:]))
 
@@ -156,17 +166,9 @@ def record(
 class _Flat:
     """Averages every bucket over all ranks, as :class:`torchcomp.ddp.averaging.Flat` does."""
 
-    def __init__(
-        self,
-        method: Component,
-        parameters: Parameters,
-        groups: Sequence[Group] | None,
-        world_size: int,
-        nodes: int,
-    ) -> None:
-        device = next(iter(parameters.values())).device
-        self._exchange = PretendedExchange(world_size, device)
-        self._averager = averager = Averager(method, self._exchange, parameters, groups)
+    def __init__(self, make: _Make, parameters: Parameters, exchange: PretendedExchange) -> None:
+        self._exchange = exchange
+        self._averager = averager = make(exchange, parameters)
         shapes = [averager.shape_of(group) for group in averager.buckets]
         self._reordering = Reordering(shapes) if averager.grouped else None
 
@@ -192,21 +194,17 @@ class _TwoLevels:
 
     def __init__(
         self,
-        method: Component,
+        make: _Make,
         parameters: Parameters,
-        groups: Sequence[Group] | None,
-        world_size: int,
-        nodes: int,
+        between: PretendedExchange,
+        inside: PretendedExchange,
     ) -> None:
-        device = next(iter(parameters.values())).device
-        self._nodes = nodes
-        self._between = PretendedExchange(world_size // nodes, device)
-        self._inside = PretendedExchange(nodes, device, inside=True)
+        self._between, self._inside = between, inside
         pieces = {
-            name: Pieces(BucketShape.of((name,), parameters), nodes).like(parameter)
+            name: Pieces(BucketShape.of((name,), parameters), inside.world_size).like(parameter)
             for name, parameter in parameters.items()
         }
-        self._averager = averager = Averager(method, self._between, pieces, groups)
+        self._averager = averager = make(between, pieces)
         shapes = [BucketShape.of(group, parameters) for group in averager.buckets]
         self._completed = Completed(shapes if averager.grouped else None)
 
@@ -225,7 +223,7 @@ class _TwoLevels:
     def _job(self, shape: BucketShape, parts: dict[str, Tensor]) -> list[list[Activity]]:
         lanes: list[list[Activity]] = [[], [], []]
         _fill_caches(self._inside.device)
-        pieces, dtype = Pieces(shape, self._nodes), shape.dtype
+        pieces, dtype = Pieces(shape, self._inside.world_size), shape.dtype
         with self._inside.recorded(lanes[0]):
             numel = pieces.ranks * pieces.piece.numel
             out = torch.empty(numel, dtype=dtype, device=self._inside.device)

@@ -98,8 +98,7 @@ class GuardObserver(Observer):
         self._rows: list[tuple[BucketWatch, Tensor, Tensor, Tensor]] = []
         self._numbers: list[Tensor] = []
         self._sent: _Sent | None = None
-        # What the last comparison of each kind has found.
-        self._found: Sequence[Alarm] = ()
+        self._found: Sequence[Alarm] = ()  # by the last comparison, and of the replicas:
         self._diverged: Sequence[Alarm] = ()
         method = averager.aggregator.at(0)  # all stages have the same slots
         for shape in map(averager.shape_of, averager.buckets):
@@ -196,16 +195,14 @@ class GuardObserver(Observer):
             discarded, self._sent = self._sent is not sent, None
         # Another thread can have taken the step back meanwhile.
         if not discarded and self._averager.step == step:
-            *parts, by_rank = torch.split(received, numels)
-            self._judge(step, watches, parts, by_rank.view(4, -1).double().tolist())
+            self._judge(step, watches, torch.split(received, numels))
 
-    def _judge(
-        self, step: int, watches: Sequence[BucketWatch], parts: Sequence[Tensor], by_rank: Any
-    ) -> None:
-        each, parameters = zip(watches, parts, strict=True), dict[str, Compared]()
-        for watch, rows in each:
+    def _judge(self, step: int, watches: Sequence[BucketWatch], parts: Sequence[Tensor]) -> None:
+        parameters = dict[str, Compared]()
+        for watch, rows in zip(watches, parts[:-1], strict=True):
             parameters |= watch.read(rows, self._width)
-        gradients, messages, changed, starved = map(tuple, by_rank)
+        by_rank = parts[-1].view(4, -1).double()
+        gradients, messages, changed, starved = map(tuple, by_rank.tolist())
         self.report = Report(
             step,
             Compared.total(parameters.values()),
