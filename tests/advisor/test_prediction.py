@@ -179,31 +179,3 @@ def test_plan_takes_a_cluster_and_a_learning_rate(capsys):
     words = ["plan", "qsr(alpha=0.1, h_base=4)", *FAST, "--gbit", "1", "--lr", "0.1"]
     assert main([*words, "--warmup-steps", "10"]) == 0
     assert "qsr" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        ([], "--all"),
-        (["mean", "--all"], "--all"),
-        (["mean", "--currency", "EUR"], "--price-per-gb"),
-        (["mean", "--lr", "0.1"], "--lr"),
-        (["qsr(alpha=0.1, h_base=4)"], "--lr"),
-        (["every(2)", "--two-levels", "--ranks-per-node", "2"], "--two-levels"),
-        (["--all", "--two-levels", "--ranks-per-node", "2"], "--two-levels"),
-        (["ef(topk(0.01))", "--two-levels"], "--ranks-per-node"),
-        (["mean", "--ranks-per-node", "3"], "ranks_per_node"),
-        (["meen"], "meen"),
-        (["mean", "--gbit", "0"], "--gbit"),
-        (["mean", "--gbit", "x"], "--gbit"),
-        (["mean", "--backend", "mpi"], "--backend"),
-    ],
-)
-def test_bad_plans_exit_2_with_one_error(words, named, capsys):
-    try:
-        status = main(["plan", *FAST, "--gbit", "1", *words])
-    except SystemExit as ended:
-        status = ended.code
-    printed = capsys.readouterr()
-    assert (status, printed.out) == (2, "")
-    assert named in printed.err

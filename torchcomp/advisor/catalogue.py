@@ -75,7 +75,6 @@ def _described(option: Field[Any], meaning: str) -> Iterator[str]:
 
 
 def _summary(cls: type[Component]) -> str:
-    """Return the first line of the docstring, without the example before it."""
     line = (cls.__doc__ or "").partition("\n")[0]
     _, _, summary = line.rpartition("``: ")
     return summary.rstrip(".")

@@ -151,7 +151,6 @@ def measure_collectives(
 def _measured(
     exchange: Exchange, kind: str, budget: float, found: CollectiveTimes, stopwatch: Any
 ) -> list[Point]:
-    """Measure one kind of collective within about `budget` seconds."""
     points: list[Point] = []
     sizes: tuple[int, ...] = _SIZES
     if kind == ALL_GATHER and ALL_TO_ALL in found.points and exchange.device.type != "cuda":
@@ -188,7 +187,6 @@ def _repeated(exchange: Exchange, kind: str, nbytes: int, budget: float, stopwat
 
 
 def _timed(exchange: Exchange, run: Callable[[], object]) -> float:
-    """Return the seconds of a collective."""
     # All ranks start together. One that is early would count its wait for the others.
     exchange.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=exchange.device))
     _wait(exchange.device)
@@ -199,7 +197,6 @@ def _timed(exchange: Exchange, run: Callable[[], object]) -> float:
 
 
 def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], object]:
-    """Return what runs one collective."""
     device, ranks = exchange.device, exchange.world_size
     if kind in (ALL_REDUCE, ALL_REDUCE_BF16):
         dtype = torch.float32 if kind == ALL_REDUCE else torch.bfloat16
@@ -217,7 +214,6 @@ def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], obje
 
 
 def _agreed(exchange: Exchange, seconds: Sequence[float]) -> list[float]:
-    """Return the largest of each number over the ranks."""
     mine = torch.tensor([int(1e9 * each) for each in seconds], dtype=torch.int64)
     agreed = exchange.all_reduce_max(mine.to(exchange.device))
     return [each / 1e9 for each in agreed.tolist()]

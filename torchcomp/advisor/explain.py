@@ -221,7 +221,6 @@ def _explain_nodes(
 def _moved(
     aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int, exchanges: int
 ) -> Traffic:
-    """Return the traffic of the first `exchanges` exchanges of a run."""
     total = Traffic()
     for method, steps in aggregator.spans(exchanges):
         once = planned_traffic(method, shapes, world_size, rank)
@@ -330,7 +329,6 @@ def _hints(method: Aggregator, shapes: Shapes, world_size: int, dense: int) -> t
 
 
 def _remarks(method: Aggregator, shapes: Shapes) -> Iterator[str]:
-    """Yield what the bytes alone do not show."""
     if isinstance(method, Mean) and method.loses:
         other = EF(method.compressor, exchange=method.exchange)
         yield f"{other} sends in later steps what this method drops"

@@ -131,7 +131,6 @@ class LinkTimes:
         return min(self.seconds(kind, nbytes), _GLOO_CPU * moved)
 
     def _sent(self, kind: str, nbytes: float) -> float:
-        """Return the bytes that each rank sends in a ring."""
         others = self.world_size - 1
         return others * nbytes * (1 if kind == ALL_GATHER else 2 / self.world_size)
 

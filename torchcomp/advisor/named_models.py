@@ -29,7 +29,6 @@ def build_named(name: str) -> nn.Module:
 
 
 def _hook() -> Any:
-    """Return a hook that registers each parameter without its values."""
     # A parameter that has two names must stay one. Weak keys: the values can be freed.
     made = WeakIdKeyDictionary()
 

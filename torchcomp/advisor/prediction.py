@@ -230,7 +230,6 @@ class Prediction:
 
     @cached_property
     def _recordings(self) -> list[tuple[Recording, float]]:
-        """The exchange of each stage, with its share."""
         speedup = self._run.speedup
         return [(self._recorded(stage).scaled(speedup), part) for stage, part in self._stages]
 
@@ -248,7 +247,6 @@ class Prediction:
         )
 
     def _bytes(self, method: Aggregator, link: Link) -> float:
-        """Return the bytes of an exchange over the cards of all nodes."""
         ranks, nodes = self._run.world_size, link.nodes(self._run.world_size)
         shapes = self._shapes
         if method.whole_model:

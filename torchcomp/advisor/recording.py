@@ -356,6 +356,5 @@ def _calls(activities: Sequence[Activity]) -> list[Call]:
 
 
 def _middle(same: Sequence[Activity]) -> Activity:
-    """Return one activity of several steps, with their median seconds if it is work."""
     works = [activity.seconds for activity in same if isinstance(activity, Work)]
     return Work(statistics.median(works)) if works else same[0]

@@ -57,7 +57,6 @@ def volume(gigabytes: float) -> str:
 
 
 def _shown(value: float, units: _Units, text: Callable[[float], str]) -> str:
-    """Return a number in the first unit that it reaches, or else in the last one."""
     unit, factor = next((each for each in units if value >= each[1]), units[-1])
     return f"{text(value / factor)} {unit}"
 

@@ -62,10 +62,8 @@ class Guard:
         check_count("every", self.every, owner="Guard")
         check_count("age", self.age, owner="Guard")
         if self.callback is not None and not callable(self.callback):
-            raise SpecError(
-                f"Guard: callback must be a function of one alarm, not {self.callback!r}",
-                "callback",
-            )
+            problem = f"Guard: callback must be a function of one alarm, not {self.callback!r}"
+            raise SpecError(problem, "callback")
 
     @classmethod
     def of(cls, value: Any) -> "Guard":

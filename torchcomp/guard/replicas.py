@@ -65,7 +65,6 @@ def _mixed(sums: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _factors(count: int, device: torch.device) -> Tensor:
-    """Return random odd numbers of 64 bits."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (count,), generator=generator)
     return host.copy_to(drawn * 2 + 1, device)

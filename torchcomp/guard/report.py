@@ -173,7 +173,6 @@ def alarms(report: Report, members: Members) -> list[Alarm]:
 
 
 def _imbalance(report: Report, members: Members) -> Iterator[Alarm]:
-    """Judge whether each step applies, or keeps in the residual, all of the gradient."""
     wrong: dict[str, tuple[float, float]] = {}
     for law, names, *eps in report.laws:
         residual_eps, mean_eps = (max(each, _EPS) for each in eps)
@@ -200,7 +199,6 @@ def _imbalance(report: Report, members: Members) -> Iterator[Alarm]:
 
 
 def _lost(report: Report, members: Members) -> Iterator[Alarm]:
-    """Judge how much a method without a residual drops, or applies more than once."""
     # An unbiased method can be further off than all of the gradient, and right on average.
     laws = [each for each in report.laws if not each.law.after and each.law.error < 1]
     sums = Compared.total(report.parameters[name] for each in laws for name in each.names)
@@ -217,7 +215,6 @@ def _lost(report: Report, members: Members) -> Iterator[Alarm]:
 
 
 def _starved(report: Report, members: Members) -> Iterator[Alarm]:
-    """Judge whether a parameter is hardly sent, although it should be."""
     others = Compared.total(sums for sums in report.parameters.values() if not sums.starved)
     if not others.samples:
         return
@@ -242,7 +239,6 @@ def _starved(report: Report, members: Members) -> Iterator[Alarm]:
 
 
 def _changed(report: Report, members: Members) -> Iterator[Alarm]:
-    """Judge whether each step starts from the residual and the other slots that the last left."""
     wrong = tuple(name for name, sums in report.parameters.items() if sums.changed > 0)
     if wrong:
         at = _chosen(members, (changed > 0 for changed in report.changed))
@@ -253,7 +249,6 @@ def _changed(report: Report, members: Members) -> Iterator[Alarm]:
 
 
 def _silent(report: Report, members: Members) -> Iterator[Alarm]:
-    """Judge whether a rank has no gradient."""
     # A message is measured by what it has taken out of the residual, which is rounded.
     rounded = max([_SILENT, *(4 * law.residual_eps for law in report.laws)])
     norms_of = {"gradient": report.gradient_norms, "message": report.message_norms}

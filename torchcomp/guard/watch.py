@@ -362,7 +362,6 @@ class Samples:
 
 
 def _aged(ages: Tensor, waits: Tensor, sent: Tensor) -> Tensor:
-    """Return how long elements have waited; `waits` and `sent` have a row for each step."""
     steps = len(waits)
     if not steps:
         return ages

@@ -140,7 +140,6 @@ def _make_group(job: Job) -> None:
 
 
 def _leave_group(job: Job, name: str) -> None:
-    """End the process group, if there still is one, on all ranks together."""
     # gloo can abort a rank whose peers have gone, or whose DDP model is still there.
     gc.collect()
     job.barrier(f"leaving the group of {name}")
@@ -175,7 +174,6 @@ def examine(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Require what can be done, before minutes are spent."""
     given = [name for name in ("model", "numel", "script") if getattr(options, name) is not None]
     if len(given) > 1:
         raise SpecError(f"--{given[0]} and --{given[1]} exclude each other: pass one of them")

@@ -269,9 +269,14 @@ def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> st
             f"{variable}={wanted}: no such interface has an IPv4 address here; there are "
             f"{', '.join(_interfaces())}"
         )
-    if backend == "gloo":
-        return _of_host_name()
-    return _towards(environment.get("MASTER_ADDR", _LOOPBACK))
+    kind = socket.SOCK_STREAM if backend == "gloo" else socket.SOCK_DGRAM
+    with suppress(OSError), socket.socket(socket.AF_INET, kind) as probe:
+        if backend == "gloo":
+            probe.bind((socket.gethostname(), 0))
+        else:
+            probe.connect((environment.get("MASTER_ADDR", _LOOPBACK), 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    return _LOOPBACK
 
 
 def interface_of(address: str) -> str:
@@ -305,19 +310,3 @@ def _address_of(interface: str) -> str:
         except OSError:
             return ""
     return socket.inet_ntoa(answer[20:24])
-
-
-def _of_host_name() -> str:
-    """Return the address that the host's name stands for, if this machine has it."""
-    with suppress(OSError), socket.socket() as probe:
-        probe.bind((socket.gethostname(), 0))
-        return str(probe.getsockname()[0])
-    return _LOOPBACK
-
-
-def _towards(host: str) -> str:
-    """Return the address from which this machine reaches a host."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 1))  # sends nothing
-        return str(probe.getsockname()[0])
-    return _LOOPBACK

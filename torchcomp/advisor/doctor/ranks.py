@@ -178,7 +178,6 @@ def measure_speed(job: Job, name: str) -> list[Speed]:
 
 
 def _products(x: torch.Tensor, count: int) -> float:
-    """Multiply matrices, and return the seconds."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     began = time.perf_counter()

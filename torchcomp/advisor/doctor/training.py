@@ -139,7 +139,6 @@ class Phases:
                 return
 
     def _agreed(self, value: int) -> int:
-        """Return the value of rank 0, which says how many steps to take."""
         key = f"phases/{next(self._agreements)}"
         if self.job.rank == 0:
             self.job.store.set(key, str(value))
@@ -185,7 +184,6 @@ def train(options: argparse.Namespace, job: Job, phases: Phases) -> None:
 
 
 def _train_named(name: str, batch: int, job: Job, phases: Phases) -> None:
-    """Train a model of torchvision or timm on random images."""
     module = _materialized(build_named(name), job.device)
     size = getattr(module, "default_cfg", {}).get("input_size", _IMAGE)  # of timm
     images = torch.randn(batch, *size, device=job.device)
