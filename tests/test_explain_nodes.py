@@ -179,11 +179,6 @@ def test_a_long_message_of_an_all_gather_goes_around_a_ring() -> None:
 # --- The better one -------------------------------------------------------------------------------
 
 
-def table(plan: torchcomp.Plan) -> dict[str, str]:
-    lines = re.sub(r"\n {20}", " ", str(plan)).split("\n")
-    return {line[2:19].strip(): line[20:] for line in lines[1:]}
-
-
 def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
     plan = explain("bidirectional(topk(0.01), topk(0.01))", numel=RESNET50, world_size=8, nodes=4)
     nodes = plan.nodes
@@ -197,19 +192,12 @@ def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
     assert nodes.inside_bytes_sent == 2 * 3 * 4 * RESNET50 // 4
     # Two copies of the residuals, of which each rank has a fourth.
     assert nodes.memory_bytes == 2 * 4 * (RESNET50 // 4 + RESNET50 // 8)
-    printed = table(plan)
-    for name, value in (
-        ("card, plain DDP", nodes.dense_card_bytes),
-        ("card, flat", nodes.flat_card_bytes),
-        ("card, two levels", nodes.card_bytes),
-        ("inside, per rank", nodes.inside_bytes_sent),
-        ("state, two levels", nodes.memory_bytes),
-    ):
-        assert f"{value:,}" in printed[name]
-    assert re.match(r"nodes=4 .*\b4x less\b.* flat", printed["better"])
-    assert re.match(r"2\b.*\b4$", printed["nodes"])
+    printed = re.sub(r"\s+", " ", str(plan))
+    for nbytes in (nodes.dense_card_bytes, nodes.card_bytes, nodes.flat_card_bytes):
+        assert f"{nbytes:,} bytes" in printed
+    assert "better nodes=4 sends 4x less" in printed
     # All else is the plan without nodes.
-    assert "nodes" not in table(explain(plan.spec, numel=RESNET50, world_size=8))
+    assert "better" not in str(explain(plan.spec, numel=RESNET50, world_size=8))
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
@@ -226,4 +214,4 @@ def test_flat_is_better_where_pieces_are_padded() -> None:
     plan = explain("mean", model=model, world_size=8, nodes=4)
     assert plan.nodes is not None
     assert (plan.nodes.flat_card_bytes, plan.nodes.card_bytes) == (7_000, 16_000)
-    assert re.match(r"the flat method .*\b2.29x less\b.*nodes=4", table(plan)["better"])
+    assert "the flat method sends 2.29x less" in str(plan)

@@ -100,23 +100,6 @@ def test_squared_norms_are_unbiased_and_as_precise_as_stated():
     torch.testing.assert_close(found[:, -1], VECTORS["short"].square().sum().expand(SEEDS))
 
 
-@pytest.mark.parametrize("size", [1, WIDTH, 4093])
-def test_sketches_are_linear_and_parts_of_a_bucket_do_not_mix(size):
-    sizes = [size, 10]
-    signs = signs_of(("a", "b"), tuple(sizes), 0, CPU)
-
-    def of(values):
-        return sketch(values, sizes, WIDTH, signs)
-
-    one, other = drawn(size + 10), drawn(size + 11)[:-1]
-    assert of(one).shape == (2, WIDTH)
-    torch.testing.assert_close(of(one - 3 * other), of(one) - 3 * of(other))
-    whole = of(one)
-    one[:size] = 0
-    torch.testing.assert_close(of(one)[1], whole[1])
-    assert not of(one)[0].any()
-
-
 # --- Samples --------------------------------------------------------------------------------------
 
 SHAPE = BucketShape(("a", "none", "b"), ((4,), (0,), (2,)), torch.float32)

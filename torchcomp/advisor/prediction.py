@@ -187,7 +187,8 @@ class Prediction:
         if nodes > 1 and not isinstance(built, Aggregator):
             raise SpecError(f"{self.method} has one level only: leave nodes={nodes} out")
         if isinstance(built, Schedule):
-            exchanged, exchanges = average, _synchronisations(built, run)
+            horizon = Horizon(run.total_steps, run.warmup_steps)
+            exchanged, exchanges = average, len(synchronisations(built, run.lr, horizon))
         else:
             dense = {DDP: "mean", BF16: 'cast("bf16")'}
             exchanged = parse_aggregator(dense.get(self.method, built))
@@ -257,11 +258,3 @@ class Prediction:
         if self._nodes > 1:
             return ranks * planned_two_levels(method, shapes, ranks, ranks // nodes).sent
         return nodes * planned_traffic(method, shapes, ranks, node=ranks // nodes).sent
-
-
-def _synchronisations(schedule: Schedule, run: Run) -> int:
-    if schedule.reads_lr and run.lr is None:
-        raise SpecError(
-            f"'{schedule}' depends on the learning rate: pass lr, a function of the step"
-        )
-    return len(synchronisations(schedule, run.lr, Horizon(run.total_steps, run.warmup_steps)))

@@ -121,8 +121,10 @@ def _measure_steps(job: Job, options: argparse.Namespace, results: Results, say:
     (alone,) = (row.seconds for row in results.rows if row.method == NO_EXCHANGE)
     facts = results.facts[job.rank]
     cores = 1.0 if job.backend == "nccl" else facts.cores / facts.local_world_size
-    with_ = phases.parameters, alone, results.collectives, cores, options.seconds
-    results.verdict = findings.judge(results.rows, findings.predicted_rows(job, *with_))
+    predicted = findings.predicted_rows(
+        job, phases.parameters, alone, results.collectives, cores, options.seconds
+    )
+    results.verdict = findings.judge(results.rows, predicted)
 
 
 def _make_group(job: Job) -> None:
