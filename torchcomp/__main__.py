@@ -20,8 +20,7 @@ from torchcomp.advisor.explain import (
     refuse_for_schedules,
 )
 from torchcomp.advisor.named_models import build_named
-from torchcomp.advisor.prediction import BF16, DDP, USUAL
-from torchcomp.advisor.table import table
+from torchcomp.advisor.prediction import BF16, DDP, USUAL, table
 from torchcomp.advisor.units import number, whole, wrapped
 from torchcomp.aggregators import Aggregator
 from torchcomp.local_sgd.schedules import Schedule

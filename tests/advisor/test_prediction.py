@@ -7,8 +7,7 @@ from torch import nn
 
 from torchcomp.__main__ import main
 from torchcomp.advisor import Link, Prediction, Run, StepTime, Training, plan, values_of
-from torchcomp.advisor.prediction import BF16, DDP, USUAL
-from torchcomp.advisor.table import verdict
+from torchcomp.advisor.prediction import BF16, DDP, USUAL, verdict
 from torchcomp.aggregators import planned_traffic
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.specs.errors import SpecError
