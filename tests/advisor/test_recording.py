@@ -128,13 +128,11 @@ def test_a_synchronisation_compares_the_ranks_and_averages_everything():
     assert recording.calls() == [compared, compared, *averaged]
 
 
-def test_a_recording_survives_scaling_and_changes_no_parameter():
+def test_a_recording_changes_no_parameter():
     before = {name: p.detach().clone() for name, p in PARAMETERS.items()}
-    recording = recorded("ef(topk(0.1))", 4, nodes=2)
+    recorded("ef(topk(0.1))", 4, nodes=2)
     record_average(PARAMETERS, 4, steps=2)
     assert all(torch.equal(p, before[name]) for name, p in PARAMETERS.items())
-    assert recording.scaled(2.0).scaled(0.5) == recording != recording.scaled(2.0)
-    assert recording.scaled(2.0).calls() == recording.calls()
 
 
 SEARCH = "bidirectional(identity, topk(0.1, scope='tensor'), selection='exact')"

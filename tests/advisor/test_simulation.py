@@ -56,6 +56,8 @@ def step(*buckets, ready, backward=10.0, total=12.0):
         ([((reduce(3.0),),)], (4.0,), {"cores": 0.5}, 24.0),
         # A second core takes the encoding.
         ([((Work(2.0),),)], (4.0,), {"cores": 2}, 12.0),
+        # Ranks that encode twice as fast: 1 s of work.
+        ([((Work(2.0),),)], (10.0,), {"speedup": 2.0}, 13.0),
         # A collective that needs a quarter of a core: from 4 to 8 the backward pass runs at 3/4 and
         # does 3 of its last 6 s; it ends at 11.
         ([((reduce(4.0),),)], (4.0,), {"cpu": 0.25}, 13.0),
@@ -72,7 +74,8 @@ def test_a_step_by_hand(buckets, ready, options, seconds):
     recording, compute = step(*buckets, ready=ready)
     cores = options.get("cores", 1)
     times = Fixed(options.get("latency", 0.0), options.get("cpu", 0.0))
-    found = simulate(recording, compute, times, Fixed(), cores=cores)
+    speedup = options.get("speedup", 1.0)
+    found = simulate(recording, compute, times, Fixed(), cores=cores, speedup=speedup)
     assert found.seconds == pytest.approx(seconds)
     alone = 12.0 / min(1, cores)
     assert found.compute == alone

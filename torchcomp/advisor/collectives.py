@@ -43,6 +43,11 @@ class Times(Protocol):
         """Return the seconds for which it keeps a core of each rank busy. At most `seconds`."""
 
 
+def sent_per_byte(kind: str, ranks: int) -> float:
+    """Return the bytes that a rank sends for each byte of a message."""
+    return {ALL_TO_ALL: 1.0, ALL_GATHER: ranks - 1}.get(kind, 2 * (ranks - 1) / ranks)
+
+
 @dataclass(frozen=True)
 class Point:
     """One measurement: medians over the repetitions, of the slowest rank."""
@@ -90,20 +95,20 @@ class CollectiveTimes:
             slope = min(slope, values[-1] / sizes[-1])
         return values[-1] + slope * (nbytes - sizes[-1])
 
-    def _sent(self, kind: str) -> float:
-        # Bytes that a rank sends for each byte of a message.
-        others = self.world_size - 1
-        return {ALL_TO_ALL: 1.0, ALL_GATHER: others}.get(kind, 2 * others / self.world_size)
-
     def _slope(self, kind: str, column: int) -> float:
-        reach = {each: curve[0][-1] * self._sent(each) for each, curve in self._curves.items()}
+        reach = {
+            each: curve[0][-1] * sent_per_byte(each, self.world_size)
+            for each, curve in self._curves.items()
+        }
         furthest = max(reach, key=reach.__getitem__)
         # Short messages tell little of the bandwidth.
         if reach[furthest] < _FURTHER * reach[kind]:
             furthest = kind
         sizes, *columns = self._curves[furthest]
-        per_byte = _last_slope(sizes, columns[column]) / max(self._sent(furthest), 1e-9)
-        return per_byte * self._sent(kind)
+        per_byte = _last_slope(sizes, columns[column]) / max(
+            sent_per_byte(furthest, self.world_size), 1e-9
+        )
+        return per_byte * sent_per_byte(kind, self.world_size)
 
     @cached_property
     def _curves(self) -> dict[str, tuple[list[float], list[float], list[float]]]:

@@ -19,7 +19,7 @@ latency between nodes, b and k those inside a node. The message has m bytes; see
 import math
 from dataclasses import dataclass
 
-from torchcomp.advisor.collectives import ALL_GATHER, ALL_TO_ALL
+from torchcomp.advisor.collectives import ALL_GATHER, ALL_TO_ALL, sent_per_byte
 from torchcomp.exchange.traffic import COPIED
 from torchcomp.specs.checks import (
     check_at_least_0,
@@ -127,12 +127,8 @@ class LinkTimes:
         """Return the seconds for which it keeps a core of each rank busy; 0 for NCCL."""
         if not self._gloo or self.world_size == 1:
             return 0.0
-        moved = float(nbytes) if kind == ALL_TO_ALL else self._sent(kind, nbytes)
+        moved = nbytes * sent_per_byte(kind, self.world_size)
         return min(self.seconds(kind, nbytes), _GLOO_CPU * moved)
-
-    def _sent(self, kind: str, nbytes: float) -> float:
-        others = self.world_size - 1
-        return others * nbytes * (1 if kind == ALL_GATHER else 2 / self.world_size)
 
     def _around(self, kind: str, nbytes: float) -> tuple[float, float]:
         """Return the seconds of moving bytes around a ring, and the latencies."""
@@ -145,7 +141,7 @@ class LinkTimes:
         if kind != ALL_GATHER:
             hops = math.log2(nodes) * far + math.log2(self.node) * near
             latency = 2 * (latency if self._gloo else min(latency, hops))
-        return self._sent(kind, nbytes) / slowest, latency
+        return nbytes * sent_per_byte(kind, ranks) / slowest, latency
 
     def _at_once(self, nbytes: float) -> tuple[float, float]:
         """Return the seconds of sending to all others at once, and the latency."""

@@ -222,21 +222,20 @@ class Prediction:
 
     def step(self, times: Times, inside: Times | None = None, *, cores: float = 1.0) -> StepTime:
         """Predict the mean step of the run; see :func:`.simulate` for the arguments."""
-        alone = self._run.step_seconds / min(1.0, cores)
-        seconds = 0.0
+        alone, seconds = self._run.step_seconds / min(1.0, cores), 0.0
+        machine = {"cores": cores, "speedup": self._run.speedup}
         for recording, part in self._recordings:
             if self.local:
-                exchange = simulate_alone(recording, times, cores=cores)
+                exchange = simulate_alone(recording, times, **machine)
                 seconds += part * (alone + self._share * exchange)
             else:
-                simulated = simulate(recording, self._compute, times, inside, cores=cores)
+                simulated = simulate(recording, self._compute, times, inside, **machine)
                 seconds += part * simulated.seconds
         return StepTime(seconds, alone)
 
     @cached_property
     def _recordings(self) -> list[tuple[Recording, float]]:
-        speedup = self._run.speedup
-        return [(self._recorded(stage).scaled(speedup), part) for stage, part in self._stages]
+        return [(self._recorded(stage), part) for stage, part in self._stages]
 
     def _recorded(self, method: Aggregator) -> Recording:
         ranks, parameters, groups = self._run.world_size, self._parameters, self._groups

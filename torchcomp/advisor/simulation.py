@@ -65,23 +65,6 @@ class Recording:
         activities = [a for b in self.buckets for job in b.jobs for lane in job for a in lane]
         return [a for a in activities if isinstance(a, Call) and a.inside == inside]
 
-    def scaled(self, speedup: float) -> "Recording":
-        """Return the exchange of ranks that work `speedup` times as fast as this one."""
-
-        def lane(activities: Sequence[Activity]) -> tuple[Activity, ...]:
-            return tuple(
-                Work(each.seconds / speedup) if isinstance(each, Work) else each
-                for each in activities
-            )
-
-        return Recording(
-            self.method,
-            tuple(
-                Submitted(b.names, tuple(tuple(map(lane, job)) for job in b.jobs), b.work / speedup)
-                for b in self.buckets
-            ),
-        )
-
 
 @dataclass(frozen=True)
 class Compute:
@@ -122,22 +105,23 @@ def simulate(
     inside: Times | None = None,
     *,
     cores: float = 1.0,
+    speedup: float = 1.0,
 ) -> StepTime:
     """Predict the time of a step.
 
     `times` are the collectives among all ranks; with two levels, those among ranks of equal place,
     and `inside` those of a node. `cores` are those of each rank: below 1 if ranks share them, 1 for
-    a device.
+    a device. Ranks do the recorded work `speedup` times as fast as this one.
     """
     if tuple(bucket.names for bucket in recording.buckets) != compute.buckets:
         raise SpecError(
             f"the exchange of {recording.method} was recorded for other buckets than the "
             "computation was measured with: pass buckets=compute.buckets to record()"
         )
-    machine = _Machine(times, inside, cores)
+    machine = _Machine((times, inside), cores, speedup)
     done = 0.0
     for bucket, ready in zip(recording.buckets, compute.ready, strict=True):
-        machine.compute(ready - done + bucket.work)
+        machine.compute(ready - done + bucket.work / speedup)
         done = ready
         for job in bucket.jobs:
             machine.submit(job)
@@ -148,11 +132,13 @@ def simulate(
     return StepTime(clock + (compute.total - compute.backward) / share, compute.total / share)
 
 
-def simulate_alone(recording: Recording, times: Times, *, cores: float = 1.0) -> float:
+def simulate_alone(
+    recording: Recording, times: Times, *, cores: float = 1.0, speedup: float = 1.0
+) -> float:
     """Predict the seconds of an exchange that nothing overlaps, such as that of local steps."""
     names = tuple(bucket.names for bucket in recording.buckets)
     nothing = Compute(names, (0.0,) * len(names), 0.0, 0.0)
-    return simulate(recording, nothing, times, cores=cores).seconds
+    return simulate(recording, nothing, times, cores=cores, speedup=speedup).seconds
 
 
 @dataclass
@@ -191,8 +177,8 @@ class _Lane:
 class _Machine:
     """One rank: what runs in its lanes while it computes, and how fast."""
 
-    def __init__(self, times: Times, inside: Times | None, cores: float) -> None:
-        self._links, self._cores = (times, inside), cores
+    def __init__(self, links: Sequence[Times | None], cores: float, speedup: float) -> None:
+        self._links, self._cores, self._speedup = links, cores, speedup
         self._lanes: list[_Lane] = []
         self._clock = 0.0
 
@@ -216,7 +202,7 @@ class _Machine:
     def _start(self, activity: Activity) -> _Running:
         """Return what an activity takes alone."""
         if isinstance(activity, Work):
-            return _Running(activity.seconds, 1.0)
+            return _Running(activity.seconds / self._speedup, 1.0)
         times = self._links[activity.inside]
         if times is None:
             raise SpecError("an exchange in two levels needs `inside`, the times inside a node")

@@ -72,15 +72,13 @@ def _unreachable(ranks: tuple[int, ...], others: str, ways: Sequence[Unreachable
     return Finding(code, ranks, text, advice, fatal=True)
 
 
+_NO_GPU = "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
+_NO_GPU += "--backend"
 _VERSIONS = "install the same versions on all nodes"
+_EXTRA = 'pip install "torchcomp-ddp[kernels]" on all nodes, or triton on GPUs'
 # What should be equal on all ranks, by the name in Facts: code, words and advice.
 _EQUAL = {
-    "backend": (
-        "backends",
-        "backends",
-        "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
-        "--backend",
-    ),
+    "backend": ("backends", "backends", _NO_GPU),
     "torch": ("versions", "versions of torch", _VERSIONS),
     "torchcomp": ("versions", "versions of torchcomp", _VERSIONS),
     "python": ("versions", "versions of Python", _VERSIONS),
@@ -89,11 +87,7 @@ _EQUAL = {
     "gpu": ("gpus", "GPUs", "the slowest GPU sets the pace: give it a smaller batch, or leave it"),
     "cores": ("cores", "cores per process", "check taskset, cgroups and Slurm's --cpus-per-task"),
     "threads": ("threads", "threads of torch", "set OMP_NUM_THREADS to one value on all nodes"),
-    "kernels": (
-        "kernels",
-        "kernels of torchcomp",
-        'pip install "torchcomp-ddp[kernels]" on all nodes, or triton on GPUs',
-    ),
+    "kernels": ("kernels", "kernels of torchcomp", _EXTRA),
     "mtu": ("mtu", "MTUs", "set one MTU on all interfaces and switches"),
 }
 
@@ -146,10 +140,8 @@ def of_speeds(speeds: Sequence[Speed]) -> list[Finding]:
         text = f"rank {rank} computes {factor:.1f}x slower than the others"
         advice = "it ran all the time: compare its clock rate, temperature and power limit"
         if speed.busy < 0.8:
-            advice = (
-                f"it got {speed.busy:.0%} of its cores: end other programs there, or raise the "
-                "limit of its container"
-            )
+            advice = f"it got {speed.busy:.0%} of its cores: end other programs there, or raise "
+            advice += "the limit of its container"
         found.append(Finding("slow-rank", (rank,), text, advice))
     return found
 
@@ -214,9 +206,8 @@ def _of_latency(links: Sequence[Link]) -> list[Finding]:
         if is_late(link.latency, usual):
             text = f"{_named(link)} is late: {duration(link.latency)}, "
             text += f"where both take {duration(usual)} with others"
-            found.append(
-                Finding("late-link", _ends(link), text, "check the route between these two")
-            )
+            advice = "check the route between these two"
+            found.append(Finding("late-link", _ends(link), text, advice))
     return found
 
 
