@@ -96,19 +96,15 @@ class CollectiveTimes:
         return values[-1] + slope * (nbytes - sizes[-1])
 
     def _slope(self, kind: str, column: int) -> float:
-        reach = {
-            each: curve[0][-1] * sent_per_byte(each, self.world_size)
-            for each, curve in self._curves.items()
-        }
+        sent = {each: sent_per_byte(each, self.world_size) for each in self._curves}
+        reach = {each: curve[0][-1] * sent[each] for each, curve in self._curves.items()}
         furthest = max(reach, key=reach.__getitem__)
         # Short messages tell little of the bandwidth.
         if reach[furthest] < _FURTHER * reach[kind]:
             furthest = kind
         sizes, *columns = self._curves[furthest]
-        per_byte = _last_slope(sizes, columns[column]) / max(
-            sent_per_byte(furthest, self.world_size), 1e-9
-        )
-        return per_byte * sent_per_byte(kind, self.world_size)
+        per_byte = _last_slope(sizes, columns[column]) / max(sent[furthest], 1e-9)
+        return per_byte * sent[kind]
 
     @cached_property
     def _curves(self) -> dict[str, tuple[list[float], list[float], list[float]]]:
