@@ -7,7 +7,6 @@ exist". The Python parts (models, transforms, datasets) work once the operators 
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -34,9 +33,3 @@ def import_torchvision() -> ModuleType:
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]
     return importlib.import_module("torchvision")
-
-
-def functional() -> Any:
-    """Return torchvision's functional transforms."""
-    import_torchvision()
-    return importlib.import_module("torchvision.transforms.functional")

@@ -68,7 +68,7 @@ def test_a_report_fits_80_columns_and_its_json_has_everything(name):
     assert all(line == line.rstrip() for line in lines)
     assert sum(line.startswith("verdict: ") for line in lines) == 1
     values = json.loads(json.dumps(as_dict(results), allow_nan=False))
-    assert values["schema"] == 1
+    assert values["schema"] == 2
     assert status(results) == values["status"] == STATUSES.get(name, HEALTHY)
     assert {"facts", "findings", "clocks", "links", "speeds", "rows", "verdict"} <= set(values)
     assert len(values["facts"]) == results.world_size

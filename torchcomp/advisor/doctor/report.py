@@ -15,7 +15,7 @@ from torchcomp.advisor.doctor.training import PLAIN
 from torchcomp.advisor.units import duration, rate, size, wrapped
 from torchcomp.specs.version import __version__
 
-SCHEMA = 1  # version of the JSON: it grows when a name goes away or changes its meaning
+SCHEMA = 2  # version of the JSON: it grows when a name goes away or changes its meaning
 HEALTHY, FOUND, NOT_MEASURED = 0, 1, 3  # exit statuses; 2 is bad options
 _SHOWN_SIZES = (2**12, 2**18, 2**22, 2**24)
 _MOST_SHOWN = 20
