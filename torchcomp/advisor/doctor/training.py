@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -230,16 +231,22 @@ class _Synthetic(nn.Module):
         layers = min(_MOST_LAYERS, math.ceil(numel / _LAYER))
         sizes = [len(part) for part in torch.empty(numel, device="meta").tensor_split(layers)]
         self.weights = nn.ParameterList(torch.zeros(size) for size in sizes)
-        self.seconds = seconds
+        self.seconds, self._began = seconds, 0.0
 
     def forward(self, x: Tensor) -> Tensor:
         time.sleep(self.seconds / 3)
-        each = 2 / 3 * self.seconds / len(self.weights)
-        for weight in self.weights:
-            # One after another, from the last layer to the first.
+        for number, weight in enumerate(self.weights):
             x = x + weight[0]
-            x.register_hook(lambda gradient: time.sleep(each))  # type: ignore[no-untyped-call]
+            x.register_hook(partial(self._compute, number))  # type: ignore[no-untyped-call]
         return x
+
+    def _compute(self, number: int, gradient: Tensor) -> None:
+        """Sleep until the backward pass reaches a layer; to make its gradient counts as well."""
+        layers = len(self.weights)
+        if number == layers - 1:
+            self._began = time.perf_counter()
+        end = self._began + 2 / 3 * self.seconds * (layers - number) / layers
+        time.sleep(max(0.0, end - time.perf_counter()))
 
 
 def _attached(module: nn.Module, job: Job, phases: Phases) -> DistributedDataParallel:
