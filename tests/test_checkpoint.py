@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torchcomp.checkpoints.saved_slots import load_slot, save_slot
 
 from torchcomp import CheckpointError, redistribute
 from torchcomp.checkpoints import checkpoint
@@ -25,7 +26,6 @@ from torchcomp.checkpoints.checkpoint import (
     tensor,
     text,
 )
-from torchcomp.checkpoints.saved_slots import load_slot, save_slot
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.state import Kind, Slot
 

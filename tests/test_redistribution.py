@@ -9,13 +9,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torchcomp.checkpoints.saved_slots import load_slot, save_slot
 
 from tests.support.outcomes import caught, reloaded, same
 from torchcomp import CheckpointError, redistribute
 from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.pieces import Pieces
 from torchcomp.checkpoints.redistribution import Place, check_place, gathered, own_state, two_levels
-from torchcomp.checkpoints.saved_slots import load_slot, save_slot
 from torchcomp.engine.bucket import Bucket, BucketShape, memory_order
 from torchcomp.engine.state import Kind, Slot
 

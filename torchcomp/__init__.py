@@ -9,8 +9,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchcomp.checkpoints.gathering import Gathered
-from torchcomp.checkpoints.per_rank import PerRank
+from torchcomp.checkpoints.gathering import Gathered, PerRank
 from torchcomp.checkpoints.redistribution import redistribute
 from torchcomp.ddp.entry import register
 from torchcomp.ddp.handle import Handle

@@ -24,7 +24,7 @@ from benchmarks.net.shell import ShellError, missing
 from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from tests.support.ranks import with_fake_ranks
-from torchcomp.schedules import SCHEDULES
+from torchcomp.local_sgd.schedules import SCHEDULES
 
 TINY = ["--mbit", "1000", "--models", "mlp", "--seconds", "0.5"]
 SPECS = ["mean", "ef(topk(0.1))"]

@@ -89,7 +89,7 @@ class Aggregator(Component):
         return self if now == parts else replace(self, **now)
 
     def spans(self, exchanges: int) -> "list[tuple[Aggregator, int]]":
-        """Return the methods of a run's exchanges, one after another, with the number of each."""
+        """Return the methods of a run's exchanges, with the number of each."""
         starts = [start for start in self.stages if start < exchanges]
         return [(self.at(start), stop - start) for start, stop in pairwise([*starts, exchanges])]
 
@@ -104,7 +104,6 @@ class Aggregator(Component):
         return self.settled
 
     def _parts(self) -> "dict[str, Compressor | Aggregator]":
-        """Return the compressors, and the aggregators, that this method is built of."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {n: v for n, v in values.items() if isinstance(v, Compressor | Aggregator)}
 

@@ -101,13 +101,8 @@ class OneWay(Aggregator):
         else:
             # Messages that are added have no frames, and so no checksums.
             framed = collective == "allgather"
-            codec = Codec(
-                _vectors(self, shape),
-                bucket.device,
-                shape.dtype,
-                None,
-                framed and exchange.checksum,
-            )
+            checksum = framed and exchange.checksum
+            codec = Codec(_vectors(self, shape), bucket.device, shape.dtype, None, checksum)
             bucket.route = (AllGatherRoute if framed else AllReduceRoute)(codec, exchange)
 
 

@@ -21,8 +21,8 @@ from torchcomp.exchange.traffic import Load, Traffic, sum_bytes
 class Collectives(ABC):
     """The collectives of an :class:`~torchcomp.Exchange`, which describes the arguments."""
 
+    # Dtypes of which the backend's own mean has the bits of plain DDP.
     _averages: tuple[torch.dtype, ...] = ()
-    """Dtypes of which the backend's own mean has the bits of plain DDP."""
 
     def __init__(
         self,
@@ -170,10 +170,8 @@ class Collectives(ABC):
     def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:
         """Start to add up `numbers` (1-D, contiguous) over the ranks of all levels, in place.
 
-        Counted apart from messages, as in :meth:`all_reduce_max`.
-
-        Returns:
-            A function that waits for the sums, and returns them on the CPU.
+        Counted apart from messages. What is returned waits for the sums, and returns them on the
+        CPU.
         """
         with span("sum_control") if profiler._is_profiler_enabled else OFF:
             # Inside the node first, so that the message between nodes is the one on its way.
@@ -193,7 +191,14 @@ class Collectives(ABC):
 
         return sums
 
-    # --- Connections, counters and levels ---
+    def gather_all(self, value: Any) -> list[Any]:
+        """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
+        values = [value]
+        for level in self._levels:
+            values = [each for listed in level.gather_objects(values) for each in listed]
+        return values
+
+    # --- Connections and counters ---
 
     def close(self) -> None:
         """End the connections that belong to this exchange. After a :meth:`split`, of both levels.
@@ -231,10 +236,3 @@ class Collectives(ABC):
             traffic.inside += inside.sent
             traffic.control += inside.control
         return traffic
-
-    def gather_all(self, value: Any) -> list[Any]:
-        """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
-        values = [value]
-        for level in self._levels:
-            values = [each for listed in level.gather_objects(values) for each in listed]
-        return values

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.engine.compat import all_gather_single, reduce_scatter_single
-from torchcomp.exchange.base import Exchange, explained
-from torchcomp.exchange.failures import explain, report_cause
+from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.failures import explain, explained, report_cause
 from torchcomp.exchange.traffic import COPIED
 from torchcomp.specs.errors import UnsupportedModelError
 
