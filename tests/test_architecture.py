@@ -152,13 +152,14 @@ COLLECTIVES |= {name for name in vars(dist.ProcessGroup) if name.startswith("all
 def sends(tree):
     """Whether a file uses a collective of torch.distributed, or of a process group."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed"):
-            if COLLECTIVES & {alias.name for alias in node.names}:
-                return True
-        if isinstance(node, ast.Attribute) and node.attr in COLLECTIVES:
-            owner = ast.unparse(node.value)
-            if owner in ("dist", "torch.distributed") or "group" in owner.lower():
-                return True
+        owner, names = "", set()
+        if isinstance(node, ast.ImportFrom):
+            owner, names = node.module or "", {alias.name for alias in node.names}
+        elif isinstance(node, ast.Attribute):
+            owner, names = ast.unparse(node.value), {node.attr}
+        ours = owner == "dist" or owner.startswith("torch.distributed") or "group" in owner.lower()
+        if ours and COLLECTIVES & names:
+            return True
     return False
 
 

@@ -80,38 +80,33 @@ def test_a_run_resumed_from_one_file_is_bit_identical(spec):
     assert not torch.equal(first[1], second[1])  # each rank has its own
 
 
-def resumes_local_steps():
-    """Inside a round, with everything that differs between ranks."""
-    whole, resumed = Script("every(3)", 12), Script("every(3)", 12)
+def resumes_inside_a_round(make):
+    """Everything that differs between ranks. In nodes, rank 0 saves a state for each node."""
+    whole, resumed = make(), make()
     whole.train(0, 4)
     parts = {"model": whole.model, "optimizer": whole.optimizer}
     state = through_a_file(Gathered(whole.sync, **parts).state_dict())
     parts = {"model": resumed.model, "optimizer": resumed.optimizer}
     Gathered(resumed.sync, **parts).load_state_dict(state)
-    return all(map(torch.equal, whole.train(4, 12), resumed.train(4, 12)))
+    return all(map(torch.equal, whole.train(4, 8), resumed.train(4, 8))), len(state["states"])
 
 
-def test_local_steps_resume_inside_a_round():
-    assert on_threads(2, resumes_local_steps) == [True] * 2
+def local_steps():
+    return Script("every(3)", 12)
 
 
-def resumes_two_levels():
-    """Inside a round. Rank 0 saves a state of one rank in each of the two nodes."""
-    whole, resumed = (Hierarchy(compress=TOPK) for _ in range(2))
-    whole.train(0, 5)
-    parts = {"model": whole.model, "optimizer": whole.optimizer}
-    state = through_a_file(Gathered(whole.sync, **parts).state_dict())
-    parts = {"model": resumed.model, "optimizer": resumed.optimizer}
-    Gathered(resumed.sync, **parts).load_state_dict(state)
-    return all(map(torch.equal, whole.train(5, 8), resumed.train(5, 8))), len(state["states"])
+def in_nodes():
+    return Hierarchy(compress=TOPK)
 
 
-def test_two_levels_resume_inside_a_round():
-    assert on_threads(4, resumes_two_levels) == [(True, 2)] * 4
+@pytest.mark.parametrize("make", [local_steps, in_nodes])
+def test_local_steps_resume_inside_a_round(make):
+    ranks = 2 if make is local_steps else 4
+    assert on_threads(ranks, resumes_inside_a_round, make) == [(True, 2)] * ranks
 
 
 def over_gloo():
-    return resumes_the_handle(TOPK)[0], resumes_local_steps()
+    return resumes_the_handle(TOPK)[0], resumes_inside_a_round(local_steps)[0]
 
 
 def test_both_resume_over_gloo():
@@ -131,27 +126,21 @@ def test_jointspar_has_the_same_calls():
     assert on_threads(2, body) == [True] * 2
 
 
-def test_every_rank_gets_the_states_if_asked():
+def test_every_rank_gets_the_states_if_asked_and_they_share_no_memory_with_the_run():
     def body():
         run = Run().train(0, 2)
-        return run.handle.gather_state_dict(dst=None), run.handle.gather_state_dict(dst=1)
+        states = [run.handle.gather_state_dict(dst=dst) for dst in (None, 1)]
+        state = Gathered(run.handle, model=run.model, dst=None).state_dict()
+        before = reloaded(state)
+        run.train(2, 3)
+        assert same(before, state)
+        return states
 
     (everywhere, no), (also, there) = on_threads(2, body)
     assert no is None
     assert same(everywhere, also)
     assert same(everywhere, there)
     assert [state["rank"] for state in there["states"]] == [0, 1]
-
-
-def test_gathered_tensors_share_no_memory_with_the_run():
-    def body():
-        run = Run().train(0, 2)
-        state = Gathered(run.handle, model=run.model, dst=None).state_dict()
-        before = reloaded(state)
-        run.train(2, 3)
-        return same(before, state)
-
-    assert on_threads(1, body) == [True]
 
 
 # --- Another number of ranks ----------------------------------------------------------------------
@@ -302,11 +291,7 @@ def with_dcp(folder: str, per_rank: bool):
     dcp.save({name: run.handle}, checkpoint_id=folder)
     saved = run.handle.state_dict()
     run.train(2, 3)
-    error = None
-    try:
-        dcp.load({name: run.handle}, checkpoint_id=folder)
-    except Exception as raised:
-        error = raised
+    error = caught(lambda: dcp.load({name: run.handle}, checkpoint_id=folder))
     equal = same(run.handle.state_dict(), saved)
     run.handle.close()
     return equal, error
