@@ -32,6 +32,7 @@ import torchcomp
 from torchcomp import Averager
 from torchcomp.engine.bucket import Bucket
 from torchcomp.exchange import Exchange
+from torchcomp.exchange.base import Conclusion
 from torchcomp.kernels import backend
 
 DEVICE = torch.device("cuda", 0)
@@ -469,7 +470,7 @@ class EchoExchange(Exchange):
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         return [value] * self.world_size
 
-    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Callable[[], bool]:
+    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
         for headers, origin in self._headers:
             _host(headers).copy_(_host(origin.frames.expected).repeat(origin.rows, 1))
         if finite is not None:

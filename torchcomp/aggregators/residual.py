@@ -5,6 +5,7 @@ from typing import Annotated
 import torch
 
 from torchcomp.aggregators.base import Aggregator, Law
+from torchcomp.compressors import Compressor
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.state import Kind, Slot
 from torchcomp.specs.component import Choices, Component
@@ -59,7 +60,8 @@ class Residual(Aggregator):
         # A wider residual gets those of other ranks too, when the mean is rounded to the gradients.
         if torch.promote_types(dtype, self.residual_dtype(dtype)) != dtype:
             return False
-        return any(part.selects for part in [*self._parts().values()][:1])
+        first = next(iter(self._parts().values()), None)  # what a rank sends, or None
+        return isinstance(first, Compressor) and first.selects
 
 
 def check_contractive(owner: Component, field: str) -> None:

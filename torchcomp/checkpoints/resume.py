@@ -155,8 +155,8 @@ def save_slots(
     """
     saved: dict[str, Any] = {}
     for slot in slots:
-        empty = {"kind": slot.kind.value, "sharded": slot.sharded, "tensors": {}}
-        tensors = saved.setdefault(slot.name, empty)["tensors"]
+        kind = {"kind": slot.kind.value, "sharded": slot.sharded}
+        tensors = saved.setdefault(slot.name, {**kind, "tensors": {}})["tensors"]
         held = dict(state.items(slot.name))
         for name, size in zip(slot.names, slot.sizes, strict=True):
             parameter, part = parameters[name], held.get(name)

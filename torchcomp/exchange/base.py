@@ -37,6 +37,16 @@ class Origin(NamedTuple):
         return [name for name, size in zip(names, sizes, strict=True) if size]
 
 
+class Conclusion(NamedTuple):
+    """The result of the checks of a step on all ranks. It is called to wait for it."""
+
+    flags: Tensor | None  # whether a frame was not intact, a value not finite; and the numbers
+    wait: Callable[[], bool]
+
+    def __call__(self) -> bool:
+        return self.wait()
+
+
 class Exchange(Collectives):
     """Collectives among `world_size` ranks. All ranks make the same calls in the same order.
 
@@ -218,7 +228,7 @@ class Exchange(Collectives):
         """
         return self.conclude_later(finite, where, advice)()
 
-    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Callable[[], bool]:
+    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
         """As :meth:`conclude`, but all ranks call what is returned to wait for the result."""
         received: list[tuple[Tensor, Origin]] = []
         asked: list[Asked] = []
@@ -231,7 +241,7 @@ class Exchange(Collectives):
             asked += level._asked
         self.reset()
         if finite is None and not communicates:
-            return lambda: True
+            return Conclusion(None, lambda: True)
         differences = self._differences(received) if received else None
         flags = self._own_flags(differences, finite, asked)
         if communicates:
@@ -252,7 +262,7 @@ class Exchange(Collectives):
                 raise WireError(text)
             return not nonfinite
 
-        return conclusion
+        return Conclusion(flags, conclusion)
 
     def _own_flags(
         self, differences: Tensor | None, finite: Tensor | None, asked: Sequence[Asked]
