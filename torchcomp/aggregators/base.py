@@ -76,13 +76,10 @@ class Aggregator(Component):
         return tuple(sorted({0}.union(*(part.stages for part in self._parts().values()))))
 
     def at(self, step: int) -> "Aggregator":
-        """Return the method to use at a step: itself, unless one of its compressors changes.
+        """Return the method of exchange `step`, from 0: itself, unless a compressor changes.
 
         All stages have the same residuals and estimates, so a run goes from one to the next without
         a swap.
-
-        Args:
-            step: index of the exchange, counted from 0.
         """
         parts = self._parts()
         now = {name: part.at(step) for name, part in parts.items()}
@@ -138,13 +135,10 @@ class Aggregator(Component):
         return False
 
     def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
-        """Whether the slot "error" is non-finite exactly where this rank's gradient was.
+        """Whether the slot "error" is non-finite exactly where this rank's gradient of `dtype` was.
 
-        If so, the residual of a failed step shows which parameters had a NaN or an infinity.
-        The gradients then need no check before the exchange.
-
-        Args:
-            dtype: dtype of the gradient.
+        The residual of a failed step then shows which parameters had a NaN or an infinity, and the
+        gradients need no check before the exchange.
         """
         return False
 
@@ -175,14 +169,7 @@ class Aggregator(Component):
     def prepared(
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
     ) -> Prepared:
-        """Return a bucket of this shape, prepared for this method.
-
-        Args:
-            shape: shape of the bucket.
-            exchange: collectives of the group.
-            state: stores the slots. The caller commits it or rolls it back.
-            device: device of the gradients.
-        """
+        """Return a bucket, prepared for this method; the caller commits or rolls back `state`."""
         slots = self.slots(shape, exchange.world_size, exchange.rank)
         bucket = Prepared(shape, exchange, state, device, slots)
         bucket.shows_nonfinite = self.residual_shows_nonfinite(shape.dtype)

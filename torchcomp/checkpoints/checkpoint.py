@@ -186,11 +186,7 @@ def header(spec: str, exchange: Exchange) -> dict[str, Any]:
 
 
 def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str, str]) -> None:
-    """Require a state dict of this version, method (or schedule), rank and world size.
-
-    Raises:
-        CheckpointError: if one differs, with both values, and the `advice` on that one.
-    """
+    """Require this version, method (or schedule), rank and world size; `advice` says what to do."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
     wanted = header(spec, exchange)
@@ -240,11 +236,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Require the state of a :class:`torchcomp.Averager` with parameters of these names and shapes.
-
-    Raises:
-        CheckpointError: with the name of what is missing, unknown, damaged or of another shape.
-    """
+    """Require the state of an :class:`.Averager` with parameters of these names and shapes."""
     ENGINE(state, "the state dict")
     # Strides can differ. Only shards depend on them; see `load_slot`.
     saved = {name: list(each["shape"]) for name, each in state["parameters"].items()}
@@ -267,10 +259,7 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
 def check_division(
     division: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Require that each parameter is in exactly one of the "groups", or of the "buckets".
-
-    With `parameters`, those of the model, each group must also have one dtype and device.
-    """
+    """Require that each parameter is in one group of "groups" or "buckets", of one dtype each."""
     # Counted, to find a parameter that is in two groups.
     saved = Counter(name for group in state[division] for name in group)
     expected = Counter(list(state["parameters"]))

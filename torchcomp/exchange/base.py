@@ -163,14 +163,12 @@ class Exchange(Collectives):
         """Check the headers of received frames, and their checksums if they have any.
 
         A bad frame does not raise here: the other ranks would wait in their next collective.
-        :meth:`conclude` raises instead, on every rank. On an accelerator, nothing is launched
-        unless there are checksums: `received` must keep its values until then.
+        :meth:`conclude` raises instead, on every rank. `received` must keep its values until then.
 
         Args:
             frames: what each row contains.
             received: (count, frames.nbytes) uint8, contiguous, aligned to 8 bytes.
-            senders: the rank that sent each row; or each of the frames, row by row, with those of
-                empty messages.
+            senders: the rank that sent each row; or each frame, row by row, also empty ones.
         """
         if not frames.nbytes:
             return
@@ -185,12 +183,8 @@ class Exchange(Collectives):
     def max_at_end(self, numbers: Iterable[int]) -> list[int]:
         """As :meth:`all_reduce_max` for the host's numbers, in the message of :meth:`conclude`.
 
-        Args:
-            numbers: from 0 to 255, or flags; as many on every rank.
-
-        Returns:
-            A list that is empty until `conclude` fills it with the elementwise maximum over the
-            ranks. It stays empty if the step is discarded before.
+        `numbers` are from 0 to 255, or flags; as many on every rank. The list that is returned is
+        empty until `conclude` fills it with the maxima, or for ever if the step is discarded.
         """
         combined: list[int] = []
         self._asked.append((list(numbers), combined))
@@ -198,29 +192,22 @@ class Exchange(Collectives):
         return combined
 
     def same_at_end(self, digest: bytes) -> Callable[[], bool]:
-        """As :meth:`same` for a short digest, in the message of :meth:`conclude`.
-
-        The function that is returned has the answer after it.
-        """
+        """As :meth:`same` for a short digest; what is returned has the answer after `conclude`."""
         # As in `same`: the complements find the minimum.
         bounds = self.max_at_end([*digest, *digest.translate(_COMPLEMENTS)])
         count = len(digest)
         return lambda: bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
-        """Combine the checks of this step over the ranks, with one message and one wait.
+        """Return whether the values of this step are finite on all ranks: one message, one wait.
 
         All ranks call this; after a :meth:`split`, all ranks of both levels. If there is nothing to
         combine, it neither communicates nor waits.
 
         Args:
-            finite: scalar bool, whether all values that this rank checked are finite. None if it
-                checked none.
+            finite: scalar bool, whether all values that this rank checked are finite; None if none.
             where: the step or call, for the error.
             advice: what state the failed step leaves, for the error.
-
-        Returns:
-            Whether the values are finite on all ranks.
 
         Raises:
             WireError: on every rank, if a frame received since the last call was not intact. It
@@ -267,10 +254,7 @@ class Exchange(Collectives):
     def _own_flags(
         self, differences: Tensor | None, finite: Tensor | None, asked: Sequence[Asked]
     ) -> Tensor:
-        """Return whether a frame was not intact, whether a value was not finite, and the numbers.
-
-        uint8, on the exchange's device.
-        """
+        """Return the flags of a :class:`Conclusion`, of this rank: uint8, on the device."""
         flags = [0, 0]
         for numbers, _ in asked:
             flags += numbers

@@ -64,10 +64,7 @@ class PrivateExchange(ProcessGroupExchange):
             self._group.barrier().wait()
 
     def leave(self, error: BaseException) -> None:
-        """End this rank's connections after an error, so that the other ranks do not wait for it.
-
-        They raise RankFailureError, with the error of this rank.
-        """
+        """End this rank's connections, so that the others raise RankFailureError with `error`."""
         if self._group is not ENDED:
             report_cause(self, error)
             self._close()
@@ -116,10 +113,7 @@ class PrivateExchange(ProcessGroupExchange):
 
 
 class InsideExchange(PrivateExchange):
-    """The private exchange inside a node, of large uncompressed messages.
-
-    Gathered values are valid until the next call, which uses their memory again.
-    """
+    """The exchange inside a node, of large messages. The next call overwrites what was gathered."""
 
     def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         super().__init__(name, ranks, beside)
