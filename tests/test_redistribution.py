@@ -1,6 +1,7 @@
 """Redistribution between nodes: pieces of parameters are joined and cut again."""
 
 import copy
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -305,33 +306,83 @@ def test_damage_raises_nothing_but_a_checkpoint_error(
             assert same(state["slots"], wanted["slots"])
 
 
-def without(states: list[Any], *ranks: int) -> list[Any]:
-    return [state for state in states if state["rank"] not in ranks]
+def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    state = copy.deepcopy(state)
+    damaged(state, path, value)
+    return state
 
 
-def moved(states: list[Any], rank: int, **place: int) -> list[Any]:
-    states = copy.deepcopy(states)
-    states[rank]["two_levels"] |= place
-    return states
+TWO = states_of((2, 1), [drawn(0), drawn(1)], drawn(2))
+ODD = ("slots", "error", "tensors", "odd")
+NEW = {"kind": "debt", "sharded": False, "tensors": {"new": torch.zeros(1)}}
+FIRST_SHARD = ("slots", "server_error", "tensors", "odd")
 
 
 @pytest.mark.parametrize(
-    "states",
+    ("states", "problem"),
     [
-        without(WHOLE, 0),
-        without(WHOLE, 1, 3),
-        [*WHOLE, WHOLE[0]],
-        moved(WHOLE, 0, position=1),
-        moved(WHOLE, 0, node=1),
-        moved(WHOLE, 0, node=2),
-        moved(WHOLE, 3, node_size=4),
-        [*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]],
+        ([], r"^states\b"),
+        (5, r"^states\b"),
+        ([{}, {}], r"states\[0\]"),
+        ([None, None], r"states\[0\]"),
+        (TWO[:1], r"\b2 ranks.* \[0\]"),
+        ([*TWO, TWO[1]], r"\b2 ranks.* \[0, 1, 1\]"),
+        ([changed(TWO[0], ("world_size",), 2**62), TWO[1]], rf"\b{2**62} ranks.* \[0, 1\]"),
+        *(
+            ([TWO[0], changed(TWO[1], (name,), value)], rf": {name}\b")
+            for name, value in {"step": 11, "spec": "ef", "scale": 2.0, "parameters": {}}.items()
+        ),
+        ([changed(TWO[0], ("rank",), DELETED), TWO[1]], "'rank'"),
+        ([TWO[0], changed(TWO[1], ("slots",), DELETED)], "'slots'"),
+        ([TWO[0], changed(TWO[1], ("slots",), {})], "slots"),
+        ([TWO[0], changed(TWO[1], ODD, DELETED)], "slots"),
+        ([changed(TWO[0], ODD, DELETED), TWO[1]], "slots"),
+        ([changed(state, ("buckets",), [["foreign"]]) for state in TWO], "'foreign'"),
+        ([changed(state, ("slots", "q"), NEW) for state in TWO], "'new'"),
+        ([changed(TWO[0], FIRST_SHARD, torch.zeros(3)), TWO[1]], "rank 0"),
+        # With nodes.
+        (WHOLE[1:], "ranks"),
+        ([*WHOLE, WHOLE[0]], "ranks"),
+        ([changed(WHOLE[0], ("two_levels", "position"), 1), *WHOLE[1:]], "node"),
+        ([changed(WHOLE[0], ("two_levels", "node"), 2), *WHOLE[1:]], "node"),
+        ([*WHOLE[:3], changed(WHOLE[3], ("two_levels", "node_size"), 4)], "node"),
+        ([*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]], ""),
     ],
-    ids=range(8),
+    ids=range(25),
 )
-def test_states_that_are_not_all_ranks_of_the_same_nodes_are_refused(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError):
+def test_states_that_are_not_all_ranks_of_one_run_are_refused(states: Any, problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
         redistribute(states, 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "mean"),
+    [(torch.float16, (60_000.0, 50_016.0), 55_008.0), (torch.float32, (1e8, 1.5, -1e8), 0.5)],
+)
+def test_means_are_summed_in_float64(dtype: torch.dtype, values: Any, mean: float) -> None:
+    drawns = [{**drawn(0), "scalar": torch.tensor(value)} for value in values]
+    states = states_of((len(values), 1), drawns, drawn(1), dtype=dtype)
+    (after,) = (state["slots"]["error"]["tensors"]["scalar"] for state in redistribute(states, 1))
+    assert (after.dtype, after.item()) == (dtype, mean)
+
+
+def test_a_server_residual_of_another_world_size_or_memory_order_is_refused() -> None:
+    here = model()
+    other = here | {"odd": here["odd"].t().contiguous().t()}
+    only = TWO[0] | {"slots": {"server_error": TWO[0]["slots"]["server_error"]}}
+
+    def load(nodes: int, parameters: Tensors) -> Exception | None:
+        shard = BucketShape.of(here, here).shards(nodes)[0]
+        slot = Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True)
+        return caught(lambda: load_slots([slot], only, parameters, "a method"))
+
+    assert load(2, here) is None
+    for error, words in (
+        (load(3, here), r"\d+ elements .*torchcomp\.redistribute"),
+        (load(2, other), r"'odd' .*\[2, 1\].* \[1, 7\]"),
+    ):
+        assert type(error) is CheckpointError
+        assert re.search(words, str(error))
 
 
 @pytest.mark.parametrize(
@@ -339,11 +390,12 @@ def test_states_that_are_not_all_ranks_of_the_same_nodes_are_refused(states: lis
     [
         *(({"nodes": nodes}, "nodes") for nodes in (0, -1, 3, 8, 1.0, True, "2", [2])),
         *(({"rank": rank}, "rank") for rank in (-1, 4, 1.0, True, "2")),
+        *(({"world_size": size}, f"world_size .* {size}$") for size in (0, -1, True)),
     ],
 )
 def test_a_bad_argument_is_refused_by_its_name(arguments: Any, field: str) -> None:
     with pytest.raises(CheckpointError, match=field):
-        redistribute(WHOLE, 4, **arguments)
+        redistribute(WHOLE, **{"world_size": 4, **arguments})
 
 
 @given(RUNS, RUNS)
