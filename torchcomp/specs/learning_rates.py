@@ -8,6 +8,7 @@ Source: Gu, Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv 2310.14423).
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from torchcomp.specs.checks import check_at_least_0, check_choice, check_count, check_positive
 from torchcomp.specs.errors import SpecError
@@ -17,6 +18,11 @@ LRFunction = Callable[[int], float]
 
 DECAYS = ("cosine", "linear", "step-cosine")
 """Half a cosine wave, a straight line, and that cosine rounded to powers of two."""
+
+
+def warmed_up(step: int, *, after: LRFunction, peak: float, final: float, steps: int) -> float:
+    """Linear warm-up from `final` to `peak` in `steps` steps; then `after`, of the run's step."""
+    return final + (peak - final) * step / steps if step < steps else after(step)
 
 
 def decaying(
@@ -50,9 +56,7 @@ def decaying(
     # The decay takes the steps that warm-up leaves, and reaches `final` at step `total_steps`.
     length = total_steps - warmup_steps
 
-    def lr(step: int) -> float:
-        if step < warmup_steps:
-            return final + (peak - final) * step / warmup_steps
+    def decayed(step: int) -> float:
         done = step - warmup_steps
         if decay == "linear":
             return final + (peak - final) * (1 - done / length)
@@ -60,4 +64,4 @@ def decaying(
         # round() to an integer, not 2 ** floor(): the nearest power of two on a log scale.
         return 2.0 ** round(math.log2(cosine)) if decay == "step-cosine" else cosine
 
-    return lr
+    return partial(warmed_up, after=decayed, peak=peak, final=final, steps=warmup_steps)
