@@ -100,7 +100,7 @@ def the_method_accounts_for_every_gradient(spec: str, dtype: torch.dtype = torch
                     if name in slots[when][slot]:
                         rest[name] = rest[name] + factor * slots[when][slot][name]
             norm = sum(float(g[n].square().sum()) for g in gradients for n in names) ** 0.5
-            least = 4e-3 if "bf16" in spec else 1e-12 if dtype == torch.float64 else 1e-6
+            least = 1e-2 if "bf16" in spec else 1e-12 if dtype == torch.float64 else 1e-6
             if dtype != torch.float64 and not isinstance(method, Residual):
                 least = 1e-2  # nothing records what rounding the mean loses
             lost = sum(float(each.square().sum()) for each in rest.values()) ** 0.5
