@@ -12,8 +12,10 @@ from torchcomp.specs.component import Choices, Component
 from torchcomp.specs.errors import SpecError
 
 _DTYPES = {
-    **{"fp32": torch.float32, "fp64": torch.float64},
-    **{"bf16": torch.bfloat16, "fp16": torch.float16},
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 ResidualDtype = Annotated[str | None, Choices(_DTYPES)]
 
@@ -31,8 +33,9 @@ class Residual(Aggregator):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for option in self._parts():
-            check_contractive(self, option)
+        for option, part in self._parts().items():
+            if isinstance(part, Compressor):
+                check_contractive(self, option)
 
     def residual_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Return the dtype of the residual, for gradients of dtype `gradient`."""
