@@ -346,7 +346,7 @@ FIRST_SHARD = ("slots", "server_error", "tensors", "odd")
         ([changed(WHOLE[0], ("two_levels", "position"), 1), *WHOLE[1:]], "node"),
         ([changed(WHOLE[0], ("two_levels", "node"), 2), *WHOLE[1:]], "node"),
         ([*WHOLE[:3], changed(WHOLE[3], ("two_levels", "node_size"), 4)], "node"),
-        ([*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]], ""),
+        ([*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]], "run"),
     ],
     ids=range(25),
 )

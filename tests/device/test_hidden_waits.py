@@ -32,7 +32,6 @@ OUTSIDE = (
     *(
         "checkpoints/checkpoint.py",
         "checkpoints/redistribution.py",
-        "checkpoints/per_rank.py",
         "checkpoints/gathering.py",
         "two_direction/",
         "reference.py",
