@@ -4,22 +4,14 @@ import ast
 import graphlib
 import subprocess
 import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import torchcomp
-from tests.support.codecs import codec_of, packed, unpacked
 from tests.support.patience import PATIENCE
-from torchcomp.aggregators import EF
-from torchcomp.compressors import Compressor, Identity, Warmup
-from torchcomp.compressors.base import Encoded
-from torchcomp.engine.keys import Key
-from torchcomp.routes.wire import Field
+from torchcomp.compressors import Identity, Warmup
 from torchcomp.specs import spec
 
 PACKAGE = Path(torchcomp.__file__).parent
@@ -209,51 +201,7 @@ def test_functions_are_short_and_use_no_assert():
                 assert lines <= 60, f"{module} {node.name}"
 
 
-# --- A new compressor needs one file and one line -------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MeanOnly(Compressor):
-    """A compressor that exists in this file only: every element becomes the vector's mean."""
-
-    name: ClassVar[str] = "meanonly"
-
-    shift: float = 0.0
-
-    def layout(self, numel, dtype):
-        return (Field("mean", dtype, min(1, numel)),)
-
-    def encode(self, x, vectors, key):
-        parts = [x[v.span] for v in vectors]
-        return Encoded([(p.mean().view(1) + self.shift if p.numel() else p,) for p in parts])
-
-    def accumulate(self, messages, out, vectors, key, weight=1.0):
-        for message in messages:
-            for v, (mean,) in zip(vectors, message, strict=True):
-                out[v.span].add_(mean.to(out.dtype), alpha=weight)
-
-    def alpha(self, numel):
-        return 1 / numel if numel else 1.0
-
-    def omega(self, numel):
-        return None
-
-
-def test_a_new_compressor_needs_its_class_and_its_registry_line(monkeypatch):
-    monkeypatch.setitem(spec.COMPONENTS, MeanOnly.name, MeanOnly)
-    method = torchcomp.parse("ef(meanonly(shift=1.0))")
-    assert method == EF(MeanOnly(1.0))
-    assert torchcomp.parse(str(method)) == method
-
-    codec = codec_of(method.compressor, (2, 3))
-    message = codec.encode(torch.arange(5.0), Key(0))
-    out = torch.empty(5)
-    codec.mean([unpacked(codec, packed(codec, message))], out, Key(0), 1)
-    assert out.tolist() == [3.0] * 5
-
-    plan = torchcomp.explain("ef(meanonly)", numel=1000, world_size=8)
-    assert (plan.message_bytes, plan.collective) == (4, "allgather")
-
+# --- A new compressor needs one file and one line; tests/test_docs.py runs CONTRIBUTING's --------
 
 # Mean has Identity as its default compressor, and dgc's `warmup_steps` is short for a Warmup.
 OTHERS = [cls for cls in spec.COMPRESSORS if cls not in (Identity, Warmup)]

@@ -127,7 +127,7 @@ class Aggregator(Component):
     @property
     def whole_model(self) -> bool:
         """Whether the method works on all gradients of the model as one bucket."""
-        return False
+        return any(part.whole_model for part in self._parts().values())
 
     @property
     def transparent(self) -> bool:

@@ -82,10 +82,6 @@ class Bidirectional(Residual):
                     way,
                 )
 
-    @property
-    def whole_model(self) -> bool:
-        return self.up.whole_model or self.down.whole_model
-
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error, owned = self.error_slot(shape), shape.shard(world_size, rank)
         # DEBT, because it is also unsent gradient: a change of method must not drop it.

@@ -62,10 +62,6 @@ class OneWay(Aggregator):
                 "exchange",
             )
 
-    @property
-    def whole_model(self) -> bool:
-        return self.compressor.whole_model
-
     def at(self, step: int) -> Aggregator:
         now = super().at(step)
         # The dense stage of a warm-up. An all-gather would send it once to every other rank.

@@ -79,10 +79,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order, to all ranks or to rank `dst` only.
+        """Return every rank's `value`, in rank order, or an empty list on ranks other than `dst`.
 
-        The others get an empty list. This pickles and is slow: use it for error messages and
-        checkpoints, not in every step.
+        This pickles and is slow: use it for error messages and checkpoints, not in every step.
         """
 
     # --- Collectives ---
@@ -101,11 +100,9 @@ class Collectives(ABC):
         self._load.summed += values.nbytes
 
     def reduce_scatter(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return this rank's part of the sum of `values` over the ranks.
+        """Return this rank's part of the sum of `values` (1-D, contiguous, equal parts).
 
-        Args:
-            values: 1-D, contiguous; one part for each rank, in rank order, all of the same length.
-            dtype: of the sum, by default that of `values`, in which NCCL adds in any case.
+        The sum has `dtype`, by default that of `values`, in which NCCL adds in any case.
         """
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
@@ -128,15 +125,9 @@ class Collectives(ABC):
         return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
 
     def all_to_all(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """Send each rank its part of `outgoing`, and receive one part from each rank.
+        """Send each rank its part of `outgoing`, and return a part from each, both in rank order.
 
-        Args:
-            outgoing: 1-D; the parts for rank 0, 1, ..., concatenated.
-            sizes: number of elements of each outgoing part.
-            arriving: number of elements that each rank sends to this rank.
-
-        Returns:
-            The received parts, in rank order, concatenated.
+        `sizes` and `arriving` are the numbers of elements of the parts, which are concatenated.
         """
         # A rank's part for itself does not cross its link, so it is not counted.
         itemsize, rank = outgoing.element_size(), self.rank
@@ -201,10 +192,9 @@ class Collectives(ABC):
     # --- Connections and counters ---
 
     def close(self) -> None:
-        """End the connections that belong to this exchange. After a :meth:`split`, of both levels.
+        """End the connections of this exchange and its other level; the user's groups remain.
 
-        No collective may follow, and none but a :meth:`sum_control` may be running. The user's
-        process groups remain.
+        No collective may follow, and none but a :meth:`sum_control` may be running.
         """
         for level in self._levels:
             level._close()

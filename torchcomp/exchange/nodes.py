@@ -39,17 +39,10 @@ class Nodes:
 
     @classmethod
     def of(cls, nodes: object, ranks: Sequence[int]) -> "Nodes":
-        """Divide ranks into nodes.
+        """Divide global ranks, in the order of their group, into nodes of equal size.
 
-        Args:
-            nodes: "auto", where torchrun tells how many processes a node has; the number of ranks
-                of a node; or a DeviceMesh with a dimension for the nodes and a second one for the
-                ranks of a node.
-            ranks: the global ranks to divide, in the order of their group.
-
-        Raises:
-            SpecError: if `nodes` is none of these, or the ranks cannot be divided into nodes of
-                equal size.
+        `nodes` is "auto", where torchrun tells how many processes a node has; the number of ranks
+        of a node; or a DeviceMesh with a dimension for the nodes and one for the ranks of a node.
         """
         if isinstance(nodes, DeviceMesh):
             return cls(_of_mesh(nodes, ranks))
