@@ -70,7 +70,7 @@ def files(place):
         names = [REPOSITORY / name for name in listed.stdout.splitlines()]
     except (subprocess.CalledProcessError, FileNotFoundError):  # not a clone
         names = [*(REPOSITORY / place).rglob("*"), REPOSITORY / place]
-    return [path for path in names if path.is_file()]
+    return [path for path in names if path.is_file() and "__pycache__" not in path.parts]
 
 
 def lines(place):

@@ -238,7 +238,7 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
 def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
     """Require the state of an :class:`.Averager` with parameters of these names and shapes."""
     ENGINE(state, "the state dict")
-    # Strides can differ. Only shards depend on them; see `load_slot`.
+    # Strides can differ. Only shards depend on them; see `load_slots`.
     saved = {name: list(each["shape"]) for name, each in state["parameters"].items()}
     here = {name: list(parameter.shape) for name, parameter in parameters.items()}
     # All differences together: one name would not show that the whole model is another one.
