@@ -251,8 +251,8 @@ def _add_size(command: argparse.ArgumentParser) -> None:
     add = command.add_mutually_exclusive_group(required=True).add_argument
     add("--numel", type=whole(0), metavar="N", help="parameters of the model, such as 25.6e6")
     add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
-    ranks = {"type": whole(1, MOST_RANKS), "required": True, "help": "number of ranks"}
-    command.add_argument("--world-size", metavar="N", **ranks)
+    ranks, add = whole(1, MOST_RANKS), command.add_argument
+    add("--world-size", type=ranks, required=True, metavar="N", help="number of ranks")
 
 
 def _add_learning_rate(command: argparse.ArgumentParser) -> None:
