@@ -238,9 +238,7 @@ def _for_doctor(command: argparse.ArgumentParser) -> None:
     add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
     add("--batch", type=whole(1), metavar="N", help="images per rank, for --model (default: 8)")
     add("--numel", type=whole(1), metavar="N", help="parameters of a model that only waits")
-    add(
-        "--step-ms", type=seconds, metavar="MS", help="compute time of its step, as you measured it"
-    )
+    add("--step-ms", type=seconds, metavar="MS", help="compute time of its step, as measured")
     help_text = "about how long to take steps; the collectives get half of it (default: 20)"
     add("--seconds", type=seconds, default=20.0, help=help_text)
     help_text = "run some steps of a script, FILE or -m MODULE, with its arguments; the last option"
