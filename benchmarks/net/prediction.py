@@ -36,7 +36,7 @@ from torchcomp.advisor.simulation import Call, Submitted
 from torchcomp.engine.bucket import DEFAULT_CAPS, partition
 from torchcomp.exchange import PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
-from torchcomp.schedules import Every
+from torchcomp.local_sgd.schedules import Every
 
 PROBES = (ONE_VALUE, "topk(k=1)")
 """A hook of PyTorch and one of ours that send one value of a bucket. What their steps take more

@@ -9,7 +9,7 @@ from recipes.qsr.settings import MAIN_METHODS, METHODS, Setting
 from recipes.qsr.tables import Entry, Results
 from recipes.qsr.task import SAMPLES
 from recipes.rows import grouped, over_seeds, where
-from torchcomp.schedules import QSR
+from torchcomp.local_sgd.schedules import QSR
 
 _SHARES = (5, 10, 20, 50, 100)
 # A map's colours end this many points below its best cell. Worse cells would press them together.
