@@ -19,8 +19,7 @@ def backward_until_finite(
 ) -> Tensor:
     """Add the unscaled gradients of a micro-batch to ``.grad``, at the first scale that fits.
 
-    The scaler's growth interval then counts micro-batches. Any error leaves ``.grad`` as it was.
-    `alone` tells whether this rank can repeat a backward pass without others.
+    Any error leaves ``.grad`` as it was. `alone`: this rank can repeat a backward pass by itself.
     """
     if scaler is None:
         raise SpecError(
