@@ -10,16 +10,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checkpoints.gathering import Gatherable
 from torchcomp.ddp.checks import check_is_ddp
+from torchcomp.engine.nonfinite import all_finite
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.hooks import Hooks
 from torchcomp.local_sgd.local_steps import LocalSteps
 from torchcomp.local_sgd.method import ProcessGroup, Specs, parsed, ranks_of
 from torchcomp.local_sgd.outer_steps import OuterStep
-from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.saving import restore, state_of
 from torchcomp.local_sgd.schedules import Schedule
+from torchcomp.specs.checks import check_count
 from torchcomp.specs.component import Component
+from torchcomp.specs.errors import NonFiniteError, SpecError, UnsupportedModelError
 
 
 class LocalSGD(Gatherable):
@@ -188,10 +190,58 @@ class LocalSGD(Gatherable):
             UnsupportedModelError: with ``process_group``.
             NonFiniteError: if the gradients are not finite at any of these scales.
         """
-        steps = self._steps
-        return backward_until_finite(
-            steps.scaler, steps.optimizers, compute, tries, alone=not steps.method.two_levels
-        )
+        scaler, optimizers = self._steps.scaler, self._steps.optimizers
+        if scaler is None:
+            raise SpecError("sync.backward needs torchcomp.LocalSGD(..., scaler=scaler)", "scaler")
+        if self._steps.method.two_levels:
+            raise UnsupportedModelError(
+                "sync.backward repeats a backward pass on one rank, and with process_group the "
+                "ranks of a node reduce gradients together: use scaler.step(optimizer), which "
+                "skips on all ranks of a node or on none"
+            )
+        check_count("tries", tries)
+        groups = [group for each in optimizers for group in each.param_groups]
+        parameters = [p for group in groups for p in group["params"]]
+        # Set the gradients of earlier micro-batches aside: unscale_() would divide them by the
+        # scale a second time. In a copy, because with gradient_as_bucket_view DDP writes into them.
+        earlier = [p for p in parameters if p.grad is not None]
+        aside = [torch.empty_like(p.grad) for p in earlier]
+        if aside:
+            torch._foreach_copy_(aside, [p.grad for p in earlier])
+        finite = False
+        # A disabled scaler has no scale to lower, so a second try would give the same result.
+        tries = tries if scaler.is_enabled() else 1
+        try:
+            for _ in range(tries):
+                for parameter in parameters:
+                    parameter.grad = None
+                loss = compute()
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                # One flag for all gradients, and a single wait for the device.
+                found = [p.grad for p in parameters if p.grad is not None]
+                finite = not found or bool(all_finite(found, found[0].device))
+                # After every try: unscale_() can be called again only after update().
+                scaler.update()
+                if finite:
+                    break
+        finally:
+            # After an error, or if no scale fits, drop this micro-batch's gradients.
+            for parameter in parameters if not finite else ():
+                parameter.grad = None
+            both = [(p.grad, g) for p, g in zip(earlier, aside, strict=True) if p.grad is not None]
+            if both:
+                torch._foreach_add_(*map(list, zip(*both, strict=True)))
+            for parameter, gradient in zip(earlier, aside, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+        if not finite:
+            raise NonFiniteError(
+                f"the gradients of a micro-batch were not finite in {tries} tries, and the scale "
+                f"is now {scaler.get_scale():g}: check the loss and the data"
+            )
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's step count, rounds, residual and outer momentum.
