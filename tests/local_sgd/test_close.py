@@ -11,7 +11,7 @@ import torchcomp
 from tests.local_sgd.script import Script, constant, mlp, sgd, synchronised_steps
 from tests.support.logs import messages_of
 from tests.support.outcomes import equal_on_all
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_processes, on_threads
 
 
 def installed(script):
