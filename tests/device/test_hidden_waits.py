@@ -53,7 +53,7 @@ EXCEPTIONS = {
     "exchange/collectives.py Collectives.same": "verifies settings",
     "exchange/process_group.py ProcessGroupExchange.gather_objects": "for errors and checkpoints",
     "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",
-    "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
+    "local_sgd/local_sgd.py LocalSGD.backward": "whether to compute a micro-batch again",
     "engine/nonfinite.py FiniteWatch.error": "the step has failed",
     "exchange/base.py _problems": "the step has failed",
     "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
