@@ -32,7 +32,9 @@ from torchcomp.specs import spec
 ROOT = Path(__file__).parent.parent
 SCRIPT_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 USAGE = (ROOT / "docs" / "usage.md").read_text()
+PLAN = (ROOT / "docs" / "plan.md").read_text()
 FSDP = (ROOT / "docs" / "fsdp.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -112,7 +114,7 @@ def test_readme_trains_with_nodes_and_with_fsdp() -> None:
     assert on_processes(4, run_readme) == [(20, 1)] * 4
 
 
-def run_usage(folder: str) -> str:
+def run_usage(folder: str) -> int:
     os.chdir(folder)
     torch.manual_seed(0)  # Unlike DDP, Averager does not broadcast the weights of rank 0.
     model = DistributedDataParallel(nn.Linear(8, 3))
@@ -127,12 +129,49 @@ def run_usage(folder: str) -> str:
     }
     for block in blocks(USAGE, "python"):
         exec(block, names)
-    return str(names["plan"])
+    return int(names["handle"].stats.steps)
 
 
-def test_usage_runs_and_shows_the_printed_plan(tmp_path: Path) -> None:
-    shown = on_processes(2, run_usage, str(tmp_path))[0]
-    assert f"```\n{shown}\n```" in USAGE
+def test_usage_runs(tmp_path: Path) -> None:
+    assert on_processes(2, run_usage, str(tmp_path)) == [3, 3]
+
+
+def test_the_page_of_plan_runs_and_shows_the_printed_plan() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(PLAN, "python"):
+        exec(block, names)
+    assert f"```\n{names['plan']}\n```" in PLAN
+    assert names["training"].hours > 0
+
+
+def run_tutorial(folder: Path, *options: str) -> list[str]:
+    """Run the tutorial's script on two ranks; return the lines that it prints."""
+    (script,) = blocks(TUTORIAL, "python")
+    (folder / "tutorial.py").write_text(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "tutorial.py", *options],
+        cwd=folder,
+        env={**os.environ, **SCRIPT_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return run.stdout.splitlines()
+
+
+def test_the_tutorial_prints_what_it_shows_and_resumes(tmp_path: Path) -> None:
+    shown = [line for line in TUTORIAL.splitlines() if line.endswith("MB sent")]
+    assert len(run_tutorial(tmp_path, "--epochs", "1")) == len(shown) == 3
+    # The last eleven of twelve epochs. The bytes are exact, and the accuracy is nearly the same.
+    for line, printed in zip(shown, run_tutorial(tmp_path), strict=True):
+        (accuracy, sent), (expected, megabytes) = (
+            re.findall(r"([\d.]+)%? (?:correct|MB)", each) for each in (printed, line)
+        )
+        assert printed.split(": ")[0] == line.split(": ")[0]
+        assert float(accuracy) == pytest.approx(float(expected), abs=3)
+        assert sent == megabytes
+    assert (tmp_path / "runs" / "tutorial" / "accuracy.png").stat().st_size > 10_000
 
 
 def run_fsdp(folder: str) -> tuple[int, list[Path]]:
