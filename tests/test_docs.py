@@ -275,7 +275,7 @@ def traced_step() -> list[str]:
         model(torch.ones(2, 8)).sum().backward()
     finally:
         sys.setprofile(None)
-    # Without what the first job does before its bucket, such as asking whether the last step counts.
+    # Without the calls of the first job before its bucket, which ask whether the last step counts.
     starts = [("ddp/hook.py", "hook"), ("ddp/executors.py", "submit")]
     starts.append(("engine/averager.py", "average"))
     at = [calls.index(start) for start in starts]
