@@ -319,7 +319,7 @@ def test_architecture_names_only_what_the_code_has() -> None:
         else:
             unknown += [part for part in re.findall(r"[A-Za-z_]\w*", name) if part not in known]
     assert unknown == []
-    assert len(prose.split()) <= 1200
+    assert len(ARCHITECTURE.split()) <= 1200
 
 
 def test_architecture_has_every_room_and_every_key_of_a_state() -> None:
