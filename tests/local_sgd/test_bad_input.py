@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
-from torchcomp.schedules import Every
 
 import torchcomp
 from tests.local_sgd.script import Script, batch, loss_of, mlp, sgd, synchronised_steps, trained
@@ -19,6 +18,7 @@ from tests.support.outcomes import assert_refused, reloaded
 from tests.support.ranks import on_threads
 from torchcomp import RankMismatchError, ScheduleError, SpecError, UnsupportedModelError
 from torchcomp.local_sgd import Nesterov, SlowMo
+from torchcomp.local_sgd.schedules import Every
 
 
 def construct(change):

@@ -49,8 +49,9 @@ class LARS(Optimizer):
 
     Args:
         params: tensors or parameter groups.
-        lr, weight_decay: learning rate and wd, at least 0.
+        lr: learning rate, at least 0.
         momentum: momentum factor, at least 0 and below 1.
+        weight_decay: wd, at least 0.
         trust_coefficient: eta, above 0.
         exclude_vectors: whether biases and norms (at most one dimension) have trust 1 and wd 0.
         sampled: the :class:`torchcomp.JointSpar` that samples the gradients, if there is one.
