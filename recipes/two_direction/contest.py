@@ -26,7 +26,7 @@ from recipes.two_direction.race import (
     race,
 )
 from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
-from torchcomp.two_direction.theory import Probabilities, priced_probabilities
+from recipes.two_direction.theory import Probabilities, priced_probabilities
 
 MUS = (0.0, 1e-4, 1e-3, 1e-2)
 WORKERS = (10, 100)

@@ -16,7 +16,7 @@ from recipes.experiments import ResultTable
 from recipes.two_direction.contest import Measure, checked
 from recipes.two_direction.methods import Messages, Problem
 from recipes.two_direction.race import OUTCOME, RUN, Race, Setting
-from torchcomp.two_direction.base import Gradients
+from torchcomp.two_direction.method import Gradients
 
 D = 60
 FALL = 1e-4

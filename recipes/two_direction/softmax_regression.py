@@ -9,7 +9,7 @@ from torch import Tensor
 
 from recipes.errors import RecipeError
 from recipes.two_direction.data_sets import Samples
-from torchcomp.two_direction.base import Gradients
+from torchcomp.two_direction.method import Gradients
 
 _ROUNDS = 100
 _ITERATIONS = 200

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from torchcomp.specs.errors import NonFiniteError, SpecError
-from torchcomp.two_direction.base import Method
+from torchcomp.two_direction.method import Method
 from torchcomp.two_direction.parameter_server import ServerTraffic
 
 BEHIND = 8.0

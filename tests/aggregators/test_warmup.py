@@ -16,7 +16,7 @@ from torchcomp.aggregators import EF, Aggregator
 from torchcomp.compressors import Identity, TopK, Warmup
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.jointspar.sampler import Sampled
-from torchcomp.two_direction.checks import require
+from torchcomp.two_direction.theory import require
 
 UP = "warmup(topk(0.05), steps=6)"
 # Stages of 2 steps with ratio 1, 0.25 and 0.0625, then 0.05.

@@ -25,7 +25,7 @@ OUTSIDE = (
         "specs/component.py",
         "engine/compat.py",
         "specs/checks.py",
-        "local_sgd/schedules/",
+        "local_sgd/schedules.py",
         "integrations/",
     ),
     # Checkpoints and simulations.

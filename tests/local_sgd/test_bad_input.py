@@ -48,14 +48,6 @@ def optimizer(make, **change):
     return lambda model, rank: {"optimizer": make(model.parameters()), **change}
 
 
-def layers(*chosen, spec="every(2)"):
-    """Change the optimizers to one for each of these layers."""
-    return lambda model, rank: {
-        "optimizer": [sgd(model.module[each].parameters()) for each in chosen],
-        "spec": spec,
-    }
-
-
 def of_module(build, **ddp):
     def change(model, rank):
         other = DistributedDataParallel(build(rank), **ddp)
@@ -101,15 +93,11 @@ REFUSED = [
     (optimizer(partial(Zero, lr=1)), SpecError, "optimizer", "torch.optim"),
     (optimizer(lambda p: WithoutLR(p, {"lr": None}), spec=QSR), SpecError, "optimizer", "'lr'"),
     (optimizer(lambda p: WithoutLR(p, {}), outer="slowmo()"), SpecError, "optimizer", "every(8)"),
-    (layers(0, 2, spec=["every(3)"]), SpecError, "spec", "1 schedule", "2 optimizers"),
-    (layers(0, 2, spec=["every(3)", "ef(topk(0.1))"]), SpecError, None, "'ef(topk(0.1))'"),
-    (layers(0, 0, spec=["every(3)", "every(2)"]), SpecError, "spec", "'0.bias'"),
     ({"spec": "ef(topk(0.01))"}, SpecError, None, "ef(topk(0.01))", "register"),
     ({"spec": "evry(2)"}, SpecError, None, "evry"),
     ({"spec": 4}, SpecError, None, "4"),
     ({"spec": "auto", **OVERLAP}, SpecError, "spec", "'auto'"),
-    (layers(0, 2, spec=["auto", "every(2)"]), SpecError, "spec", "'auto'"),
-    ({"spec": "auto(steps=40)"}, SpecError, None, "auto"),
+    ({"spec": ["every(3)"]}, SpecError, None, "every(3)"),
     ({"spec": "swap(switch=8)"}, SpecError, "switch", "8"),
     *(({"total_steps": bad}, SpecError, "total_steps", repr(bad)) for bad in (0, 10.5, None, True)),
     *(({"warmup_steps": bad}, SpecError, "warmup_steps", repr(bad)) for bad in (-1, 0.5)),

@@ -76,22 +76,6 @@ def test_running_statistics_are_averaged_whenever_a_part_of_the_model_is(run, av
         assert_close(torch.stack(afters), torch.stack(wanted))
 
 
-def test_an_evaluation_inside_a_round_is_explained_once(caplog):
-    def body():
-        script = Script("every(2)", total_steps=6, build=convnet, shape=IMAGE)
-        for step in range(6):
-            script.step(step)
-            script.model.eval()
-            with torch.no_grad():
-                script.model(torch.zeros(1, *IMAGE, dtype=torch.float64))
-            script.model.train()
-
-    on_threads(2, body)
-    (said,) = [each.getMessage() for each in caplog.records if "next_sync" in each.getMessage()]
-    assert "step 1" in said
-    assert "step 2" in said
-
-
 def two_groups(parameters, lrs):
     halves = parameters[:2], parameters[2:]
     groups = [{"params": half, "lr": lr} for half, lr in zip(halves, lrs, strict=True)]

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.local_sgd.script import Script, batch, loss_of, mlp, synchronised_steps
 from tests.support.models import seeded
-from tests.support.outcomes import assert_close, assert_refused, flat
+from tests.support.outcomes import assert_close, assert_refused
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8
@@ -75,31 +75,13 @@ def in_two_groups(parameters):
     return torch.optim.SGD(groups, momentum=0.9)
 
 
-@pytest.mark.parametrize("spec", ["every(3)", ["every(3)"] * 2])
-def test_optimizers_with_one_schedule_or_equal_ones_equal_one_optimizer(spec):
+def test_two_optimizers_equal_one():
     one = {"spec": "every(3)", "optimizer": in_two_groups, "lr": lambda step: 1.0}
-    runs = on_threads(3, lambda: Two(spec).train(0, TOTAL))
+    runs = on_threads(3, lambda: Two("every(3)").train(0, TOTAL))
     assert synchronised_steps(runs) == [3, 6, 8]
     wanted = on_threads(3, lambda: Script(total_steps=TOTAL, **one).train(0, TOTAL))
     for mine, expected in zip(runs, wanted, strict=True):
         assert_close(torch.stack(mine), torch.stack(expected))
-
-
-def test_optimizers_may_have_a_schedule_each():
-    def body():
-        # At a learning rate of 0.02, H = floor((0.05 / 0.02)^2) = 6; at 0.05 it would be 1.
-        script, seen = Two(["every(3)", "qsr(alpha=0.05, h_base=1)"]), []
-        for step in range(TOTAL):
-            script.step(step)
-            layers = [flat(script.model.module[each].parameters()) for each in (0, 2)]
-            seen.append([*layers, script.sync.next_sync])
-        return seen
-
-    runs = on_threads(3, body)
-    first, second, _ = zip(*(zip(*run, strict=True) for run in runs), strict=True)
-    assert synchronised_steps(first) == [3, 6, 8]
-    assert synchronised_steps(second) == [6, 8]
-    assert [seen for *_, seen in runs[0]] == [3, 3, 6, 6, 6, None, 8, None]
 
 
 def test_one_optimizer_may_not_step_twice_before_the_others():

@@ -17,7 +17,7 @@ from tests.local_sgd.script import Script, batch, mlp, sgd, synchronised_steps
 from tests.support.commands import run as run_command
 from tests.support.outcomes import assert_refused, caught, equal_on_all, flat
 from tests.support.ranks import on_processes, on_threads
-from torchcomp.local_sgd import overlap as averages_module
+from torchcomp.local_sgd import averages as averages_module
 
 TOTAL, ENDS = 11, [3, 6, 9, 11]
 OVERLAP = {"overlap": True}
@@ -156,9 +156,9 @@ import os, threading
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 import torchcomp
-from torchcomp.local_sgd import overlap
+from torchcomp.local_sgd import averages
 
-overlap.AT_EXIT_SECONDS = {seconds}
+averages.AT_EXIT_SECONDS = {seconds}
 os.environ["GLOO_SOCKET_IFNAME"] = "lo"
 dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
 model = DistributedDataParallel(torch.nn.Linear(2, 1))

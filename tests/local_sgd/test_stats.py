@@ -1,6 +1,5 @@
 """The byte counters: bytes of a synchronisation, and bytes that plain DDP would have sent."""
 
-import logging
 from functools import partial
 
 import pytest
@@ -65,12 +64,3 @@ def test_another_thread_reads_the_counters_of_whole_steps_only(overlap):
         assert seen <= finished
 
     on_threads(2, body)
-
-
-def test_the_constructor_logs_schedule_steps_and_bytes_on_rank_0(caplog):
-    caplog.set_level(logging.INFO, "torchcomp")
-    local = {"compress": "ef(topk(0.1))"}
-    on_threads(2, lambda: Script(spec="every(3)", total_steps=STEPS, local=local))
-    (record,) = [record for record in caplog.records if record.levelno == logging.INFO]
-    for value in ("every(3)", "ef(topk(0.1))", f"total_steps={STEPS}", NBYTES):
-        assert str(value) in record.getMessage()

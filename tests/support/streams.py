@@ -33,7 +33,7 @@ from torchcomp.ddp.executors import Executor, StreamExecutor, after_backward
 from torchcomp.engine import host
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange
 from torchcomp.kernels import backend
-from torchcomp.local_sgd import overlap
+from torchcomp.local_sgd import averages
 
 Clock = dict["Stream", int]
 MakeExecutor = Callable[[torch.device, Callable[[BaseException], None]], Executor]
@@ -360,7 +360,7 @@ def simulated(executor: MakeExecutor = StreamExecutor) -> Iterator[Simulator]:
         (DistributedDataParallel, "register_comm_hook", partialmethod(_register, simulator)),
         (host, "can_read", lambda x: False),
         (import_module("torchcomp.ddp.register"), "transport", transport),
-        (overlap, "transport", transport),
+        (averages, "transport", transport),
         (two_level, "executor_for", lambda exchange, leave: executor(exchange.device, leave)),
         (PrivateExchange, "__init__", _private),
         *((PrivateExchange, name, getattr(ProcessGroupExchange, name)) for name in _COLLECTIVES),

@@ -13,11 +13,10 @@ from torchcomp.ddp.checks import check_is_ddp
 from torchcomp.engine.nonfinite import all_finite
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange
-from torchcomp.local_sgd.hooks import Hooks
 from torchcomp.local_sgd.local_steps import LocalSteps
-from torchcomp.local_sgd.method import ProcessGroup, Specs, parsed, ranks_of
+from torchcomp.local_sgd.method import ProcessGroup, parsed, ranks_of
 from torchcomp.local_sgd.outer_steps import OuterStep
-from torchcomp.local_sgd.saving import restore, state_of
+from torchcomp.local_sgd.rounds import state_of
 from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.component import Component
@@ -54,9 +53,8 @@ class LocalSGD(Gatherable):
             train it. With a list, a step counts when each has been stepped once. Learning rates
             must be the same on all ranks; this is checked at the first step and at every average.
         spec: the schedule. Try ``"every(8)"`` first, then ``"qsr(alpha=0.0175, h_base=4)"``, which
-            reads the largest learning rate of the parameter groups. A list gives one schedule to
-            each optimizer, and the parameters of each then have their own rounds. ``"auto"``
-            averages after each step, measures 50 steps, and logs which schedule it proposes.
+            reads the largest learning rate of the parameter groups. ``"auto"`` averages after each
+            step, measures 50 steps, and logs which schedule it proposes.
         total_steps: T, the optimizer steps of the run, or those that remain if it continues without
             :meth:`load_state_dict`. Beyond T, the ranks average after every step, with a warning.
         warmup_steps: W, steps of learning-rate warm-up.
@@ -98,7 +96,7 @@ class LocalSGD(Gatherable):
         self,
         model: DistributedDataParallel,
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer]",
-        spec: Specs,
+        spec: str | Component,
         *,
         total_steps: int,
         warmup_steps: int = 0,
@@ -127,22 +125,21 @@ class LocalSGD(Gatherable):
             lambda: parsed(model, optimizers, scaler, two_levels, options),
         )
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
-        self._hooks = Hooks(model, self._steps)
 
     def __repr__(self) -> str:
         return f"<LocalSGD '{self._steps.method.spec}': {self.stats}>"
 
     @property
     def schedule(self) -> Schedule:
-        """The schedule, or that of the first optimizer if each has one; its ``str`` is the spec."""
-        return self._steps.method.schedules[0]
+        """The schedule; its ``str`` is the spec."""
+        return self._steps.method.schedule
 
     @property
     def next_sync(self) -> int | None:
         """The step, counted from 1, at which the round in progress ends; None between rounds.
 
-        With several rounds in progress, the earliest end. Between rounds, all ranks have the same
-        parameters: evaluate and save there.
+        With ``fragments``, the earliest end. Between rounds, all ranks have the same parameters:
+        evaluate and save there.
         """
         return self._steps.clock.next_sync
 
@@ -270,9 +267,7 @@ class LocalSGD(Gatherable):
                 rank.
             RuntimeError: if some of several optimizers have been stepped and others have not.
         """
-        steps = self._steps
-        steps.require_whole_step("load_state_dict")
-        steps.resumed(restore(state, steps.method, steps.clock, steps.averager))
+        self._steps.load(state)
 
     @property
     def _gather_over(self) -> Exchange:
@@ -292,7 +287,7 @@ class LocalSGD(Gatherable):
         try:
             self.wait()
         finally:
-            self._hooks.remove()
+            self._steps.remove()
 
     def __enter__(self) -> "LocalSGD":
         return self
@@ -302,4 +297,4 @@ class LocalSGD(Gatherable):
             self.close()
         else:
             self._steps.averages.stop()
-            self._hooks.remove()
+            self._steps.remove()

@@ -1,19 +1,19 @@
-"""Local steps of one model: count them, and synchronise at the end of a round."""
+"""Local steps of one model: count them by hooks, and synchronise at the end of a round."""
 
 import logging
 import time
 import weakref
-from inspect import currentframe
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from functools import partial
 from numbers import Real
-from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.aggregators import planned_traffic
 from torchcomp.checkpoints import checkpoint
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
 from torchcomp.engine import host
@@ -22,9 +22,9 @@ from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import sum_bytes
 from torchcomp.local_sgd import averages
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
+from torchcomp.local_sgd.hooks import STEP, callers, creates_state, set_apart
 from torchcomp.local_sgd.method import LocalMethod, Optimizers
-from torchcomp.local_sgd.overlap import OverlappedAverages
-from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of
+from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of, restore
 from torchcomp.specs.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 
 _log = logging.getLogger(__package__)
@@ -38,14 +38,16 @@ _LOST_STEP = (
 
 
 class LocalSteps:
-    """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
+    """Local steps of one model, from the constructor until :meth:`remove`.
+
+    The optimizers' hooks own it: local steps go on if the user keeps no reference. It refers to
+    model and optimizers weakly: a cycle would keep gloo's threads alive after the interpreter ends.
 
     Attributes:
         proposing: measures steps for the schedule "auto".
         counters: traffic and steps. Assigned together, because other threads can read them.
         first_in_node: whether this rank stands for its node; always, with one level.
-        forward: whether a forward pass in training has begun since the last step. Ranks can run
-            different numbers of them per step, but a step without any had no batch.
+        scaling: whether the scaler's ``step`` is running.
     """
 
     def __init__(
@@ -56,24 +58,24 @@ class LocalSteps:
         exchange: ProcessGroupExchange,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
-        # Weak references, because the optimizers' hooks own LocalSGD, which owns this object.
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
-        self.forward, self.seconds_waited = False, 0.0
+        self.scaling, self.seconds_waited = False, 0.0
+        self._counts = False  # whether the hooks count the current step
+        # Whether a forward pass in training has begun since the last step. Ranks can run different
+        # numbers of them per step, but a step without any had no batch.
+        self._forward = False
         self._missing = 0  # steps without a forward pass before them
         self._stepped: set[int] = set()  # the optimizers that have taken this step, by index
         trained = dict(trained_parameters(model))
         fragments = fragments_of(method, trained, bucket_caps(model))
         self.clock = Clock(method.horizon.total_steps, fragments)
-        names = {name for fragment in fragments for name in fragment.names}
-        kind = averages.Averages if method.plain else averages.PseudoGradients
-        self.averages = (OverlappedAverages if method.overlap else kind)(
-            method,
-            exchange,
-            {name: p for name, p in trained.items() if name in names},
-            [group for fragment in fragments for group in fragment.groups],
-        )
+        kind: type[averages.Averages] = averages.PseudoGradients
+        if method.plain:
+            kind = averages.OverlappedAverages if method.overlap else averages.Averages
+        groups = [group for fragment in fragments for group in fragment.groups]
+        self.averages = kind(method, exchange, trained, groups)
         self.averager = self.averages.averager
         self.counters = self.averager.stats, 0
         self._expected_weights: int | None = None  # checksum of a loaded checkpoint's parameters
@@ -81,7 +83,6 @@ class LocalSteps:
         # load a checkpoint, the others must take part in the comparison that finds this.
         self._verified = False
         self.first_in_node = not method.two_levels or dist.get_rank(model.process_group) == 0
-        self._warned = False  # whether the log says what an evaluation inside a round means
         # On one rank only: with two levels, each rank of a node is in another exchange.
         self._logs = self.first_in_node and exchange.rank == 0
         self.proposing: Any = None
@@ -89,38 +90,74 @@ class LocalSteps:
             from torchcomp.advisor.proposal import Proposing
 
             self.proposing = Proposing(exchange, self._logs)
-        if self._logs:
-            self._log_method()
+        self._undo = ExitStack()  # in reverse: layers stop to wait before the executor ends
+        self._install(model)
+        # For a script that ends, or drops its optimizers, inside a round without close().
+        self.finalizer = weakref.finalize(self, self.clock.warn_inside_round)
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """The optimizers that still exist."""
         return [each for held in self._optimizers if (each := held()) is not None]
 
-    def warn_of_evaluation(self) -> None:
-        """Log a warning, once, if the model is evaluated inside a round."""
-        next_sync = self.clock.next_sync
-        if next_sync is not None and self._logs and not self._warned:
-            self._warned = True
-            _log.warning(
-                "the model is evaluated after step %d, inside a round: until the ranks average "
-                "after step %d, every rank has its own model. Evaluate and save where "
-                "sync.next_sync is None",
-                *(self.clock.step, next_sync),
-            )
+    # --- Hooks ---
 
-    def _log_method(self) -> None:
-        averager, method = self.averager, self.method
-        shapes = [averager.shape_of(group) for group in averager.groups]
-        wide, ranks = [shape.wide() for shape in shapes], averager.exchange.world_size
-        _log.info(
-            "local steps with %s, total_steps=%d, compress=%s, outer=%s: averaging the %d "
-            "parameters, groups: %d, sends %s bytes, and a step of plain DDP %s",
-            *(method.spec, self.clock.total_steps, method.aggregator, method.outer),
-            *(len(averager.parameters), len(shapes)),
-            f"{planned_traffic(method.aggregator, wide, ranks).sent:,}",
-            f"{planned_traffic(method.aggregator, shapes, ranks).dense:,}",
-        )
+    def _install(self, model: DistributedDataParallel) -> None:
+        undo = self._undo.callback
+        # With two levels, DDP continues to reduce gradients and broadcast buffers inside the node.
+        undo(set_apart(model, self.method.spec, quiet=not self.method.two_levels))
+        undo(model.register_forward_pre_hook(self._before_forward(model)).remove)
+        for index, optimizer in enumerate(self.optimizers):
+            # Not traced: the step of an optimizer can be compiled.
+            before, after = (
+                torch.compiler.disable(partial(hook, index))  # type: ignore[no-untyped-call]
+                for hook in (self._before_step, self._after_step)
+            )
+            undo(optimizer.register_step_pre_hook(before).remove)
+            undo(optimizer.register_step_post_hook(after).remove)
+        if isinstance(self.averages, averages.OverlappedAverages):
+            undo(self.averages.close)
+            for handle in averages.wait_in_forward(model.module, self.averages):
+                undo(handle.remove)
+        if self.scaler is not None:
+            undo(_count_scaled(self.scaler, self))
+
+    def remove(self) -> None:
+        """Remove every hook and restore plain DDP; log a warning if a round is in progress."""
+        # A finalizer runs once, so the warning is not repeated.
+        self.finalizer()
+        self._undo.close()
+
+    def _before_forward(self, model: DistributedDataParallel) -> Any:
+        # copy.deepcopy of the model (for an EMA, say) copies its hooks. Weak references keep it
+        # from copying this object with its process group. The copy's forward passes must not count.
+        model_ref, steps_ref = weakref.ref(model), weakref.ref(self)
+
+        def hook(module: nn.Module, args: Any) -> None:
+            steps = steps_ref()
+            # Not for evaluation, which often runs on rank 0 alone.
+            if steps is not None and module is model_ref():
+                steps._forward |= module.training and torch.is_grad_enabled()
+
+        # Otherwise a compiled model would be compiled again at every step.
+        return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+
+    def _before_step(
+        self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]
+    ) -> None:
+        # During scaler.step(), _count_scaled() counts: a skipped step calls no optimizer hook.
+        self._counts = not (self.scaling or (kwargs and creates_state(optimizer, kwargs)))
+        if self._counts:
+            self.begin(index)
+
+    def _after_step(
+        self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> None:
+        # A subclass can call super().step(), for which torch runs the hooks again: it is one step.
+        # It begins as often as torch says, and ends with the outermost call.
+        if self._counts and callers(STEP).count(optimizer) <= 1:
+            self._counts = False
+            self.end(index)
 
     # --- A step ---
 
@@ -166,12 +203,13 @@ class LocalSteps:
             return
         self._stepped.clear()
         self.clock.step += 1
-        self._missing += not self.forward
-        self.forward = False
+        self._missing += not self._forward
+        self._forward = False
+        known, others = self._lrs()
+        largest = _largest(known, others) if others else max(known, default=0.0)
         due = []
         for fragment in self.clock.fragments:
-            known, others = self._lrs(fragment)
-            fragment.lr_sum += _largest(known, others) if others else max(known, default=0.0)
+            fragment.lr_sum += largest
             if fragment.end == self.clock.step:
                 due.append(fragment)
         if not due:
@@ -193,13 +231,13 @@ class LocalSteps:
         # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
         for fragment in self.clock.fragments:
             if fragment.end == self.clock.step:
-                lrs, others = self._lrs(fragment)
+                lrs, others = self._lrs()
                 # Reading a learning rate on an accelerator waits for it. Without need, leave it
                 # out: a synchronisation compares the sum of the learning rates in any case.
-                if verifying or fragment.schedule.reads_lr:
+                if verifying or self.method.schedule.reads_lr:
                     lrs += map(float, others)
-                fragment.begin_round(self.clock.step, lrs, self.method.horizon)
-                if self._logs:
+                fragment.begin_round(self.clock.step, lrs, self.method)
+                if self._logs and self.method.schedule.reads_lr:
                     fragment.warn_if_long(self.clock.total_steps)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
@@ -231,11 +269,11 @@ class LocalSteps:
         shared["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
         return None, shared
 
-    def _lrs(self, fragment: Fragment) -> tuple[list[float], list[Tensor]]:
-        """The learning rates of the fragment's groups; last, those that only a wait could read."""
+    def _lrs(self) -> tuple[list[float], list[Tensor]]:
+        """The learning rates of all groups; last, those that only a wait could read."""
         known, others = list[float](), list[Tensor]()
-        for index in fragment.owners:
-            optimizer = self._optimizers[index]()
+        for held in self._optimizers:
+            optimizer = held()
             for group in optimizer.param_groups if optimizer is not None else ():
                 lr = group.get("lr")
                 if isinstance(lr, Tensor) and not host.can_read(lr):
@@ -324,10 +362,12 @@ class LocalSteps:
         # The parameters, and their checksum, must be those after the average.
         self.averages.wait()
 
-    def resumed(self, weights: int) -> None:
-        """Note that a state was loaded, and the checksum of the parameters that belong to it."""
+    def load(self, state: Any) -> None:
+        """Restore a state of these local steps; on error, nothing changes."""
+        self.require_whole_step("load_state_dict")
         # Checked at the next step: users load the weights before or after this state.
-        self._expected_weights, self._verified = weights, False
+        self._expected_weights = restore(state, self.method, self.clock, self.averager)
+        self._verified = False
         self.counters = self.averager.stats, self.clock.step
 
 
@@ -337,12 +377,33 @@ def _largest(known: list[float], others: list[Tensor]) -> Tensor:
     return values.amax().clamp(min=max(known, default=0.0))
 
 
-def callers(code: CodeType) -> list[Any]:
-    """Return the `self` of each running call of the method with this code, innermost first."""
-    # No caller may keep a frame: it would keep all tensors of the script's functions alive.
-    frame, found = currentframe(), []
-    while frame is not None:
-        if frame.f_code is code:
-            found.append(frame.f_locals.get("self"))
-        frame = frame.f_back
-    return found
+def _count_scaled(scaler: torch.amp.GradScaler, steps: LocalSteps) -> Callable[[], None]:
+    """Count every ``scaler.step(optimizer)``, skipped or not; return what undoes it."""
+    # The scaler often outlives local steps, and must not keep them alive.
+    owner, before = weakref.ref(steps), vars(scaler).get("step")
+    step = scaler.step
+
+    def counted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        steps = owner()
+        if steps is None or not steps.finalizer.alive or optimizer not in steps.optimizers:
+            return step(optimizer, *args, **kwargs)
+        index = steps.optimizers.index(optimizer)
+        # Around the call, because a skipped step runs none of the optimizer's hooks.
+        steps.begin(index)
+        steps.scaling = True
+        try:
+            result = step(optimizer, *args, **kwargs)
+        finally:
+            steps.scaling = False
+        steps.end(index)
+        return result
+
+    def undo() -> None:
+        # Another LocalSGD can have wrapped it since. This wrapper then passes its calls through.
+        if vars(scaler).get("step") is counted:
+            del scaler.step
+            if before is not None:
+                scaler.step = before  # type: ignore[method-assign]
+
+    scaler.step = counted  # type: ignore[method-assign]
+    return undo

@@ -14,7 +14,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.aggregators import Aggregator
 from torchcomp.ddp.arguments import check_scaler
 from torchcomp.ddp.checks import OWNER, check_model, device_of, trained_parameters
-from torchcomp.engine.bucket import Group
 from torchcomp.engine.keys import check_seed
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.local_sgd.outer_steps import OuterStep
@@ -25,19 +24,16 @@ from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError, UnsupportedModelError
 from torchcomp.specs.spec import parse_aggregator, parse_local, parse_outer_step
 
-Specs = str | Component | Sequence[str | Component]
 ProcessGroup = dist.ProcessGroup | DeviceMesh
 Optimizers = Sequence[torch.optim.Optimizer]
 Parameters = dict[str, nn.Parameter]
-Parts = tuple[tuple[Group, tuple[int, ...]], ...]
 
 
 @dataclass(frozen=True)
 class LocalMethod:
-    """The parsed options, with one schedule for all optimizers or one for each."""
+    """The parsed options."""
 
-    schedules: tuple[Schedule, ...]
-    parts: Parts  # by schedule: its parameters, and the optimizers whose learning rates it reads
+    schedule: Schedule
     horizon: Horizon
     aggregator: Aggregator
     outer: OuterStep | None
@@ -50,7 +46,7 @@ class LocalMethod:
 
     @property
     def spec(self) -> str:
-        return ", ".join(map(str, self.schedules))
+        return str(self.schedule)
 
     @property
     def plain(self) -> bool:
@@ -110,9 +106,9 @@ def parsed(
             )
     _check_optimizers(optimizers, model, two_levels)
     check_scaler(scaler)
-    method = _method(optimizers, parameters, two_levels=two_levels, **options)
+    method = _method(len(parameters), two_levels=two_levels, **options)
     lrs = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
-    for reader in (*method.schedules, method.outer):
+    for reader in (method.schedule, method.outer):
         if reader and reader.reads_lr and not all(isinstance(lr, Real | Tensor) for lr in lrs):
             raise SpecError(
                 f"{reader} reads the learning rate, but a parameter group's 'lr' is not a number: "
@@ -128,9 +124,8 @@ def parsed(
 
 
 def _method(
-    optimizers: Optimizers,
-    parameters: Parameters,
-    spec: Specs,
+    parameters: int,
+    spec: str | Component,
     total_steps: int,
     warmup_steps: int,
     compress: Any,
@@ -138,21 +133,12 @@ def _method(
     **others: Any,
 ) -> LocalMethod:
     horizon, fragments = Horizon(total_steps, warmup_steps), others["fragments"]
-    specs: Sequence[Any] = spec if isinstance(spec, list | tuple) else [spec]
-    # A single schedule serves any number of optimizers.
-    if specs is spec and len(specs) != len(optimizers):
-        raise SpecError(
-            f"{len(specs)} schedules for {len(optimizers)} optimizers: pass one for all, or a list "
-            "with one for each",
-            "spec",
-        )
-    schedules = tuple(map(parse_local, specs))
-    proposes = any(isinstance(each, Auto) for each in schedules)
-    if proposes and (len(schedules) > 1 or others["overlap"]):
-        raise SpecError("'auto' must be the only schedule, without overlap=True", "spec")
-    chosen = tuple(Every(1) if isinstance(each, Auto) else each for each in schedules)
-    for schedule in chosen:
-        schedule.check(horizon)
+    schedule = parse_local(spec)
+    proposes = isinstance(schedule, Auto)
+    if proposes and others["overlap"]:
+        raise SpecError("'auto' cannot measure averages that overlap: leave out overlap", "spec")
+    chosen = Every(1) if isinstance(schedule, Auto) else schedule
+    chosen.check(horizon)
     check_seed(others["seed"])
     check_choice("moments", others["moments"], ("local", "average", "reset"))
     check_count("fragments", fragments)
@@ -160,39 +146,19 @@ def _method(
     if not isinstance(compress, str | Component):
         problem = f"compress must be a method such as 'ef(topk(0.01))', or 'mean', not {compress!r}"
         raise SpecError(problem, "compress")
-    parts: Parts = ((tuple(parameters), tuple(range(len(optimizers)))),)
-    if len(chosen) > 1:
-        parts = _divided(optimizers, parameters)
-    fewest = min(len(names) for names, _ in parts)
-    if fragments > fewest:
+    if fragments > parameters:
         raise SpecError(
-            f"fragments={fragments}, but a schedule has only {fewest} trained parameters, and "
-            "every fragment needs one: use fewer fragments, or pass no optimizer without any",
+            f"fragments={fragments}, but the model has only {parameters} trained parameters, and "
+            "every fragment needs one: use fewer fragments",
             "fragments",
         )
     step = None if outer is None else parse_outer_step(outer)
     aggregator = parse_aggregator(compress)
-    method = LocalMethod(chosen, parts, horizon, aggregator, step, proposes=proposes, **others)
+    method = LocalMethod(chosen, horizon, aggregator, step, proposes=proposes, **others)
     # A pseudo-gradient is measured from the averaged parameters, which must be complete by then.
     if method.overlap and not method.plain:
         raise SpecError("overlap=True needs compress='mean' and outer=None", "overlap")
     return method
-
-
-def _divided(optimizers: Optimizers, parameters: Parameters) -> Parts:
-    parts, seen = [], set[str]()
-    for index, optimizer in enumerate(optimizers):
-        held = _held(optimizer)
-        names = tuple(name for name, p in parameters.items() if id(p) in held)
-        if not seen.isdisjoint(names):
-            raise SpecError(
-                f"parameter '{min(seen & {*names})}' is in two optimizers with a schedule each, "
-                "but only one schedule can average it: pass one schedule for all optimizers",
-                "spec",
-            )
-        seen |= {*names}
-        parts.append((names, (index,)))
-    return tuple(parts)
 
 
 def _held(optimizer: torch.optim.Optimizer) -> set[int]:

@@ -25,8 +25,6 @@ from torchcomp.two_direction.theory import constants
 Closure = Callable[[], Tensor | float]
 
 _ADVICE = "Use the same model and arguments on all ranks."
-
-# What to do if this entry of a checkpoint differs from the run, for the error.
 _MISMATCH_ADVICE = {
     "spec": "build the optimizer with the arguments of the run that saved it",
     "world_size": "load it on the same number of ranks",
@@ -41,10 +39,6 @@ _SECTION = {
 }
 
 _OWN = ("h_i", "grad_z")  # the vectors of this rank's worker
-
-
-class _UnusableError(Exception):
-    """An error of this rank's closure. If the closure raised, its exception is the cause."""
 
 
 class TwoDirection(torch.optim.Optimizer):
@@ -104,12 +98,13 @@ class TwoDirection(torch.optim.Optimizer):
         self._spec = f"2direction({', '.join(f'{k}={v}' for k, v in self._options.items())})"
         self._server = Ranks(group, seed, device)
         # Lets the error on all ranks describe why this rank's closure failed.
-        self._server.explain = lambda: str(self._fault or "")
+        self._server.explain = lambda: self._fault
         # Built in the first step: its constructor evaluates gradients, which needs the closure.
         self._method: TwoDirectionMethod | None = None
         self._verified = False
         self._loss: Tensor | float = math.nan
-        self._fault: _UnusableError | None = None
+        self._fault = ""  # of this step's closure
+        self._raised: Exception | None = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise SpecError, because all parameters form one vector from the start."""
@@ -142,7 +137,7 @@ class TwoDirection(torch.optim.Optimizer):
             RankMismatchError: on all ranks, in the first step, if the parameters differ.
         """
         x = _flat(self._params)
-        self._closure, self._fault = closure, None
+        self._closure, self._fault, self._raised = closure, "", None
         # In the first step after construction or loading: different parameters or steps would not
         # raise later, they would only give wrong results.
         if not self._verified:
@@ -162,7 +157,7 @@ class TwoDirection(torch.optim.Optimizer):
             x = method.x
         except NonFiniteError as error:
             # Show the traceback of the closure's own exception on the rank where it failed.
-            raise error from (self._fault and self._fault.__cause__)
+            raise error from self._raised
         finally:
             # Evaluating gradients moved the parameters to y and z. After an error this restores
             # the old x.
@@ -219,7 +214,7 @@ class TwoDirection(torch.optim.Optimizer):
         checkpoint.check_engine(state, self._named)
         section = checkpoint.optional(checkpoint.record(**_SECTION))
         checkpoint.record(two_direction=section)(state, "the state dict")
-        saved, step, slots = state["two_direction"], state["step"], state["slots"]
+        saved, slots = state["two_direction"], state["slots"]
         # Only grad_z is optional, because it can be computed again.
         kept = [name for name in VECTORS if name != "grad_z" or name in slots] if saved else []
         named = self._named.items()
@@ -228,16 +223,10 @@ class TwoDirection(torch.optim.Optimizer):
         checkpoint.dict_of(slot, kept)(slots, "slots")
         wrong = {f"slot '{name}'": each | _kind(name) != each for name, each in slots.items()}
         wrong[f"seed {state['seed']}"] = state["seed"] != self._server.seed
-        wrong[f"scale {state['scale']}"] = state["scale"] != 1.0
-        wrong[f"step {step}"] = bool(step) and not saved
         if saved:
-            # rho starts at 1/gamma0 and never grows. The start and every iteration evaluate a
-            # gradient or more, and take one round trip.
-            rho, trips = saved["rho"], saved["traffic"]["round_trips"]
+            # rho starts at 1/gamma0 and never grows.
+            rho = saved["rho"]
             wrong[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
-            wrong[f"{saved['evaluations']} evaluations"] = saved["evaluations"] <= step
-            wrong[f"{trips} round trips"] = trips <= step
-            wrong[f"step {step}"] = not step and saved["second_is_due"]
         if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
             raise CheckpointError(
                 f"the checkpoint does not match this run: {', '.join(found)}; load the state that "
@@ -249,31 +238,25 @@ class TwoDirection(torch.optim.Optimizer):
 
     def _gradients(self, point: Tensor) -> Tensor:
         """Return the gradient of this rank's loss at `point`, or NaN if the closure fails."""
-        try:
-            # After a fault, do not call the closure again in this step.
-            if self._fault is None:
-                return self._evaluate(point)[None]
-        except _UnusableError as error:
-            self._fault = error
-        # Do not raise here: the other ranks wait for this rank's message. A NaN in the message
-        # makes all ranks raise.
-        return torch.full_like(point, torch.nan)[None]
-
-    def _evaluate(self, point: Tensor) -> Tensor:
-        self._write(point)
-        # Otherwise a closure without backward() would return the gradient of an earlier point.
-        for parameter in self._params:
-            parameter.grad = None
-        try:
-            with torch.enable_grad():
-                self._loss = self._closure()
-            problem = self._wrong_with(self._loss)
-        except Exception as error:
-            raise _UnusableError(f"its closure raised {error!r}") from error
-        if problem:
-            raise _UnusableError(f"its closure {problem}")
+        # After a fault, do not call the closure again in this step.
+        if not self._fault:
+            self._write(point)
+            # Otherwise a closure without backward() would return the gradient of an earlier point.
+            for parameter in self._params:
+                parameter.grad = None
+            try:
+                with torch.enable_grad():
+                    self._loss = self._closure()
+                problem = self._wrong_with(self._loss)
+            except Exception as error:
+                problem, self._raised = f"raised {error!r}", error
+            self._fault = problem and f"its closure {problem}"
+        if self._fault:
+            # Do not raise here: the other ranks wait for this rank's message. A NaN in the message
+            # makes all ranks raise.
+            return torch.full_like(point, torch.nan)[None]
         # A parameter that the loss does not touch has no gradient, which means zero.
-        return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)
+        return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)[None]
 
     def _wrong_with(self, loss: Tensor | float | None) -> str:
         if loss is None:

@@ -1,7 +1,9 @@
-"""The theory of 2Direction: constants, probabilities, step size and learning rates.
+"""The theory of 2Direction: its symbols, constants and learning rates.
 
-Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). For the symbols see
-:mod:`~torchcomp.two_direction.checks`. tau is the momentum of v, and beta is the momentum of h.
+Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). smoothness L of f, lmax of all f_i; mu: strong
+convexity; d coordinates, n workers; omega: variance of the workers' compressor; alpha: contraction
+of the server's; lbar: inverse of the step size; p: probability of the coin; tau, beta: momenta of
+v and h.
 
 The paper's Algorithm 2 computes with Gamma, which grows geometrically. Near 1e154 its square
 exceeds the range of float64, and the method silently stops moving. This module computes with the
@@ -14,76 +16,87 @@ underflows to 0, the learning rates have reached their limit long before.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 from torch import Tensor
 
 from torchcomp.compressors import Compressor
-from torchcomp.specs.checks import check_count, check_share
+from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.specs.checks import (
+    check_at_least_0,
+    check_count,
+    check_fraction,
+    check_positive,
+    is_number,
+)
 from torchcomp.specs.errors import SpecError
-from torchcomp.two_direction.checks import check_convexity, check_symbols, require
 
-CONSTANT = 660508.0
-"""The theory's constant C of Lbar: an upper bound, too large in practice. Tune the step size."""
-
-
-@dataclass(frozen=True)
-class Probabilities:
-    """The probability p of the coin and the momentum tau of v, both in (0, 1]."""
-
-    p: float
-    tau: float
+# Symbol -> the check of its range. That of mu depends on the smoothness.
+_RANGES: dict[str, Callable[[str, object], None]] = {
+    **dict.fromkeys(("smoothness", "lmax", "gamma0", "lbar", "constant"), check_positive),
+    **dict.fromkeys(("alpha", "beta", "p", "tau"), check_fraction),
+    **dict.fromkeys(("d", "n"), check_count),
+    "omega": check_at_least_0,
+}
 
 
-def priced_probabilities(
-    omega: float, *, d: int, k_up: int, k_down: int, r: float
-) -> Probabilities:
-    """Return p and tau for a known cost of downlink messages.
+def check_symbols(**values: float) -> None:
+    """Require symbols of the theory to be in their ranges. For mu, see :func:`check_convexity`."""
+    for name, value in values.items():
+        _RANGES[name](name, value)
 
-    Args:
-        omega: relative variance of the workers' compressor.
-        d: number of coordinates.
-        k_up: coordinates of an uplink message.
-        k_down: coordinates of a downlink message.
-        r: weight of downlink messages in the cost, in [0, 1]. Uplink messages have 1 - r.
+
+def check_convexity(mu: float, smoothness: float, name: str) -> None:
+    """Require 0 <= mu <= smoothness. `name` is the name of the upper bound in the error."""
+    if not is_number(mu) or not 0 <= mu <= smoothness:
+        raise SpecError(
+            f"mu must be at least 0 and at most {name} = {smoothness:g}, because the strong "
+            f"convexity of a function cannot exceed its smoothness; got {mu!r}",
+            "mu",
+        )
+
+
+# Kind of a compressor -> the method that returns its constant, and advice for the error.
+_KINDS = {
+    "unbiased": (
+        "omega",
+        "the expectation of this message must be the vector itself, because no residual corrects "
+        "it later. Use, for example, randk(0.1, unbiased=True)",
+    ),
+    "contractive": (
+        "alpha",
+        "later messages send what this one leaves out, and that converges only if "
+        "|C(x) - x| < |x|. Use, for example, topk(0.1)",
+    ),
+}
+
+
+def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
+    """Return the constant that a compressor of this kind declares for vectors of `d` elements.
+
+    `kind` is "unbiased" (omega) or "contractive" (alpha), `role` the argument's name in the error.
     """
-    check_symbols(omega=omega, d=d)
-    check_count("k_up", k_up, most=d)
-    check_count("k_down", k_down, most=d)
-    check_share("r", r)
-    # mu_r is the cost of a dense downlink message relative to the cost of an iteration's compressed
-    # messages. The coin's p limits how often dense messages are sent.
-    mu_r = r * d / ((1 - r) * k_up + r * k_down)
-    p = min(1.0, 1 / (omega + 1), 1 / mu_r if mu_r else 1.0)
-    return Probabilities(p, p ** (1 / 3) / (omega + 1) ** (2 / 3))
-
-
-def lbar(
-    smoothness: float,
-    lmax: float,
-    *,
-    n: int,
-    alpha: float,
-    omega: float,
-    p: float,
-    tau: float,
-    constant: float = CONSTANT,
-) -> float:
-    """Return Lbar, the inverse of the step size. `constant` is the factor C."""
-    check_symbols(smoothness=smoothness, lmax=lmax, constant=constant, alpha=alpha, p=p, tau=tau)
-    check_symbols(omega=omega, n=n)
-    beta = 1 / (omega + 1)
-    # The six terms of the paper's maximum, in its order.
-    terms = (
-        smoothness / alpha,
-        smoothness * p / (alpha * tau),
-        math.sqrt(smoothness * lmax) * p * math.sqrt(omega * tau) / (alpha * beta * math.sqrt(n)),
-        math.sqrt(smoothness * lmax * p * omega * tau) / (alpha * math.sqrt(beta * n)),
-        lmax * omega * p**2 / (beta**2 * n),
-        lmax * omega / n,
-    )
-    return constant * max(terms)
+    if not isinstance(compressor, Compressor):
+        raise SpecError(f"{role} must be a compressor such as TopK(k=65), not {compressor!r}", role)
+    constant, advice = _KINDS[kind]
+    declared: float | None = getattr(compressor, constant)(d)
+    if len(compressor.stages) > 1:
+        problem = (
+            "changes during a run, and the theory is for one compressor; leave out warmup(...)"
+        )
+    elif compressor.per_tensor:
+        problem = (
+            "compresses each parameter separately, but here all parameters are one vector; remove "
+            'scope="tensor"'
+        )
+    elif isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
+        problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
+    elif declared is None:
+        problem = f"is not {kind} (it declares no {constant}); {advice}"
+    else:
+        return declared
+    raise SpecError(f"{role}: '{compressor}' {problem}", role)
 
 
 @dataclass(frozen=True)
@@ -108,7 +121,7 @@ class Constants:
                 "gamma0",
             )
 
-    @cached_property
+    @property
     def theta_min(self) -> float:
         """The upper bound on theta: 1/4 min(1, alpha/p, tau/p, beta/p)."""
         return min(1.0, self.alpha / self.p, self.tau / self.p, self.beta / self.p) / 4

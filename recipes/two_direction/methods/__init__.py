@@ -15,12 +15,12 @@ from recipes.two_direction.methods.ef14 import EF14
 from recipes.two_direction.methods.ef21 import EF21
 from recipes.two_direction.methods.ef21p import EF21P
 from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
+from recipes.two_direction.theory import Probabilities
 from torchcomp.compressors import Compressor, Identity, RandK, TopK
 from torchcomp.engine.keys import Key
 from torchcomp.two_direction import TwoDirectionMethod
-from torchcomp.two_direction.base import Gradients, Method
+from torchcomp.two_direction.method import Gradients, Method
 from torchcomp.two_direction.parameter_server import ParameterServer
-from torchcomp.two_direction.theory import Probabilities
 
 _REMEMBERED_BYTES = 10**9
 

@@ -14,10 +14,9 @@ from dataclasses import KW_ONLY, dataclass
 from torch import Tensor
 
 from torchcomp.specs.checks import check_positive
-from torchcomp.two_direction.base import Method
-from torchcomp.two_direction.checks import check_convexity
+from torchcomp.two_direction.method import Method
 from torchcomp.two_direction.parameter_server import DENSE
-from torchcomp.two_direction.theory import Constants, learning_rates
+from torchcomp.two_direction.theory import Constants, check_convexity, learning_rates
 
 
 @dataclass(eq=False, repr=False)

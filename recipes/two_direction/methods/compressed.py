@@ -7,8 +7,8 @@ from torch import Tensor
 
 from torchcomp.compressors import Compressor
 from torchcomp.specs.checks import check_positive
-from torchcomp.two_direction.base import Method
-from torchcomp.two_direction.checks import require
+from torchcomp.two_direction.method import Method
+from torchcomp.two_direction.theory import require
 
 
 @dataclass(eq=False, repr=False)
@@ -22,7 +22,7 @@ class CompressedMethod(Method):
     _: KW_ONLY
     gamma: float
 
-    # The kind of compressor that `up` must be, for torchcomp.two_direction.checks.require.
+    # The kind of compressor that `up` must be, for torchcomp.two_direction.theory.require.
     _kind = "contractive"
 
     def __post_init__(self, x0: Tensor) -> None:

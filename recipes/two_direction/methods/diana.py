@@ -7,14 +7,14 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 from torch import Tensor
 
 from recipes.two_direction.methods.compressed import CompressedMethod
-from torchcomp.two_direction.checks import check_symbols
 from torchcomp.two_direction.parameter_server import DENSE
+from torchcomp.two_direction.theory import check_symbols
 
 
 def step_size(lmax: float, omega: float, n: int) -> float:
     """Return the theory's gamma: 1/((1 + 4 omega/n) Lmax).
 
-    The arguments are symbols of :mod:`torchcomp.two_direction.checks`.
+    The arguments are symbols of :mod:`torchcomp.two_direction.theory`.
 
     Raises:
         SpecError: if an argument is out of range.

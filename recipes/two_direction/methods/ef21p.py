@@ -10,9 +10,9 @@ from torch import Tensor
 
 from torchcomp.compressors import Compressor
 from torchcomp.specs.checks import check_positive
-from torchcomp.two_direction.base import Method
-from torchcomp.two_direction.checks import require
+from torchcomp.two_direction.method import Method
 from torchcomp.two_direction.parameter_server import DENSE
+from torchcomp.two_direction.theory import require
 
 
 @dataclass(eq=False, repr=False)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from recipes.two_direction.methods.diana import DIANA
 from torchcomp.compressors import Compressor
-from torchcomp.two_direction.checks import check_convexity, check_symbols, require
+from torchcomp.two_direction.theory import check_convexity, check_symbols, require
 
 
 def step_size(
@@ -16,7 +16,7 @@ def step_size(
 ) -> float:
     """Return the theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
 
-    The arguments are symbols of :mod:`torchcomp.two_direction.checks`.
+    The arguments are symbols of :mod:`torchcomp.two_direction.theory`.
 
     Raises:
         SpecError: if an argument is out of range.
