@@ -107,17 +107,6 @@ def test_edges():
     assert 0 < empty.level < level
 
 
-@pytest.mark.parametrize("rule", [Baseline(), Literal(1e-5)])
-def test_a_checkpoint_in_json_resumes_bit_for_bit(rule):
-    norms = layer_norms()
-    whole = run(Bandit(np.ones(D), 20.0, P_MIN, rule), norms, 200)
-    half = run(Bandit(np.ones(D), 20.0, P_MIN, rule), norms, 100)
-    resumed = Bandit(np.ones(D), 20.0, P_MIN, rule)
-    resumed.load_state_dict(json.loads(json.dumps(half.state_dict())))
-    np.testing.assert_array_equal(run(resumed, norms, 100, start=100).p, whole.p)
-    assert resumed.state_dict() == whole.state_dict()
-
-
 def learned():
     """The state of a bandit after some steps, as text with all digits."""
     rng = np.random.default_rng(0)

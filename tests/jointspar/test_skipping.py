@@ -29,11 +29,6 @@ def kernels(build, kept, batch=lambda: rows(0, torch.float32)):
     return sum(counts[f"aten::{name}"] for name in ("mm", "addmm", "convolution_backward"))
 
 
-class First(nn.Module):
-    def forward(self, pair):
-        return pair[0]
-
-
 def float_mlp():
     return mlp(torch.float32)
 
@@ -45,10 +40,6 @@ def checkpointed():
 def convolutions():
     layers = nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 2)
     return seeded(nn.Sequential(nn.Unflatten(1, (2, 6, 6)), *layers))
-
-
-def recurrent():
-    return seeded(nn.Sequential(nn.Linear(16, 8), nn.LSTM(8, 4), First(), nn.Linear(4, 4)))
 
 
 EXPECTED = [
@@ -63,7 +54,6 @@ EXPECTED = [
     (checkpointed, ("blocks.2.0",), 1 + 1),
     (checkpointed, (), 0),
     (convolutions, ("3",), 1),
-    (recurrent, ("3",), 1),
 ]
 
 

@@ -1,12 +1,8 @@
-"""A small training script with two levels: DDP inside each node, local steps across nodes."""
+"""The training script with two levels: DDP inside each node, local steps across nodes."""
 
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
-import torchcomp
-from tests.local_sgd.script import batch, loss_of, mlp, momentum
-from tests.support.models import optimizer_step, seeded
-from tests.support.outcomes import flat
+from tests.local_sgd.script import Script
 
 NODES, PER_NODE, TOTAL = 2, 2, 8
 
@@ -19,44 +15,22 @@ def groups():
     return inside[rank // PER_NODE], across[rank % PER_NODE]
 
 
-class Hierarchy:
-    """A training script on 4 ranks in 2 nodes.
+class Hierarchy(Script):
+    """A training script on 4 ranks in 2 nodes; further options are those of LocalSGD."""
 
-    With `inside`, a gradient method compresses inside the nodes; `register` are its options.
-    """
-
-    def __init__(
-        self,
-        make=groups,
-        spec="every(3)",
-        build=mlp,
-        lr=0.05,
-        shape=(6,),
-        ddp=None,
-        inside=None,
-        register=None,
-        **local,
-    ):
+    def __init__(self, make=groups, spec="every(3)", lr=0.05, ddp=None, **options):
         node, across = make()
-        self.rank = dist.get_rank()
-        self.shape = shape
-        self.model = DistributedDataParallel(seeded(build()), process_group=node, **(ddp or {}))
-        self.optimizer = momentum(self.model.parameters(), lr=lr)
-        self.handle = inside and torchcomp.register(self.model, inside, **(register or {}))
-        self.scaler = local.get("scaler")
-        arguments = {"total_steps": TOTAL, "process_group": across} | local
-        self.sync = torchcomp.LocalSGD(self.model, self.optimizer, spec, **arguments)
-
-    def backward(self, step, scale=1.0):
-        self.optimizer.zero_grad()
-        loss = loss_of(self.model, *batch(self.rank, step, self.shape)) * scale
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        own = ("build", "scaler", "shape", "inside", "register")
+        script = {name: options.pop(name) for name in own if name in options}
+        options = {"process_group": across} | options
+        total = options.pop("total_steps", TOTAL)
+        script |= {"process_group": node, "local": options, "lr": lambda step: lr}
+        super().__init__(spec, total, **script, **(ddp or {}))
 
     def step(self, step, scale=1.0):
-        self.backward(step, scale)
-        optimizer_step(self.optimizer, self.scaler)
+        super().step(step, scale)
         self.sync.wait()
-        return flat(self.model.parameters())
+        return self.weights()
 
     def train(self, start=0, stop=TOTAL):
-        return [self.step(step) for step in range(start, stop)]
+        return super().train(start, stop)

@@ -1,7 +1,7 @@
 """A small training script that the tests of local steps run on every rank."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
 from tests.support.models import kept, optimizer_step, seeded
-from tests.support.outcomes import assert_close, equal_on_all, flat
+from tests.support.outcomes import equal_on_all, flat
 
 sgd = partial(torch.optim.SGD, lr=1.0)
 momentum = partial(torch.optim.SGD, lr=1.0, momentum=0.9, weight_decay=0.01)
@@ -39,13 +39,6 @@ def mlp(width: int = 8) -> nn.Module:
 
 def float32_mlp() -> nn.Module:
     return mlp().float()
-
-
-def half_frozen() -> nn.Module:
-    """An MLP that trains its last layer only."""
-    module = mlp()
-    module[0].requires_grad_(False)
-    return module
 
 
 def convnet(channels: int = 4) -> nn.Module:
@@ -87,7 +80,8 @@ class Script:
     """A typical training script, on the calling rank; with plain DDP if `spec` is None.
 
     `lr` gives the learning rate of a step from the number of steps before it, `shape` is that of
-    one input, `local` has further options of LocalSGD and `ddp` those of DDP.
+    one input, `local` has further options of LocalSGD and `ddp` those of DDP. With `inside`, a
+    method for gradients, and its options `register`, DDP compresses inside the nodes.
     """
 
     def __init__(
@@ -100,14 +94,16 @@ class Script:
         lr: Callable[[int], float] = constant,
         warmup_steps: int = 0,
         scaler: torch.amp.GradScaler | None = None,
-        pass_scaler: bool = True,
         shape: tuple[int, ...] = (6,),
         local: dict[str, Any] | None = None,
+        inside: str | None = None,
+        register: dict[str, Any] | None = None,
         **ddp: Any,
     ) -> None:
         self.rank = dist.get_rank()
         self.model = DistributedDataParallel(seeded(build()), **ddp)
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
+        self.handle = inside and torchcomp.register(self.model, inside, **(register or {}))
         self.scheduler = LambdaLR(self.optimizer, lr)
         self.scaler = scaler
         self.shape = shape
@@ -117,7 +113,7 @@ class Script:
             spec,
             total_steps=total_steps,
             warmup_steps=warmup_steps,
-            scaler=scaler if pass_scaler else None,
+            scaler=scaler,
             **(local or {}),
         )
 
@@ -180,14 +176,3 @@ def synchronised_steps(runs: list[list[Tensor]]) -> list[int]:
     return [
         step for step, weights in enumerate(zip(*runs, strict=True), 1) if equal_on_all(weights)
     ]
-
-
-def assert_follows(
-    runs: list[list[Tensor]],
-    expected: Iterable[tuple[list[Tensor], bool]],
-    tolerance: float = 1e-12,
-) -> None:
-    """Require that each rank's weights after each step are those of its worker in the reference."""
-    for actual, (weights, _) in zip(zip(*runs, strict=True), expected, strict=True):
-        for mine, wanted in zip(actual, weights, strict=True):
-            assert_close(mine, wanted, tolerance)

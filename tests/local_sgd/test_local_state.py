@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import torchcomp
 from tests.local_sgd.script import (
@@ -158,11 +157,6 @@ def a_look_at_a_gradient(script, step):
     script.backward(step)
 
 
-def activations_computed_again(script, step):
-    inputs, _ = batch(script.rank, step)
-    checkpoint(script.model, inputs, use_reentrant=False).sum().backward()
-
-
 def a_step_that_fails_and_is_repeated(script, step):
     script.backward(step)
     with pytest.raises(ZeroDivisionError):
@@ -187,7 +181,6 @@ def other_models(script, step):
     [
         more_micro_batches,
         a_look_at_a_gradient,
-        activations_computed_again,
         a_step_that_fails_and_is_repeated,
         other_models,
     ],

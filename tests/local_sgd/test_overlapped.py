@@ -75,9 +75,6 @@ def after_a_round(read):
 
 READS = {
     "state_dict": lambda script: flat(script.model.state_dict().values()),
-    "a layer's state_dict": lambda script: flat(
-        value for each in (0, 2) for value in script.model.module[each].state_dict().values()
-    ),
     "forward": lambda script: (script.model(batch(0, 0)[0]), script.weights())[1],
     "sync.state_dict": lambda script: (script.sync.state_dict(), script.weights())[1],
     "close": lambda script: (script.sync.close(), script.weights())[1],

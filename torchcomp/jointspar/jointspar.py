@@ -112,7 +112,7 @@ class JointSpar(Gatherable):
         check_is_ddp(model)
         self._exchange = ProcessGroupExchange(model.process_group, device_of(model))
         self._parameters = trained = dict(trained_parameters(model))
-        self._names = {id(parameter): name for name, parameter in self._parameters.items()}
+        self._names = {id(parameter): name for name, parameter in trained.items()}
 
         def make() -> tuple[Sampled, dict[str, Any]]:
             check_seed(seed)
@@ -190,22 +190,14 @@ class JointSpar(Gatherable):
         return self._sampler.norm(self._names[id(parameter)])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's state; every rank saves its own. ``weights_only=True`` loads it.
-
-        Raises:
-            RuntimeError: in the middle of a backward pass.
-        """
+        """Return this rank's state; RuntimeError in the middle of a backward pass."""
         return {**self._handle.state_dict(), "jointspar": self._sampler.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned. Nothing changes on error.
+        """Restore what :meth:`state_dict` returned; on CheckpointError or RuntimeError, nothing.
 
         With ``selection="shared"``, another number of ranks can continue; with a residual, first
         call ``torchcomp.redistribute`` on the states of all.
-
-        Raises:
-            CheckpointError: if the state is damaged, or belongs to another model, method or rank.
-            RuntimeError: in the middle of a backward pass.
         """
         # Without slots, such as residuals, a shared selection has the same state on any rank.
         if self._sampler.shared and isinstance(state, Mapping) and state.get("slots") == {}:
@@ -266,10 +258,8 @@ class JointSpar(Gatherable):
 def _unscaled(
     scaler: torch.amp.GradScaler, optimizer: Any, inverse: Tensor, found: Tensor, fp16: bool
 ) -> dict[torch.device, Tensor]:
-    """Like ``GradScaler._unscale_grads_``, but with a device for an optimizer without a gradient.
-
-    The scaler would raise. Gradients of zero would let momentum and weight decay change layers.
-    """
-    # PyTorch's own ShardedGradScaler overrides the same private method.
+    # Without a device, the scaler would raise for an optimizer without a gradient. Gradients of
+    # zero would let momentum and weight decay change layers. PyTorch's own ShardedGradScaler
+    # overrides the same private method.
     original = type(scaler)._unscale_grads_
     return original(scaler, optimizer, inverse, found, fp16) or {found.device: found}

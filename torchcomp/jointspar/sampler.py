@@ -68,7 +68,7 @@ class SamplingOptions(Component):
 class Sampler:
     """Algorithms 1 and 2 of JointSpar on layers with these costs, shape (D,), above 0.
 
-    The first step keeps all layers: DDP then orders its buckets by a complete backward pass.
+    The first step keeps all layers, so that DDP orders its buckets by a complete backward pass.
 
     Attributes:
         kept, p: the layers of the next step on this rank, as a mask, and the probabilities that

@@ -26,8 +26,8 @@ Registration = tuple[nn.Module, str, nn.Parameter]  # a module, a name in it, an
 class Skipper:
     """Skips parameters of the module inside DDP, by hooks that :meth:`close` removes.
 
-    `on_forward`, which can raise, is called before a forward pass that records a graph, and
-    `on_backward` after DDP has written the gradients. Both are bound methods.
+    The bound method `on_forward`, which can raise, is called before a forward pass that records a
+    graph, and `on_backward` after DDP has written the gradients.
     """
 
     def __init__(
@@ -86,7 +86,6 @@ class Skipper:
         return self._tied(output, replaced)
 
     def begin_backward(self, selection: int) -> None:
-        """Begin the backward pass of a forward pass that had this ``_selection``."""
         if selection != self._selection:
             raise UnsupportedModelError(
                 "this backward pass belongs to a forward pass of an earlier step, which kept other "
@@ -100,9 +99,9 @@ class Skipper:
         after_backward(self._computed)
 
     def _computed(self) -> None:
-        # All kernels are launched, but DDP can still be waiting for the exchange.
+        # All kernels are launched, but DDP can still be waiting for the exchange. Queued now, the
+        # next function runs after DDP's final callback, which writes the gradients.
         self._restore()
-        # Queued now, it runs after DDP's final callback, which writes the gradients.
         after_backward(self._written)
 
     def _written(self) -> None:
