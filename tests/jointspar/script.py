@@ -24,10 +24,6 @@ def keep(jointspar: JointSpar, *layers: str, p: float | dict[str, float] = 0.5) 
     jointspar._skip()
 
 
-def layer_of(jointspar: JointSpar, name: str) -> str:
-    return next(layer for layer, names in jointspar.layers.items() if name in names)
-
-
 def backward(model: nn.Module, *batches: Any) -> None:
     """Compute the gradients of one step. All batches but the last are accumulated by no_sync."""
     for batch in batches[:-1]:
@@ -44,9 +40,8 @@ def estimates(jointspar: JointSpar, model: DistributedDataParallel, *batches: An
         for name, gradient in local_gradients(model, batch).items():
             total[name] = total[name] + gradient if name in total else gradient
     found: Gradients = {}
-    for names in jointspar.layers.values():
+    for layer, names in jointspar.layers.items():
         for name in names:
-            layer = layer_of(jointspar, name)
             found[name] = total[name] / float(p[layer]) if layer in kept else None
     return found
 
