@@ -63,17 +63,11 @@ def statistics(model):
     return torch.cat([values for pair in both for values in pair])
 
 
-class Reader:
-    """A loader that counts the batches that are read."""
-
-    def __init__(self, batches):
-        self.batches = batches
-        self.read = 0
-
-    def __iter__(self):
-        for batch in self.batches:
-            self.read += 1
-            yield batch
+def counting(batches, read):
+    """A loader that appends each batch that is read to `read`."""
+    for batch in batches:
+        read.append(batch)
+        yield batch
 
 
 def test_statistics_are_the_mean_of_the_batches_statistics():
@@ -104,13 +98,12 @@ def test_passes_are_in_training_mode_and_build_no_graph():
 
 @pytest.mark.parametrize(("images", "read"), [(1, 1), (6, 1), (7, 2), (48, 8)])
 def test_whole_batches_are_read_until_there_are_enough_images(images, read):
-    model, loader = network(), Reader(shard())
+    model, seen = network(), []
     forms = [lambda x, y: x, lambda x, y: [x, y], lambda x, y: (x,)]
-    loader.batches = [forms[i % 3](*batch) for i, batch in enumerate(loader.batches)]
-    reestimate_batchnorm(model, loader, images=images)
-    loader.batches = shard()
-    assert loader.read == read
-    torch.testing.assert_close(statistics(model), reference(model, loader.batches[:read]))
+    batches = [forms[i % 3](*batch) for i, batch in enumerate(shard())]
+    reestimate_batchnorm(model, counting(batches, seen), images=images)
+    assert len(seen) == read
+    torch.testing.assert_close(statistics(model), reference(model, shard()[:read]))
 
 
 def test_frozen_layers_keep_their_statistics():
@@ -165,11 +158,9 @@ def wrapped(kind):
 
 
 def on_a_rank(kind, images):
-    rank = dist.get_rank()
-    model, module = wrapped(kind)
-    loader = Reader(shard(rank))
-    reestimate_batchnorm(model, loader, images=images)
-    return statistics(module), loader.read
+    (model, module), seen = wrapped(kind), []
+    reestimate_batchnorm(model, counting(shard(dist.get_rank()), seen), images=images)
+    return statistics(module), len(seen)
 
 
 @pytest.mark.parametrize(("kind", "images", "read"), [("module", 48, 2), ("ddp", 49, 3)])

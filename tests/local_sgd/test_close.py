@@ -11,7 +11,7 @@ import torchcomp
 from tests.local_sgd.script import Script, constant, mlp, sgd, synchronised_steps
 from tests.support.logs import messages_of
 from tests.support.outcomes import equal_on_all
-from tests.support.ranks import on_processes, on_threads
+from tests.support.ranks import on_threads
 
 
 def installed(script):
@@ -72,18 +72,6 @@ def test_local_steps_between_plain_ddp_training(view):
     runs, mine, plain = zip(*on_threads(2, body), strict=True)
     assert synchronised_steps(list(runs)) == [1, 2, 3, 5, 7]
     assert equal_on_all([*mine, *plain])
-
-
-def compressed_after_local():
-    script = Script("every(2)", total_steps=4, optimizer=sgd)
-    script.train(0, 4)
-    script.sync.close()
-    with torchcomp.register(script.model, "ef(topk(0.5))"):
-        return script.train(4, 7)
-
-
-def test_a_method_can_be_registered_after_close():
-    assert synchronised_steps(on_processes(2, compressed_after_local)) == [1, 2, 3]
 
 
 @pytest.fixture

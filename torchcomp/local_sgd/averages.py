@@ -55,10 +55,7 @@ class ExactMean(Mean):
 def require_finite(
     exchange: Exchange, finite: Tensor, where: str, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raise NonFiniteError on every rank unless `finite`, a bool on the device, holds on all.
-
-    The error names `where`, and each rank's `tensors` that are not finite.
-    """
+    """Raise NonFiniteError on every rank unless `finite`, a bool on the device, holds on all."""
     # conclude() skips its collective if no message was received in this step.
     exchange.must_conclude = True
     if not exchange.conclude(finite, where, UNCHANGED):
@@ -94,10 +91,7 @@ class Averages:
         """Prepare for local steps on these parameters, right before the first one."""
 
     def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
-        """Average the `due` groups over the ranks after `step` steps, and update the parameters.
-
-        If this raises, it raises on every rank and no parameter has changed.
-        """
+        """Average the `due` groups over the ranks; if this raises, on all, and nothing changes."""
         results = [self._average(group, lr) for group, lr in due]
         where = f"the synchronisation after step {step}"
         self.averager.finish(dense_bytes=dense_bytes, where=where)
@@ -180,10 +174,7 @@ class PseudoGradients(Averages):
 
 
 class OverlappedAverages(Averages):
-    """The same exact mean, by async all-reduces that run while the code after the step goes on.
-
-    Every layer waits for its own parameters before it computes. Other code runs without waiting.
-    """
+    """The same exact mean, by async all-reduces; every layer waits for its own parameters."""
 
     def __init__(self, method: LocalMethod, exchange: ProcessGroupExchange, *rest: Any) -> None:
         super().__init__(method, exchange, *rest)
@@ -266,17 +257,14 @@ class OverlappedAverages(Averages):
 
 
 def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[Any]:
-    """Make every layer, and ``state_dict``, wait for what they read; yield the hooks' handles.
-
-    A layer is a compiled module, or a module with its own parameters. It also waits for the
-    parameters of its children, because it can read them without calling the children.
-    """
+    """Make every layer, and ``state_dict``, wait for what they read; yield the hooks' handles."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
         everything = _waiter(module, averages, None)
         yield module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
     for layer in _layers(model):
-        # torch.compile adds this prefix, and the averager's names do not have it.
+        # With those of its children, which it can read without calling the children. torch.compile
+        # adds this prefix, and the averager's names do not have it.
         needed = {names[id(p)].replace("_orig_mod.", "") for p in layer.parameters()}
         yield layer.register_forward_pre_hook(_waiter(layer, averages, needed))
 
@@ -307,11 +295,7 @@ def _waiter(module: nn.Module, averages: OverlappedAverages, names: set[str] | N
 
 
 def state_to_average(parameters: Mapping[str, Tensor], optimizers: Optimizers) -> dict[str, Tensor]:
-    """The tensors of the optimizers' state for `parameters` that ``moments="average"`` averages.
-
-    All floating-point tensors except step counts, by name and key. SpecError names what cannot be
-    averaged.
-    """
+    """The tensors of the optimizers' state that ``moments="average"`` averages, by name and key."""
     found = {}
     for index, optimizer in enumerate(optimizers):
         # Two optimizers can train the same parameter.
@@ -332,11 +316,9 @@ def state_to_average(parameters: Mapping[str, Tensor], optimizers: Optimizers) -
 
 
 def mean_state(exchange: Exchange, mine: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    """The mean over the ranks, in float32 or wider, of every tensor that at least one rank has.
-
-    A rank has no optimizer state for a parameter that it has not used, or while a GradScaler skips
-    every step: it adds zeros, and continues without. Raises NonFiniteError on every rank.
-    """
+    """The mean over the ranks, in float32 or wider, of every tensor that at least one rank has."""
+    # A rank has no optimizer state for a parameter that it has not used, or while a GradScaler
+    # skips every step: it adds zeros, and continues without.
     tensors, device = dict(mine), exchange.device
     layout = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
     # Compare a checksum first: usually all ranks have the same tensors, and gathering the names of

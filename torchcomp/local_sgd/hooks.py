@@ -19,10 +19,8 @@ _QUIET = ("require_backward_grad_sync", "require_forward_param_sync", "broadcast
 
 
 def creates_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether torch.distributed.checkpoint takes this step, only to create the optimizer's state.
-
-    It calls ``step(closure=None)``, with learning rate and gradients 0.
-    """
+    """Whether torch.distributed.checkpoint takes this step only to create the optimizer's state."""
+    # It calls step(closure=None), with learning rate and gradients 0.
     if kwargs.get("closure", ...) is not None or optimizer.state:
         return False
     groups = optimizer.param_groups
@@ -32,11 +30,10 @@ def creates_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -
 
 
 class IdleReducer:
-    """DDP's reducer, except that it never prepares for a backward pass, so it reduces nothing.
+    """DDP's reducer, except that it never prepares for a backward pass, so it reduces nothing."""
 
-    Scripts set ``require_backward_grad_sync`` to accumulate gradients without ``no_sync``, or call
-    the reducer directly, as Accelerate's ``trigger_sync_in_backward`` does.
-    """
+    # Scripts set require_backward_grad_sync to accumulate gradients without no_sync, or call the
+    # reducer directly, as Accelerate's trigger_sync_in_backward does.
 
     def __init__(self, reducer: Any) -> None:
         self.reducer = reducer

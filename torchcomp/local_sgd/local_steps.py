@@ -194,10 +194,7 @@ class LocalSteps:
             self._expected_weights, self._verified = None, True
 
     def end(self, index: int) -> None:
-        """Count the step that the optimizer of this index took or skipped.
-
-        After the last optimizer's step, synchronise the fragments whose rounds end.
-        """
+        """Count the step that the optimizer of this index took or skipped, and synchronise."""
         self._stepped.add(index)
         if len(self._stepped) < len(self._optimizers):
             return

@@ -89,12 +89,10 @@ class Clock:
 
 
 def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> list[Fragment]:
-    """Cut the parameters into fragments whose rounds are out of phase.
+    """Cut the parameters, in order, into fragments of about equal bytes with rounds out of phase.
 
-    They have about equal bytes and follow registration order. The first round of fragment p of P
-    (counted from 0) takes (p + 1)/P of a full round. After that, they synchronise one after
-    another, as in Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512), but the average is
-    applied without a delay. All synchronise at the end of the run.
+    The first round of fragment p of P (from 0) takes (p + 1)/P of a full one: as in Streaming
+    DiLoCo (Douillard et al., 2025, arXiv 2501.18512), but averages are applied without a delay.
     """
     pieces, names = int(method.fragments), list(parameters)
     sizes = [parameters[name].nbytes for name in names]
@@ -160,10 +158,7 @@ def state_of(method: LocalMethod, clock: Clock, averager: Averager) -> dict[str,
 
 
 def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -> int:
-    """Restore clock and averager, and return the checksum of the parameters of the state.
-
-    Raises CheckpointError, and changes nothing, if the state is damaged or of another run.
-    """
+    """Restore clock and averager, and return the checksum of the parameters of the state."""
     section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
     _SECTION(section, "local_sgd")
     rounds, own = section["fragments"], clock.fragments

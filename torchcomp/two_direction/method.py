@@ -198,18 +198,12 @@ class TwoDirectionMethod(Method):
         self.rho, self.second_is_due = lr.rho, True
 
     def finish_iteration(self) -> None:
-        """Run lines (12) to (15) of the last iteration now, in a separate round trip.
-
-        Without this call, they run in the next iteration. All ranks must call this together.
-        """
+        """Run lines (12) to (15) of the last iteration now, not in the next one; on all ranks."""
         if self.second_is_due:
             self._uplinks(None, self.iterations)
 
     def _uplinks(self, y: Tensor | None, t: int) -> Tensor:
-        """Run lines (12) to (15) of the iteration before `t` if due, and (3) if `y` is not None.
-
-        Return the mean of the last message that was sent.
-        """
+        """Run (12) to (15) of `t` - 1 if due, (3) if `y` is not None; return the last mean."""
         c, h_i, grad_z, messages = self.constants, self.h_i, self.grad_z, []
         if self.second_is_due:
             # z moves only on heads, so most iterations can use the cached gradients.

@@ -91,10 +91,7 @@ class ParameterServer(ABC):
         self.explain: Callable[[], str] = lambda: ""
 
     def encode(self, vectors: Tensor, compressor: Compressor, call: int) -> Uplink:
-        """Compress one row per worker of this process, without sending it.
-
-        `call`, the number of the message, is unique within the run: it seeds the randomness.
-        """
+        """Compress one row per worker here; `call`, unique within the run, seeds the randomness."""
         encoded, decoded = self._encode(vectors, compressor, call)
         finite = vectors.isfinite().all(1).tolist()
         faulty = [worker for worker, good in zip(self.mine, finite, strict=True) if not good]
@@ -249,7 +246,6 @@ def _one(compressor: Compressor, like: Tensor, name: str) -> Vectors:
 
 
 def _unusable(faults: Faults) -> NonFiniteError:
-    """Return the error that lists these workers and their faults."""
     workers = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
     # The advice does not apply if every fault has its own description.
     advice = ". Use a smaller step size, and check that the function is finite at this point"

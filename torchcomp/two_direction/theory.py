@@ -73,10 +73,7 @@ _KINDS = {
 
 
 def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
-    """Return the constant that a compressor of this kind declares for vectors of `d` elements.
-
-    `kind` is "unbiased" (omega) or "contractive" (alpha), `role` the argument's name in the error.
-    """
+    """Return omega or alpha of an "unbiased" or "contractive" compressor for `d` elements."""
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as TopK(k=65), not {compressor!r}", role)
     constant, advice = _KINDS[kind]
