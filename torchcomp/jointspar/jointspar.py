@@ -20,7 +20,7 @@ from torchcomp.engine.keys import Key, check_seed
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal
-from torchcomp.jointspar.layers import Patterns, layers_of
+from torchcomp.jointspar.layers import Patterns, default_layers, layers_by_pattern
 from torchcomp.jointspar.sampler import Sampled, Sampler, SamplingOptions, by_layer
 from torchcomp.jointspar.skip import Skipper
 from torchcomp.specs.component import Component
@@ -124,7 +124,9 @@ class JointSpar(Gatherable):
                     "of the first step: build DistributedDataParallel without it"
                 )
             options = SamplingOptions(budget, costs, p_min, rule, selection)
-            grouped = layers_of(trained, layers)
+            grouped = default_layers(trained.items())
+            if layers is not None:
+                grouped = layers_by_pattern(layers, list(trained))
             sizes = [sum(trained[name].nbytes for name in names) for names in grouped.values()]
             # Costs must be above 0, also of a layer without elements.
             each = np.maximum(sizes, 1.0) if costs == "bytes" else np.ones(len(grouped))

@@ -15,20 +15,6 @@ Patterns = Mapping[str, str | Sequence[str]]
 """Maps the name of each layer to shell-style patterns of parameter names: ``"blocks.0.*"``."""
 
 
-def layers_of(trained: Mapping[str, nn.Parameter], patterns: Patterns | None) -> Layers:
-    """Group the trained parameters by the user's patterns, or by default."""
-    layers = default_layers(trained.items())
-    if patterns is not None:
-        layers = layers_by_pattern(patterns, list(trained))
-    if len(layers) < 2:
-        raise SpecError(
-            f"JointSpar needs two layers or more, not {list(layers)}: define smaller ones with "
-            "layers={...}, or compress the gradient instead",
-            "layers",
-        )
-    return layers
-
-
 def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     """Group parameters into one layer for each module with weights, with its bias and its norm.
 

@@ -80,6 +80,12 @@ class Sampler:
     """
 
     def __init__(self, options: SamplingOptions, layers: Layers, costs: Vector, key: Key) -> None:
+        if len(layers) < 2:
+            raise SpecError(
+                f"JointSpar needs two layers or more, not {list(layers)}: define smaller ones with "
+                "layers={...}, or compress the gradient instead",
+                "layers",
+            )
         self.options, self.layers = options, layers
         self.shared = options.selection == "shared"
         self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
