@@ -75,20 +75,16 @@ def test_running_statistics_are_averaged_whenever_a_part_of_the_model_is(run, av
         assert_close(torch.stack(afters), torch.stack(wanted))
 
 
-def two_groups(parameters, lrs):
-    halves = parameters[:2], parameters[2:]
-    groups = [{"params": half, "lr": lr} for half, lr in zip(halves, lrs, strict=True)]
-    return torch.optim.SGD(groups)
-
-
 @pytest.mark.parametrize(
     "lrs", [(0.1, 0.01), (0.01, 0.1), (torch.tensor(0.1, dtype=torch.float64), 0.01)]
 )
 def test_the_schedule_reads_the_largest_learning_rate_of_all_groups(lrs):
     def body():
         script = Script(spec=None)
-        optimizer = two_groups(list(script.model.parameters()), lrs)
-        spec, seen = "qsr(alpha=0.2, h_base=2)", []
+        first, *others = script.model.parameters()
+        groups = [{"params": first, "lr": lrs[0]}, {"params": others, "lr": lrs[1]}]
+        optimizer, seen = torch.optim.SGD(groups), []
+        spec = "qsr(alpha=0.2, h_base=2)"
         sync = torchcomp.LocalSGD(script.model, optimizer, spec, total_steps=10)
         for _ in range(10):
             optimizer.step()
@@ -327,20 +323,15 @@ class Odd(nn.Module):
 LOCAL = {"frozen", "own"}
 
 
-def built(spec, total_steps, **options):
-    model = DistributedDataParallel(Odd(), **options)
+def scattered(**options):
+    """Weights that differ between ranks, before and after a synchronisation, and the bytes sent."""
+    model = DistributedDataParallel(module := Odd(), **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
-    sync = torchcomp.LocalSGD(model, optimizer, spec, total_steps=total_steps)
-    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    sync = torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=1)
+    generator = torch.Generator().manual_seed(dist.get_rank())
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator))
-    return model.module, optimizer, sync
-
-
-def scattered(**options):
-    """Weights that differ between ranks, before and after a synchronisation, and the bytes sent."""
-    module, optimizer, sync = built("every(1)", 1, **options)
     before = {name: p.detach().clone() for name, p in module.named_parameters()}
     optimizer.step()
     assert module.head.weight is module.embedding.weight
