@@ -99,13 +99,6 @@ def test_linear_quadratic_and_cubic_rules_on_the_papers_vit(exponent, coef, coun
     assert steps == step_by_step(grows(coef, exponent, 4), VIT_RATE, **VIT)
 
 
-def test_post_local_and_swap_of_half_the_papers_vit():
-    half = 46_800
-    post_local = sync_steps(PostLocal(half, 8), lr=VIT_RATE, **VIT)
-    assert post_local == [*range(1, half + 1), *range(half + 8, 93_601, 8)]
-    assert sync_steps(Swap(half), lr=VIT_RATE, **VIT) == [*range(1, half + 1), 93_600]
-
-
 @pytest.mark.parametrize(
     ("schedule", "expected"),
     [
