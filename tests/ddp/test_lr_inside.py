@@ -63,7 +63,7 @@ class Run:
 
     def unsent(self) -> Tensor:
         """This rank's residual in the unit of the update; its mean over the ranks is unsent."""
-        state, lrs = self.handle.state_dict(), self.handle.averager.lrs
+        state, lrs = self.handle.state_dict(), self.handle.averager.units.lrs
         found = torch.zeros(50, dtype=torch.float64)
         for name, at in (("a", 0), ("b", 30)):
             error = kept(state)[name]
@@ -72,7 +72,7 @@ class Run:
 
     def server(self) -> Tensor:
         """The sum of all ranks' server residuals, in the unit of the update."""
-        lrs = self.handle.averager.lrs
+        lrs = self.handle.averager.units.lrs
         own = {
             n: lrs[n] * part for n, part in kept(self.handle.state_dict(), "server_error").items()
         }
@@ -134,7 +134,7 @@ def test_a_step_that_the_scaler_skips_changes_no_residual() -> None:
             if not overflows:
                 # The scheduler has already gone on.
                 run.expected -= run.lrs() / 0.8 * inputs(step, rank)
-        return weights(run), run.unsent() / run.handle.averager.scale, run.expected, skipped
+        return weights(run), run.unsent() / run.handle.averager.units.scale, run.expected, skipped
 
     outcomes = on_threads(2, body)
     assert all(skipped for *_, skipped in outcomes)
@@ -151,7 +151,7 @@ def test_several_optimizers_train_the_parts_of_a_model() -> None:
         ]
         handle = torchcomp.register(model, "ef(topk(0.2))", lr_inside=optimizers)
         model(inputs(0, dist.get_rank())).backward()
-        return handle.averager.lrs
+        return handle.averager.units.lrs
 
     assert on_threads(2, body) == [{"a": 0.1, "b": 0.2}] * 2
 

@@ -157,7 +157,7 @@ def scales(update_between: bool) -> tuple[list[float], list[str], int]:
     with (
         # The scale only: frames on the CPU are read as usual.
         mock.patch.object(host, "can_read", lambda x: x.dim() > 0),
-        mock.patch("torchcomp.ddp.loss_scale.host.copy_from", copy_from),
+        mock.patch("torchcomp.ddp.loop.host.copy_from", copy_from),
         mock.patch.object(loop.scaler, "get_scale", wraps=loop.scaler.get_scale) as get_scale,
     ):
         for step in range(3):

@@ -78,7 +78,7 @@ def slot(averager, name):
     shard = averager.shape_of(("w",)).shards(N)[averager.exchange.rank]
     for _, part in averager.state.items(name):
         at = shard.start if name == "server_error" else 0
-        whole[at : at + part.numel()] = part * averager.lrs["w"]
+        whole[at : at + part.numel()] = part * averager.units.lrs["w"]
     return whole
 
 
@@ -152,7 +152,7 @@ def updates(averager, first, last, scale_of=lambda step: 1.0):
 def unsent(averager):
     """This rank's residuals, in the unit of the update."""
     return {
-        name: residual * averager.lrs.get(name, 0.0) / averager.scale
+        name: residual * averager.units.lrs.get(name, 0.0) / averager.units.scale
         for name, residual in small.residual(averager).items()
     }
 
@@ -211,7 +211,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(method):
         if loads:
             saved, averager = averager.state_dict(), small.averager(exchange, method, seed=5)
             averager.load_state_dict(saved)
-        return updates(averager, 4, 7), averager.state_dict()["slots"], averager.lrs
+        return updates(averager, 4, 7), averager.state_dict()["slots"], averager.units.lrs
 
     assert same(*(small.on_ranks(2, lambda e, loads=each: body(e, loads)) for each in (0, 1)))
 
@@ -250,7 +250,7 @@ def test_a_step_without_a_learning_rate_begins_anew():
         averager = small.averager(exchange, "ef(topk(0.3))")
         lr_step(averager, 0, first_lr)
         lr_step(averager, 1, None)
-        return lr_step(averager, 2, 0.001), averager.lrs
+        return lr_step(averager, 2, 0.001), averager.units.lrs
 
     with_lr, without = (small.on_ranks(2, lambda e, lr=lr: body(e, lr)) for lr in (0.1, None))
     assert same(with_lr, without)

@@ -1,7 +1,7 @@
 """The arguments of `register`, and what of them does not depend on the kind of model."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,8 +9,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.ddp.manager import check_manager
-from torchcomp.ddp.optimizer_lrs import OptimizerLRs, Optimizers
+from torchcomp.ddp.loop import OptimizerLRs, Optimizers
+from torchcomp.ddp.managed import check_manager
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.keys import check_seed
 from torchcomp.specs.checks import check_choice, check_flag
@@ -38,26 +38,16 @@ class Options:
 
     def compared(self, spec: str | Component) -> dict[str, Any]:
         """Return what must match on all ranks."""
-        return {
-            "spec": spec,
-            "seed": self.seed,
-            "check": self.check,
-            # Each rank has its own optimizers and meshes.
-            "lr_inside": "none" if self.lr_inside is None else "set",
-            "nodes": "a DeviceMesh" if isinstance(self.nodes, DeviceMesh) else self.nodes,
-            "inside": self.inside,
-            "replicate": "none" if self.replicate is None else "set",
-            "manager": "none" if self.manager is None else "set",
-            "guard": self.guard,
-            "checksum": self.checksum,
-        }
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["scaler"]
+        for name in ("lr_inside", "replicate", "manager"):  # each rank has its own
+            values[name] = "none" if values[name] is None else "set"
+        if isinstance(self.nodes, DeviceMesh):
+            values["nodes"] = "a DeviceMesh"
+        return {"spec": spec, **values}
 
     def require_valid(self) -> None:
-        """Require valid values that fit together.
-
-        Raises:
-            SpecError: if one is invalid, or if they do not fit together.
-        """
+        """Require valid values that fit together."""
         check_seed(self.seed)
         check_scaler(self.scaler)
         if self.guard is not None and self.guard is not False:
@@ -65,26 +55,19 @@ class Options:
 
             Guard.of(self.guard)
         check_flag("checksum", self.checksum)
-        # "step" is the name that "now" had before.
-        check_choice("check", self.check, ("auto", "now", "late", "step"))
+        check_choice("check", self.check, ("auto", "now", "late"))
         if self.inside is not None:
             check_choice("inside", self.inside, ("bf16",))
             if self.nodes is None:
-                raise SpecError(
-                    "inside is for the exchange inside a node: pass nodes as well, or leave it out",
-                    "inside",
-                )
+                raise SpecError("inside is for the exchange inside a node: pass nodes", "inside")
         if self.manager is not None:
             check_manager(self.manager)
             if self.check == "late":
                 raise late_does_not_fit("a manager, which decides on a step when it ends")
             for name in ("nodes", "replicate"):
                 if getattr(self, name) is not None:
-                    raise SpecError(
-                        f"{name} does not fit manager: a manager's ranks come and go one by one. "
-                        "Leave one of the two out",
-                        name,
-                    )
+                    problem = "does not fit manager, whose ranks come and go. Leave one of them out"
+                    raise SpecError(f"{name} {problem}", name)
 
     def late(self, device: torch.device) -> bool:
         """Return whether the host checks a step of gradients on `device` when the next begins."""
@@ -103,11 +86,6 @@ class Options:
             takes_back=self.manager is None,
         )
 
-    @property
-    def inside_dtype(self) -> torch.dtype | None:
-        """Dtype of messages inside a node; None is that of the gradients."""
-        return None if self.inside is None else torch.bfloat16
-
     def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
         """Return the learning rates of the parameters, or None without `lr_inside`."""
         return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
@@ -121,8 +99,4 @@ def check_scaler(scaler: object) -> None:
 
 def late_does_not_fit(needs: str) -> SpecError:
     """Return the error for an option that needs the result of a step in the same step."""
-    return SpecError(
-        f"check='late' decides when the next step begins, and does not fit {needs}. Use "
-        "check='now'",
-        "check",
-    )
+    return SpecError(f"check='late' does not fit {needs}. Use check='now'", "check")

@@ -27,6 +27,7 @@ from torch.optim.optimizer import (
 from torchcomp.engine import host
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.nonfinite import largest_magnitudes
+from torchcomp.engine.settlement import Status
 
 _log = logging.getLogger(__name__)
 _PARAMETERS = itemgetter("params")
@@ -37,10 +38,6 @@ class Discarded:
 
     Where no optimizer of the parameters is seen to step, such as with an update written by hand or
     in a CUDA graph, every step counts. A rank that `speaks` logs the first step that is taken back.
-
-    Attributes:
-        open: whether the last step can have been thrown away: it counts, and no optimizer has
-            stepped on its gradients.
     """
 
     def __init__(
@@ -49,6 +46,7 @@ class Discarded:
         parameters: Mapping[str, Tensor],
         speaks: bool = False,
     ) -> None:
+        # Whether the last step counts, and no optimizer has stepped on its gradients.
         self.open = False
         self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
         # Weak, because the averager refers to this object.
@@ -99,11 +97,7 @@ class Discarded:
             self._cleared = not _any_nonzero(gradients)
 
     def settle(self, *, in_backward: bool) -> None:
-        """Take the last step back if it was thrown away. All ranks do so before the same step.
-
-        A backward pass that has begun the next step has called :meth:`look` already, unless it has
-        computed no gradient of a parameter yet.
-        """
+        """Take the last step back if it was thrown away. All ranks do so before the same step."""
         if self._hooks or not in_backward:
             self.look()
         averager = self._averager()
@@ -117,7 +111,7 @@ class Discarded:
                 self._last = averager.step, averager.changes
                 self.open = averager.steps_kept > 0
                 raise
-        skipped = not averager.counted and not averager.steps_kept
+        skipped = averager.status is not Status.COUNTED and not averager.steps_kept
         if skipped or self._last != (averager.step, averager.changes):
             # Another one was loaded, or the step does not count for another reason.
             self.open = False
@@ -179,7 +173,6 @@ _trained = weakref.WeakKeyDictionary[Optimizer, tuple[int, _Models]]()
 
 
 def _listen(discarded: Discarded) -> None:
-    """Tell an object from now on when an optimizer of its parameters steps."""
     global _hears_optimizers
     with _lock:
         _models.add(discarded)

@@ -30,7 +30,6 @@ class Drawing:
         self._device, self._on_host = device, host.can_read(torch.empty(0, device=device))
 
     def __call__(self, draw: Draw, key: Key, *args: Any) -> Tensor:
-        """Return ``draw(key, *args)`` on the device. `draw` has no state; `args` are hashable."""
         # Without it, a cache of `draw` would keep all numbers of an engine alive.
         plain = replace(key, ahead=None)
         if self._on_host:

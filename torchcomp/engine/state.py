@@ -66,8 +66,6 @@ class Slot:
 
 @dataclass(eq=False)
 class _Flat:
-    """Both copies of the values of a slot, for the parameters of one bucket: 1-D."""
-
     slot: Slot
     before: Tensor
     after: Tensor
@@ -78,8 +76,6 @@ class _Flat:
 
 @dataclass
 class _Store:
-    """All values of one slot, in the layout of a bucket, or by parameter until it is opened."""
-
     kind: Kind
     sharded: bool
     flats: dict[Names, _Flat] = field(default_factory=dict)
@@ -104,12 +100,7 @@ class State:
         self._committed: set[_Flat] = set()  # by the last commit
 
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the values of a slot before this step, and a tensor for those after it.
-
-        Both are 1-D, on `device`, in the slot's order. The caller must write all of the second one,
-        and must not write the first. Values in another dtype are converted. A parameter whose size
-        has changed gets its initial values.
-        """
+        """Return the values of a slot before this step, and a tensor for those after it."""
         with self._lock:
             store = self._stores.get(slot.name)
             if store is None:
@@ -135,10 +126,7 @@ class State:
         self._committed = set()
 
     def revert_where(self, void: Tensor) -> None:
-        """Undo the last commit if `void`, a scalar bool on the device, is true.
-
-        The host does not wait. A second call cancels the first.
-        """
+        """Undo the last commit if `void`, a scalar bool on the device, is true."""
         for flat in self._committed:
             # A cache can be on the CPU. It never changes a result.
             if flat.before.device == void.device:
@@ -247,10 +235,7 @@ class State:
         self._multiply({Kind.DEBT, Kind.ESTIMATE}, lambda name: factor)
 
     def scale_debts(self, factors: Mapping[str, float]) -> None:
-        """Multiply the debts of each parameter by its factor, the ratio of two learning rates.
-
-        The debts of parameters without a factor do not change.
-        """
+        """Multiply the debts of each parameter by its factor, the ratio of two learning rates."""
         self._multiply({Kind.DEBT}, factors.get)
 
     def _multiply(self, kinds: set[Kind], factor_of: Callable[[str], float | None]) -> None:
@@ -265,7 +250,6 @@ class State:
             torch._foreach_mul_(parts, factor)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
-        """Move the values of a slot into the layout of a new bucket."""
         # A parameter is in one bucket at a time: dissolve every old bucket that shares one with
         # the new bucket. Its step in flight is discarded, as `before` is the committed copy.
         for names in [names for names in store.flats if not set(slot.names).isdisjoint(names)]:
@@ -297,7 +281,6 @@ def _after(flats: Iterable[_Flat], name: str) -> Iterator[tuple[str, Tensor]]:
 def _add_shards(
     own: dict[str, Tensor], server: dict[str, Tensor], owned: Iterable[Shard], world_size: int
 ) -> None:
-    """Add a rank's server residual to its own residual, both by parameter name."""
     for shard in owned:
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
             if name in server:

@@ -270,7 +270,7 @@ class JointSpar(Gatherable):
         if not committed:
             sampler.reset()
             return
-        sampler.learn(self._handle.averager.scale)
+        sampler.learn(self._handle.averager.units.scale)
         sampler.draw()
         self._skip()
 
