@@ -105,7 +105,9 @@ class DDPHandle(Handle):
         return future
 
     def _begin_pass(self) -> tuple[float, dict[str, float] | None]:
-        check_not_joined(self._model())
+        model = self._model()
+        if model is not None and model._join_config.enable:
+            check_not_joined(model)
         self._enter_pass()
         self._received = []
         try:
