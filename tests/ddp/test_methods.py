@@ -374,32 +374,6 @@ def test_means_of_denormal_gradients_are_finite_denormal_and_the_same_on_all_ran
                 torch.testing.assert_close(mean, exact, rtol=0, atol=4 * 2.0**-149)
 
 
-def fp16_overflow(spec: str) -> tuple[str, bool, Tensor]:
-    run = Run(spec, dtype=torch.float16)
-    for step in range(2):
-        run.backward(step)
-    before = run.state
-    # Finite in float32, but not in the dtype of the gradients, and on one rank only.
-    error = raised_by((run.loss(2).float() * (1e7 if dist.get_rank() == 1 else 1.0)).backward)
-    assert type(error) is NonFiniteError
-    unchanged = same(run.state["slots"], before["slots"])
-    run.model.zero_grad()
-    run.backward(3)
-    applied = all_of(gradients(run.model).values())
-    run.handle.close()
-    return str(error), unchanged, applied
-
-
-@pytest.mark.parametrize("spec", only(METHODS[1:], now=THROUGH_DDP))
-def test_gradients_that_overflow_fp16_on_one_rank_are_found_on_all(spec: str) -> None:
-    outcomes = on_threads(3, fp16_overflow, spec)
-    for message, unchanged, applied in outcomes:
-        assert re.search(r"\brank 1\b", message), message
-        assert unchanged
-        assert applied.isfinite().all()
-        assert torch.equal(applied, outcomes[0][2])
-
-
 # --- Bytes ----------------------------------------------------------------------------------------
 
 
