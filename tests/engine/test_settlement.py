@@ -7,11 +7,9 @@ import torch
 
 from tests.engine import small
 from tests.engine.test_damage import another_layout, damage
-from tests.support.launches import EchoExchange, counted, on_device
 from tests.support.outcomes import caught, same
-from torchcomp import Averager, NonFiniteError, WireError
+from torchcomp import NonFiniteError, WireError
 from torchcomp.engine.settlement import Status, Steps
-from torchcomp.engine.state import Kind
 
 # --- Reasons --------------------------------------------------------------------------------------
 
@@ -236,24 +234,3 @@ def test_a_step_whose_result_is_needed_is_not_late():
         return type(caught(lambda: small.step(averager, tensors, used=["bias"])))
 
     assert small.on_ranks(2, body) == [NonFiniteError] * 2
-
-
-@pytest.mark.parametrize(("late", "waits"), [(False, [0, 0, 1]), (True, [1, 0, 0])])
-def test_waits_of_begin_average_and_finish(late, waits):
-    with counted() as count:
-        parameters = {name: on_device(p) for name, p in small.parameters().items()}
-        averager = Averager('ef(cast("fp16"))', EchoExchange(2, count), parameters, late=late)
-        for step in range(3):
-            buckets = small.read(averager, parameters)
-            count.reset()
-            averager.begin()
-            found = [count.take()]
-            for bucket in buckets:
-                averager.average(bucket)
-            found.append(count.take())
-            averager.finish()
-            found.append(count.take())
-            if step:  # the first one compares the ranks
-                # The wait of `begin` is for a copy that was made at the end of the last step.
-                assert [each.waits for each in found] == waits, found
-    assert averager.state.slots() == {"error": (Kind.DEBT, False)}

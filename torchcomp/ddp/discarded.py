@@ -1,11 +1,9 @@
 """Discarded: whether the gradients of a step were thrown away before an optimizer used them.
 
-In a GAN, the backward pass of the generator's loss also reaches the discriminator, and `zero_grad`
-then erases the gradients there. SAM does so with its first pass, and a script may drop a step whose
-loss is a spike. Plain DDP forgets such gradients; a residual would keep the part that was not sent,
-and apply it later. Therefore a step does not count if its gradients were cleared before an
-optimizer of these parameters stepped. Unless one has stepped, as usual, the next backward pass
-looks whether they were, just before it accumulates its first gradient.
+So do GANs with those of the generator's loss in the discriminator, SAM with its first pass, and
+scripts that drop a step. A residual would keep the part that was not sent, and apply it later, so
+such a step does not count. Unless an optimizer of these parameters has stepped, as usual, the next
+backward pass looks whether they were cleared, just before it accumulates its first gradient.
 """
 
 import logging
@@ -41,10 +39,7 @@ class Discarded:
     """
 
     def __init__(
-        self,
-        averager: Averager,
-        parameters: Mapping[str, Tensor],
-        speaks: bool = False,
+        self, averager: Averager, parameters: Mapping[str, Tensor], speaks: bool = False
     ) -> None:
         # Whether the last step counts, and no optimizer has stepped on its gradients.
         self.open = False

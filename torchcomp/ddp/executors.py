@@ -15,11 +15,7 @@ Job = Callable[[], object]
 Leave = Callable[[BaseException], None]
 
 AT_EXIT_SECONDS = 2.0
-"""How long a process that ends waits for unfinished jobs.
-
-A collective that another rank never joins would keep it until the timeout of the process group,
-which is 30 minutes by default.
-"""
+"""How long a process that ends waits for jobs: another rank may never join their collectives."""
 
 
 class Executor:
@@ -143,6 +139,6 @@ def _in_thread(exchange: ProcessGroupExchange) -> bool:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the current backward pass, after callbacks queued earlier."""
-    # torch has no public function for this. DDP queues its final callback in the same way.
+    # There is no public function for this. DDP queues its final callback in the same way.
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

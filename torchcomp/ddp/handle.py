@@ -59,7 +59,10 @@ class Handle(OfOneProcess, Gatherable):
         self.guard: Any = buckets.averager.observer or _NO_GUARD
         self._closed = False
         self.seconds_waited = 0.0
-        self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
+        self._loss_scale: LossScale | None = None
+        self._lrs = lrs
+        if scaler is not None and scaler.is_enabled():
+            self._loss_scale = LossScale(scaler, model)
         # Replaces the gradients of a step that does not count, if only the device knows that. A
         # scaler skips the step because of the infinity. Without one, the optimizer gets zeros.
         self._void_value = 0.0 if self._loss_scale is None else math.inf

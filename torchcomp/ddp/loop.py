@@ -97,21 +97,11 @@ class LossScale(OfOneProcess):
     to the host when a forward pass begins, and :meth:`read` waits for this copy only.
     """
 
-    def __init__(self, scaler: "torch.amp.GradScaler") -> None:
+    def __init__(self, scaler: "torch.amp.GradScaler", model: torch.nn.Module) -> None:
         self._scaler = scaler
+        model.register_forward_pre_hook(self.fetch)
         # The scaler's tensor, its version when it was copied, and what waits for the copy.
         self._fetched: tuple[Tensor, int, Callable[[], Tensor]] | None = None
-
-    @classmethod
-    def of(
-        cls, scaler: "torch.amp.GradScaler | None", model: torch.nn.Module
-    ) -> "LossScale | None":
-        """Return the loss scale of a model's steps; None if the loop does not scale its losses."""
-        if scaler is None or not scaler.is_enabled():
-            return None
-        scale = cls(scaler)
-        model.register_forward_pre_hook(scale.fetch)
-        return scale
 
     # Compiled apart, because a compiled forward pass cannot start the copy.
     @torch.compiler.disable  # type: ignore[untyped-decorator]

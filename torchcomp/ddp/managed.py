@@ -101,12 +101,10 @@ class Ballot:
         self._before, self._decided = self._counters(), None
 
     def close(self) -> None:
-        """Forget the last step."""
         self._before = self._decided = None
 
     @property
     def has_voted(self) -> bool:
-        """Whether the manager has voted on the last step."""
         return self._before != self._counters()
 
     def require_vote(self, what: str) -> None:
@@ -115,8 +113,7 @@ class Ballot:
             raise RuntimeError(
                 f"{what} came before the vote on the last step. Under a manager, each step has one "
                 "start_quorum(), one backward pass that exchanges gradients, and one "
-                "should_commit(); torchft's Optimizer makes both calls. Accumulate gradients under "
-                "model.no_sync()"
+                "should_commit(). Accumulate gradients under model.no_sync()"
             )
 
     def heal(self, step: int, quorum: int | None) -> bool:
@@ -132,7 +129,6 @@ class Ballot:
         return self._before is not None and self._manager.current_step() > self._before[0]
 
     def counts(self) -> bool:
-        """Whether the last step counts."""
         counted = self.voted_yes if self._decided is None else self._decided
         self._before = None
         return counted

@@ -1,8 +1,7 @@
 """Draws: random numbers of a key, drawn one step ahead where the host must not stop to draw them.
 
-NumPy draws on the host, so that all devices get the same numbers. That takes tens of milliseconds
-for a large bucket. For an accelerator, a thread therefore draws the numbers of the next step while
-this step runs.
+NumPy draws on the host, so that all devices get the same numbers: tens of milliseconds for a large
+bucket. For an accelerator, a thread draws those of the next step while this step runs.
 """
 
 import os

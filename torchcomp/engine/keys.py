@@ -49,8 +49,7 @@ def uniform(key: Key, count: int) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=4096)
 def tensor_id(name: str) -> int:
-    """Return a number for a parameter name."""
-    # Python's `hash` of a string differs between processes.
+    """Return a number for a parameter name, the same in all processes."""
     return zlib.crc32(name.encode())
 
 

@@ -54,8 +54,8 @@ class FiniteWatch:
             # At least one value: a message with an invalid code makes all of them NaN.
             begin = rank * numel // ranks
             mean = mean[begin : max(begin + 1, (rank + 1) * numel // ranks)]
-        # On a CPU now, while the mean is in the cache. On an accelerator, all means that stay where
-        # they are at the end of the step: one launch for all of them.
+        # On a CPU now, while the mean is in the cache. On an accelerator at the end of the step:
+        # one launch for all means that are still there.
         at_end = bucket.lasts and not mean.is_cpu
         self._means.append(mean if at_end else finite_if_all(mean))
 

@@ -1,10 +1,8 @@
 """State: the values that a method keeps between steps, in named slots and by parameter name.
 
-Parameter names are the only stable keys. DDP renumbers its buckets after the first iteration,
-parameter ids differ between processes, and a checkpoint can come from a run with other buckets.
-
-Every slot has two copies: its values before the step in flight, and its values after that step. A
-commit makes the second copy current. A roll-back discards it, so a discarded step changes nothing.
+Names are the only keys that DDP's rebuilt buckets, other processes and checkpoints share. A slot
+has two copies: its values before the step in flight, and those after it. A commit makes the second
+one current; a roll-back discards it.
 """
 
 import threading
@@ -25,17 +23,16 @@ from torchcomp.kernels.swap import swap_where
 class Kind(Enum):
     """The kind of a slot, which determines what a swap or a new number of ranks does to its values.
 
-    * A *debt* is unsent gradient, such as the residual of error feedback. When methods are swapped,
-      it is sent if the next method has no slot for it. When the number of ranks changes, every rank
-      gets the mean, which keeps the mean over the ranks unchanged.
-    * An *estimate* is an estimate of the gradients, such as a momentum. A swap drops it unless the
-      next method has the slot as well. When the number of ranks changes, every rank gets the mean.
-    * A *cache* saves work and never changes a result. A swap treats it like an estimate. A change
-      of the number of ranks drops it.
+    * A *debt* is unsent gradient, such as the residual of error feedback. After a swap, it is sent
+      if the next method has no slot for it. With another number of ranks, each gets the mean.
+    * An *estimate* is one of the gradients, such as a momentum. A swap drops it unless the next
+      method has the slot as well. With another number of ranks, each gets the mean.
+    * A *cache* saves work and never changes a result. A swap treats it like an estimate, and
+      another number of ranks drops it.
 
-    The values of a sharded slot are split into new shards when the number of ranks changes. Debts
-    and estimates are in the unit of the gradients, so they are rescaled with the loss scale. Debts
-    can be in the unit of the update instead, the learning rate times the gradient.
+    A sharded slot is split into new shards for another number of ranks. Debts and estimates are in
+    the unit of the gradients, so they are rescaled with the loss scale. Debts can be in the unit of
+    the update instead, the learning rate times the gradient.
     """
 
     DEBT = "debt"
@@ -60,7 +57,6 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Total number of elements."""
         return sum(self.sizes)
 
 
@@ -171,17 +167,19 @@ class State:
         for store in self._stores.values():
             store.kept.clear()
 
+    # Of a slot: parameter names and 1-D views.
+
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over a slot: parameter name and 1-D values (a view)."""
+        """Iterate over the current values."""
         if name in self._stores:
             yield from self._stores[name].items()
 
     def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the values that the step in flight has written; see :meth:`items`."""
+        """Iterate over what the step in flight has written."""
         return _after(self._in_flight, name)
 
     def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the values of a slot that :meth:`revert_where` has put aside."""
+        """Iterate over what :meth:`revert_where` has put aside."""
         return _after(self._committed, name)
 
     def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:

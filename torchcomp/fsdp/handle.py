@@ -74,9 +74,8 @@ class FSDPHandle(Handle):
         if unit.awaits_end and torch.is_grad_enabled():
             raise RuntimeError(
                 "the last backward pass raised, and FSDP2 averages no gradients after that. Call "
-                "model.zero_grad() and then model.reset_iter_state(), and take the step again. "
-                "Before torch 2.13, build and register the model again. handle.state_dict() "
-                "returns the state before the step"
+                "model.zero_grad() and then model.reset_iter_state(), and take the step again; "
+                "before torch 2.13, build and register the model again, with handle.state_dict()"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
