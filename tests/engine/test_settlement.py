@@ -22,18 +22,6 @@ def steps():
     return steps
 
 
-def test_a_step_in_flight_is_not_decided(steps):
-    steps.decide()
-    assert (steps.status, steps.step) == (Status.IN_FLIGHT, 0)
-
-
-@pytest.mark.parametrize("counts", [True, False])
-def test_without_a_reason_a_step_is_decided_when_it_ends(steps, counts):
-    steps._end(counts, ())
-    assert steps.status is (Status.COUNTED if counts else Status.TAKEN_BACK)
-    assert steps.step == 1
-
-
 @pytest.mark.parametrize("answers", [(True,), (False,), (True, False), (False, True), (True, True)])
 def test_it_counts_if_all_reasons_agree(steps, answers):
     asked = []
