@@ -61,7 +61,7 @@ LAYERS = [
 ]
 # What hangs on the core. A few functions import it when it is asked for, and nothing else does.
 ANNEX = {"advisor", "guard"}
-DOORS = {"ddp/arguments.py", "ddp/register.py", "fsdp/register.py", "ddp/entry.py"}
+DOORS = {"ddp/register.py", "fsdp/register.py", "ddp/entry.py"}
 DOORS |= {"local_sgd/local_steps.py"}
 # Parts of a room that lower layers use as well: each is a unit of its own.
 PARTS = ("local_sgd/schedules", "local_sgd/outer_steps", "routes/wire", "routes/codec")

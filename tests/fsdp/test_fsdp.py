@@ -34,7 +34,7 @@ from tests.support.outcomes import (
 )
 from tests.support.ranks import on_processes
 from torchcomp import NonFiniteError, RankMismatchError, SpecError, UnsupportedModelError
-from torchcomp.ddp.arguments import Options
+from torchcomp.ddp.register import Options
 
 pytestmark = NEEDS_HOOK
 

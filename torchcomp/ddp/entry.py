@@ -7,10 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.ddp.arguments import Options
 from torchcomp.ddp.handle import Handle
 from torchcomp.ddp.loop import Optimizers
-from torchcomp.ddp.register import register_ddp
+from torchcomp.ddp.register import Options, register_ddp
 from torchcomp.fsdp.register import register_fsdp
 from torchcomp.specs.component import Component
 

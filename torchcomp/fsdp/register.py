@@ -13,10 +13,10 @@ from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.checkpoint import digest_of
 from torchcomp.checkpoints.redistribution import Place
-from torchcomp.ddp.arguments import Options
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.log import log_method
 from torchcomp.ddp.loop import OptimizerLRs
+from torchcomp.ddp.register import Options
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, all_parameters, units_of
