@@ -70,7 +70,8 @@ class Options:
 
             Guard.of(self.guard)
         check_flag("checksum", self.checksum)
-        check_choice("check", self.check, ("auto", "now", "late"))
+        # "step" is the name that "now" had before.
+        check_choice("check", self.check, ("auto", "now", "late", "step"))
         if self.inside is not None:
             check_choice("inside", self.inside, ("bf16",))
             if self.nodes is None:

@@ -44,8 +44,11 @@ class Both(Observer):
 
     def __init__(self, first: Observer, second: Observer) -> None:
         def both(call: str) -> Any:
-            one, other = getattr(first, call), getattr(second, call)
-            return lambda *arguments: (one(*arguments), other(*arguments))
+            def tell(*arguments: Any) -> None:
+                getattr(first, call)(*arguments)
+                getattr(second, call)(*arguments)
+
+            return tell
 
         for call in ("begin", "before", "after", "finishing", "finished", "changed", "settle"):
             setattr(self, call, both(call))
