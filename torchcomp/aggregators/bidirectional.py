@@ -116,7 +116,8 @@ class Bidirectional(Residual):
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         nbytes = nbytes_of(vectors_of(self.up, shape.names, shape.sizes, shape.dtype))
-        load = sharded_load(*self._directions(shape, world_size), rank, node)
+        sums = self.residual_dtype(shape.dtype)
+        load = sharded_load(*self._directions(shape, world_size), sums, rank, node)
         return Cost("sharded", nbytes, load)
 
     def prepare(self, bucket: Prepared) -> None:

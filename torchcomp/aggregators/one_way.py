@@ -138,7 +138,8 @@ def _load(
     node: int = 1,
 ) -> Load:
     if collective == "sharded":
-        return sharded_load(*_directions(method, shape, world_size), rank, node)
+        up, down = _directions(method, shape, world_size)
+        return sharded_load(up, down, down.shape.dtype, rank, node)
     nbytes = nbytes_of(_vectors(method, shape))
     if collective == "allreduce":
         return Load(summed=nbytes)

@@ -5,7 +5,7 @@ Kernels are chosen once for the vectors of a tensor. All forms give the same res
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,16 @@ class Prepared(Protocol):
     dtype: torch.dtype
     fields: Sequence[Parts] | None
     frames: Frames | None
+
+
+class Parted(NamedTuple):
+    """Vectors that are not encoded, but only selected from; see :class:`Prepared`."""
+
+    segments: tuple[Segment, ...]
+    device: torch.device
+    dtype: torch.dtype
+    fields: Sequence[Parts] | None = None
+    frames: Frames | None = None
 
 
 class Kernels(ABC):

@@ -1,12 +1,13 @@
-"""Digits: the search for the k largest entries of all owners, decided on an accelerator.
+"""Digits: distributed selection of the k largest entries of vectors, digit by digit.
 
-The host never waits, because the number of rounds is fixed. In each, the owners add up histograms
-of the next digit of their magnitudes' bits, among those with the digits that are decided. At the
-end, they all-gather how many of their magnitudes are above and equal to the threshold. Ties go to
-the lowest rank, and within a rank to the lowest index.
+Each rank owns a part of every vector. Its candidates are the k largest of its part, as integers
+with the order of the magnitudes. In each round, the owners add up histograms of the next digit of
+the candidates that begin with the digits decided so far. At the end, they all-gather how many
+candidates are above and equal to the k-th largest. Ties go to the lowest rank, and within a rank to
+the lowest index. The result is therefore the same as for one rank that has the whole vector.
 
-This is plain torch. With Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs. Both send
-the same messages.
+The number of rounds is fixed, so the host never waits for an accelerator. This is plain torch. With
+Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs. Both send the same messages.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,9 @@ from torch import Tensor
 from torchcomp import host
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.segments import Segment, digit_bits
-from torchcomp.routes.threshold import order_bits
+from torchcomp.kernels.sparse import kernels_for
+from torchcomp.kernels.vectors import Parted
+from torchcomp.traffic import Load, gathered
 
 
 class DigitSearch:
@@ -35,34 +38,47 @@ class DigitSearch:
         exchange: Exchange,
         device: torch.device,
     ) -> None:
-        self._segments, self._exchange = segments, exchange
-        self._bits = digit_bits(len(segments))
+        self._exchange, self._bits = exchange, digit_bits(len(segments))
+        own = tuple(Segment(start, n, min(n, k)) for start, n, k in segments)
+        self._candidates = kernels_for(Parted(own, device, torch.float32), None)
+        self._counts = [segment.k for segment in own]
         numbers = [at, [segment.k for segment in segments], list(map(int, searched))]
         self._at, self._k, self._searched = (
             host.copy_to(torch.tensor(each, dtype=torch.int64), device) for each in numbers
         )
         self._digits = torch.arange(1 << self._bits, device=device)
         self._none = torch.zeros(len(segments), dtype=torch.int32, device=device)
-        self._room = sum(min(segment.n, segment.k) for segment in segments)
 
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`.threshold.HostSearch` does. There can be more indices than entries."""
-        torch.add(g, e, out=x)
-        exchange = self._exchange
-        if not self._segments:
+        """Write ``g + e`` to `x`, and select from the whole bucket, together with all owners.
+
+        Args:
+            g: this owner's shard of the mean.
+            e: its server residual.
+            x: receives the sum.
+            before: the threshold of each vector in the last step, or 0. Triton starts from it.
+            after: receives those of this step, or 0 if no others were needed to find it.
+
+        Returns:
+            The indices of this owner's entries in `x`, with others after them; and the number of
+            entries in each piece of all shards.
+        """
+        if not self._counts:
             return self._at, self._at
-        keys = [order_bits(x[segment.span]) for segment in self._segments]
-        # Those with Triton look at few candidates, if all owners together have enough. So that they
-        # look at all magnitudes, this rank has none, and takes away those of the others.
+        exchange, index = self._exchange, self._candidates.add_and_select(g, e, x)
+        keys = torch.split(order_bits(x.index_select(0, index)), self._counts)
+        # Those with Triton look at their candidates alone, if all owners together have enough. This
+        # rank's are too few for that: it takes away those of the others.
         exchange.all_reduce(self._none.fill_(-(2**30)))
         left, prefix = self._k, torch.zeros_like(self._k)
         for shift in range(8 * keys[0].itemsize - self._bits, -1, -self._bits):
             counts = self._count(keys, prefix, shift)
             exchange.all_reduce(counts.view(-1))
             larger = counts.sum(1, keepdim=True) - counts.cumsum(1)
-            digit = (larger + counts >= left[:, None]).sum(1) - 1
+            # Damaged counts must not lead outside.
+            digit = ((larger + counts >= left[:, None]).sum(1) - 1).clamp(min=0)
             left = left - larger.gather(1, digit[:, None])[:, 0]
             prefix = (prefix << self._bits) + digit
         torch.mul(prefix, self._searched, out=after)
@@ -70,11 +86,11 @@ class DigitSearch:
         own = torch.stack([torch.stack([(k > t).sum(), (k == t).sum()]) for k, t in pairs])
         above, tied = exchange.all_gather_rows(own.int().view(-1)).view(-1, len(keys), 2).unbind(2)
         taken = torch.minimum((left - (tied.cumsum(0) - tied)).clamp(min=0), tied)
-        index = self._chosen(keys, prefix, taken[exchange.rank])
-        return index, (above + taken).view(-1).index_select(0, self._at)
+        chosen = _chosen(keys, prefix, taken[exchange.rank])
+        return index.index_select(0, chosen), (above + taken).view(-1).index_select(0, self._at)
 
     def _count(self, keys: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
-        """Return the number of this rank's magnitudes by vector and digit."""
+        """Return the number of this rank's candidates by vector and digit."""
         counts = self._digits.new_zeros(len(keys), len(self._digits), dtype=torch.int32)
         for own, key, known in zip(counts, keys, prefix, strict=True):
             # In two steps: a shift by all bits of a number is not defined.
@@ -83,11 +99,42 @@ class DigitSearch:
             own.index_add_(0, digits & (len(self._digits) - 1), matches.int())
         return counts
 
-    def _chosen(self, keys: Sequence[Tensor], thresholds: Tensor, taken: Tensor) -> Tensor:
-        """Return the ascending indices of this rank's entries, and others after them."""
-        masks = []
-        for key, threshold, count in zip(keys, thresholds, taken, strict=True):
-            tied = key == threshold
-            masks.append((key > threshold) | (tied & (tied.cumsum(0) <= count)))
-        # Static shapes, because nonzero() would make the host wait.
-        return torch.nonzero_static(torch.cat(masks), size=self._room, fill_value=0)[:, 0]
+
+def order_bits(x: Tensor) -> Tensor:
+    """Return non-negative integers with the order of |x|, where a NaN equals infinity.
+
+    The dtype is int64 for float64 and int32 for all others.
+    """
+    # The bits of non-negative IEEE floats, read as integers, have the same order as the floats.
+    wide = x.abs().to(torch.promote_types(x.dtype, torch.float32))
+    wide.nan_to_num_(nan=torch.inf, posinf=torch.inf)
+    return wide.view(torch.int64 if wide.dtype == torch.float64 else torch.int32)
+
+
+def _chosen(keys: Sequence[Tensor], thresholds: Tensor, taken: Tensor) -> Tensor:
+    """Return the ascending positions of this rank's entries among its candidates.
+
+    Behind them, fill up to as many positions as there are candidates.
+    """
+    masks = []
+    for key, threshold, count in zip(keys, thresholds, taken, strict=True):
+        tied = key == threshold
+        masks.append((key > threshold) | (tied & (tied.cumsum(0) <= count)))
+    chosen = torch.cat(masks)
+    # Static shapes, because nonzero() would make the host wait.
+    return torch.nonzero_static(chosen, size=chosen.numel(), fill_value=0)[:, 0]
+
+
+def search_load(vectors: int, dtype: torch.dtype, world_size: int, node: int = 1) -> Load:
+    """Return the bytes of a search over the card of a node.
+
+    Args:
+        vectors: number of vectors.
+        dtype: dtype of the values.
+        world_size: number of ranks.
+        node: number of ranks of the node.
+    """
+    bits = digit_bits(vectors)
+    rounds = 8 * max(4, dtype.itemsize) // bits
+    moved = gathered(8 * vectors, world_size, node)
+    return Load(summed=4 * vectors * (1 + (rounds << bits)), sent=moved, received=moved)

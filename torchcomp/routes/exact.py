@@ -24,7 +24,6 @@ from torchcomp.prepared import Prepared
 from torchcomp.profiling import OFF, span
 from torchcomp.routes.digits import DigitSearch
 from torchcomp.routes.shards import Direction
-from torchcomp.routes.threshold import HostSearch
 from torchcomp.state import Kind
 from torchcomp.wire import counted_signature
 
@@ -98,18 +97,14 @@ class ExactDownlink:
         self._bucket, self._exchange = bucket, bucket.exchange
         rank, ranks = self._exchange.rank, range(self._exchange.world_size)
         self._messages = _messages(bucket, down, [rank], ranks)
-        self._search: Any
-        if host.can_read(torch.empty(0, device=bucket.device)):
-            self._search = HostSearch(down, self._exchange)
-        else:
-            self._search = self._messages.search(
-                [down.place(v, rank) for v in range(len(down.kept))],
-                [piece.vector + o * len(down.kept) for o in ranks for piece in down.pieces[o]],
-                down.sizes,
-                down.searched,
-                self._exchange,
-                bucket.device,
-            )
+        self._search = self._messages.search(
+            [down.place(v, rank) for v in range(len(down.kept))],
+            [piece.vector + o * len(down.kept) for o in ranks for piece in down.pieces[o]],
+            down.sizes,
+            down.searched,
+            self._exchange,
+            bucket.device,
+        )
         before = sum(len(own) for own in down.pieces[:rank])
         self._own = slice(before, before + len(down.pieces[rank]))
 
@@ -136,7 +131,7 @@ class Messages:
         bucket: the bucket.
 
     Attributes:
-        search: the class of the search for entries on an accelerator.
+        search: the class of the search for entries.
         outgoing: those that it sends.
         sizes: the sizes of the frames that it sends in bytes.
         arriving: those of the frames that it receives.

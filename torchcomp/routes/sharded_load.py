@@ -13,22 +13,27 @@ from fractions import Fraction
 from functools import lru_cache
 from itertools import accumulate
 
+import torch
+
 from torchcomp import wire
 from torchcomp.bucket import cut
+from torchcomp.routes.digits import search_load
 from torchcomp.routes.shards import Direction
-from torchcomp.routes.threshold import search_load
 from torchcomp.traffic import Load, gathered
 
 Pieces = tuple[tuple[int, int], ...]
 """What a shard contains: index of a vector, and number of its elements; none of them empty."""
 
 
-def sharded_load(up: Direction, down: Direction, rank: int, node: int = 1) -> Load:
+def sharded_load(
+    up: Direction, down: Direction, dtype: torch.dtype, rank: int, node: int = 1
+) -> Load:
     """Return the bytes of one bucket per step; an estimate for exact selections.
 
     Args:
         up: how messages to the owners are encoded.
         down: how messages of the owners are encoded.
+        dtype: dtype of the owners' sums, in which an exact downlink is selected.
         rank: a rank of the node.
         node: number of ranks of the node. The load is what they send to, and receive from, the
             ranks of other nodes. With 1, it is that of `rank`.
@@ -41,8 +46,8 @@ def sharded_load(up: Direction, down: Direction, rank: int, node: int = 1) -> Lo
     if up.exact:  # the counts, which are int32
         pieces, owned = (_pieces_of(up, owners) for owners in (range(ranks), own))
         load.add(Load(sent=4 * node * (pieces - owned), received=4 * others * owned))
-    if down.exact:
-        load.add(_search_load(down, own))
+    if down.exact and down.kept:
+        load.add(search_load(len(down.kept), dtype, ranks, node))
     return load
 
 
@@ -97,25 +102,6 @@ def _frame(direction: Direction, shard: Pieces) -> Fraction:
         nbytes += share * wire.nbytes(encoder.layout(size, direction.shape.dtype))
         steps = max(steps, share)  # in which there is a frame
     return steps * wire.framed(math.ceil(nbytes / steps)) if steps else steps
-
-
-def _search_load(down: Direction, own: range) -> Load:
-    """Return the bytes of the search for the threshold of an exact downlink."""
-    total, owned = (_candidates(down, owners) for owners in (range(down.world_size), own))
-    # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
-    itemsize = max(4, down.shape.dtype.itemsize)
-    vectors = zip(owned, total, down.kept, strict=True)
-    return search_load(vectors, itemsize, down.world_size, len(own))
-
-
-def _candidates(down: Direction, owners: range) -> list[int]:
-    """Return the number of candidates that some owners contribute, by vector."""
-    counts = [0] * len(down.kept)
-    for shard, count in _shards(down.sizes, down.world_size, owners).items():
-        for vector, size in shard:
-            # As in `Direction.candidates`, at most k of each owner.
-            counts[vector] += count * min(down.kept[vector], size)
-    return counts
 
 
 @lru_cache(maxsize=1024)
