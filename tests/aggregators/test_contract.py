@@ -26,7 +26,7 @@ from tests.aggregators.runs import (
 from tests.support.cases import thorough
 from tests.support.models import kept
 from tests.support.outcomes import reloaded
-from torchcomp import NonFiniteError, SpecError, explain
+from torchcomp import NonFiniteError, SpecError
 from torchcomp.aggregators import AGGREGATORS
 from torchcomp.bucket import BucketShape
 from torchcomp.state import Kind
@@ -114,24 +114,6 @@ def test_counted_bytes_are_those_of_the_cost(
         assert counted == pytest.approx(planned, abs=len(shapes))
 
 
-def test_explain_reports_the_bytes_and_the_state_of_powersgd() -> None:
-    model = torch.nn.Linear(100, 50)
-    plan = explain("powersgd(rank=2)", model=model, world_size=4)
-    assert plan.message_bytes == 4 * (2 * (100 + 50) + 50)
-    assert plan.bytes_sent == 2 * 3 * plan.message_bytes // 4
-    assert plan.collective == "allreduce"
-    # Two copies of the residual and of Q.
-    assert plan.memory_bytes == 2 * 4 * (50 * 100 + 50 + 2 * 100)
-
-
-@pytest.mark.parametrize(
-    ("spec", "copies"), [("ef21(topk(0.05))", 4), ("dgc(topk(0.05))", 4), ("powersgd", 2)]
-)
-def test_explain_reports_the_state(spec: str, copies: int) -> None:
-    plan = explain(spec, numel=1000, world_size=4)
-    assert plan.memory_bytes == copies * 4 * 1000
-
-
 def test_kinds_of_the_slots() -> None:
     shape = BucketShape.of(tuple(SHAPES), parameters())
     kinds = {
@@ -191,32 +173,6 @@ def test_resumed_run_is_bit_equal(
             assert_equal(kept(second.state_dict(), slot), kept(first.state_dict(), slot))
 
     on_ranks(3, body)
-
-
-@pytest.mark.parametrize("spec", PER_TENSOR)
-def test_resumed_run_can_have_other_buckets(spec: str) -> None:
-    def body(exchange: Any) -> None:
-        first = averager(spec, exchange, SEVERAL)
-        steps(first, range(7), SEVERAL)
-        second = averager(spec, exchange, OTHERS)
-        second.load_state_dict(reloaded(first.state_dict()))
-        through, resumed = steps(first, range(7, 14), SEVERAL), steps(second, range(7, 14), OTHERS)
-        for actual, expected in zip(resumed, through, strict=True):
-            assert_equal(actual, expected)
-
-    on_ranks(3, body)
-
-
-@pytest.mark.parametrize("spec", METHODS)
-def test_state_before_the_first_step_can_be_loaded(spec: str) -> None:
-    def body(exchange: Any) -> None:
-        first, second = averager(spec, exchange), averager(spec, exchange)
-        second.load_state_dict(reloaded(first.state_dict()))
-        through, resumed = (steps(each, range(5)) for each in (first, second))
-        for actual, expected in zip(resumed, through, strict=True):
-            assert_equal(actual, expected)
-
-    on_ranks(2, body)
 
 
 # --- Roll-back ------------------------------------------------------------------------------------

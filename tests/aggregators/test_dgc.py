@@ -23,7 +23,6 @@ from tests.aggregators.runs import (
 from tests.aggregators.twins import dgc
 from tests.support.cases import thorough
 from tests.support.models import kept
-from torchcomp import explain
 
 STEPS = 30
 TOP = 'topk(0.05, scope="tensor")'
@@ -105,15 +104,6 @@ def test_warm_up_continues_after_a_resume() -> None:
             assert_equal(actual, expected)
 
     on_ranks(2, body)
-
-
-def test_explain_reports_the_steps_after_the_warm_up() -> None:
-    plain, warmed_up = (
-        explain(s, numel=10**6, world_size=4)
-        for s in ("ef(topk(0.01))", "dgc(topk(0.01), warmup_steps=100)")
-    )
-    assert plain.bytes_sent == warmed_up.bytes_sent
-    assert plain.message_bytes == warmed_up.message_bytes
 
 
 @pytest.mark.parametrize("compressor", ["topk(0.05)", TOP, 'topk(0.2, values="int4")'])

@@ -18,19 +18,17 @@ from tests.aggregators.runs import (
     gradient,
     mean,
     on_ranks,
-    step,
     steps,
     total,
 )
 from tests.support.cases import thorough
 from tests.support.models import kept
 from tests.support.outcomes import reloaded
-from torchcomp import NonFiniteError, SpecError, explain
+from torchcomp import SpecError, explain
 from torchcomp.aggregators import EF, Aggregator
 from torchcomp.algorithms.checks import require
 from torchcomp.bucket import BucketShape
-from torchcomp.compressors import Identity, TopK, Warmup
-from torchcomp.jointspar.sampled import Sampled
+from torchcomp.compressors import TopK, Warmup
 
 TOP = "topk(0.05)"
 UP = f"warmup({TOP}, steps=6)"
@@ -84,13 +82,6 @@ def test_ratio_falls_by_a_quarter_per_stage(
     assert str(warmup.at(10**9)) == stages[-1]
 
 
-def test_stages_keep_the_options_of_the_compressor() -> None:
-    options = {"scope": "tensor", "values": "int4", "rounding": "stochastic"}
-    warmup = Warmup(TopK(0.1, **options), steps=4)
-    assert warmup.at(2) == TopK(0.25, **options)
-    assert warmup.at(0) == Identity()
-
-
 @pytest.mark.parametrize(
     ("spec", "option"),
     [
@@ -125,13 +116,6 @@ def test_a_warm_up_is_held_to_what_its_compressor_cannot_do() -> None:
 def test_methods_whose_theory_has_constants_refuse_a_warm_up() -> None:
     with pytest.raises(SpecError, match=r"\Adown\b.*warmup"):
         require("contractive", Warmup(TopK(0.1), steps=5), 100, "down")
-
-
-def test_jointspar_hands_the_step_on() -> None:
-    sampled = Sampled(torchcomp.parse(f"ef({UP})"), sampler=object())
-    assert sampled.stages == STARTS
-    assert sampled.at(0).inner == EF(Identity())
-    assert sampled.at(0).sampler is sampled.sampler
 
 
 def test_a_dense_stage_is_all_reduced_and_the_others_are_not() -> None:
@@ -180,15 +164,6 @@ def test_warmup_steps_of_dgc_are_a_warm_up_of_its_compressor() -> None:
     on_ranks(2, body)
 
 
-def test_randk_warms_up_without_a_residual() -> None:
-    def body(exchange: Any) -> None:
-        means = steps(averager("warmup(randk(0.1), steps=3)", exchange), range(4))
-        assert_near(means[0], mean([gradient(0, rank) for rank in range(2)]), 1e-15)
-        assert (means[3]["wide"] == 0).sum() > 100
-
-    on_ranks(2, body)
-
-
 @pytest.mark.parametrize("at", [1, 3, *thorough([5, 7])])
 @pytest.mark.parametrize("method", METHODS)
 def test_resumed_run_is_bit_equal(method: str, at: int) -> None:
@@ -216,21 +191,6 @@ def test_nothing_is_lost_from_stage_to_stage() -> None:
 
     applied, residuals, dense = zip(*on_ranks(3, body), strict=True)
     assert_near(total([applied[0], mean(residuals)]), mean(dense), 1e-11)
-
-
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("spec", [UP, f"ef({UP})"])
-def test_a_nan_is_found_in_every_stage(spec: str, at: int) -> None:
-    def body(exchange: Any) -> None:
-        engine = averager(spec, exchange)
-        steps(engine, range(at))
-        spoiled = gradient(at, exchange.rank)
-        if exchange.rank == 1:
-            spoiled["wide"][2, 3] = float("nan")
-        with pytest.raises(NonFiniteError, match=r"'wide'.* on rank 1"):
-            step(engine, spoiled)
-
-    on_ranks(2, body)
 
 
 def test_workspaces_of_a_stage_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,11 +242,6 @@ def test_counted_bytes_are_those_of_the_stages(spec: str) -> None:
     assert (plan.warmup_steps, plan.warmup_bytes_sent) == (6, round(sum(sent[:6]) / 6))
     # The dense stage sends no indices.
     assert sent[0] == plan.dense_bytes_sent or "bidirectional" in spec
-
-
-def test_a_plan_without_a_warm_up_has_none() -> None:
-    plan = explain("ef(topk(0.05))", numel=1000, world_size=2)
-    assert (plan.warmup_steps, plan.warmup_bytes_sent) == (None, None)
 
 
 def test_a_plan_of_a_schedule_averages_over_the_exchanges_of_the_run() -> None:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,7 +29,6 @@ from torchcomp.bucket import BucketShape, partition
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
-from torchcomp.routes.threshold import Query, Selection, find_largest, order_bits
 from torchcomp.state import State
 
 STEPS = 5
@@ -155,69 +153,7 @@ def test_shards_are_compressed_as_separate_vectors(world_size: int) -> None:
     assert all(map(torch.equal, distributed(world_size, spec, torch.float64, False), expected))
 
 
-def check_search(values: Tensor, sizes: tuple[int, ...], k: int, guess: int = 0) -> None:
-    """Compare the selection by ranks that have parts of `values` with a sort of all values."""
-
-    def body() -> Selection:
-        bits = order_bits(values.split(sizes)[dist.get_rank()])
-        return find_largest(ProcessGroupExchange(), [Query(bits, sizes, k, guess)])[0]
-
-    magnitude = values.abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
-    largest = torch.sort(magnitude, descending=True, stable=True).indices[:k]
-    owner = torch.repeat_interleave(torch.tensor(sizes))
-    counts = torch.bincount(owner[largest], minlength=len(sizes)).tolist()
-    for selection in on_threads(len(sizes), body):
-        assert list(selection.counts) == counts
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_the_largest_of_few_values_are_selected(dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randint(-50, 51, (90,), generator=generator).to(dtype) / 7
-    values[[3, 40]] = torch.tensor([torch.nan, -torch.inf], dtype=dtype)
-    for k in (1, 2, 30, 89, 90):
-        check_search(values, (20, 0, 63, 7), k)
-
-
-@pytest.mark.parametrize("away", [None, 0.9, *thorough([1.0, 1.1, 3.0, 0.1, 0.0])])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("tied", [False, True], ids=["distinct", "tied"])
-def test_no_guess_of_the_threshold_changes_the_selection(
-    away: float | None, dtype: torch.dtype, tied: bool
-) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(20_000, generator=generator, dtype=dtype)
-    values[::7] = 2.0 if tied else values[::7]
-    values[[5, 19_000]] = torch.tensor([torch.inf, torch.nan], dtype=dtype)
-    for k in (1, 700, 5000, 19_999):
-        threshold = (
-            values.abs()
-            .nan_to_num(nan=torch.inf, posinf=torch.inf)
-            .sort(descending=True)
-            .values[k - 1]
-        )
-        guess = 0 if away is None else int(order_bits(threshold.mul(away).view(1)))
-        for sizes in ((9000, 1, 0, 10_999), (1, 0, *[2000] * 9, 1999)):
-            check_search(values, sizes, k, guess)
-
-
-def test_a_good_guess_saves_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the second step on, the owners find the threshold in two collectives."""
-    rounds, exchanged = [], ProcessGroupExchange._all_to_all_to
-
-    def counted(self: ProcessGroupExchange, *arguments: Any) -> None:
-        rounds.append(self.rank)
-        exchanged(self, *arguments)
-
-    monkeypatch.setattr(ProcessGroupExchange, "_all_to_all_to", counted)
-    values = torch.randn(20_000, generator=torch.Generator().manual_seed(0))
-    threshold = values.abs().sort(descending=True).values[699]
-    guess = int(order_bits(threshold.mul(1.02).view(1)))
-    check_search(values, (10_000, 10_000), 700, guess)
-    assert sorted(rounds) == [0, 0, 1, 1]
-
-
-def test_selecting_all_entries_needs_no_search() -> None:
+def test_explain_counts_the_search_exactly() -> None:
     spec = f"bidirectional(topk(1.0), topk(1.0), {EXACT})"
 
     def body() -> tuple[int, int]:

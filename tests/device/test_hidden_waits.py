@@ -88,7 +88,7 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.state_dict": "NumPy",
     "jointspar/sampler.py SamplingOptions.bandit": "an option",
     "keys.py check_seed": "an option",
-    "kernels/elias_fano_torch.py Shape.__init__": "sizes",
+    "kernels/elias_fano.py _Shape.__init__": "sizes",
     "kernels/select.py largest": "called for values that the host can read",
     "kernels/sparse.py Sparse.encode": "for indices that the host can read",
     "fsdp/units.py Unit.divisor": "an option",

@@ -81,7 +81,7 @@ def test_the_forms_differ() -> None:
     with (
         device_forms(),
         mock.patch(
-            "torchcomp.kernels.elias_fano_torch.encode", side_effect=RuntimeError("of a device")
+            "torchcomp.kernels.elias_fano.encode", side_effect=RuntimeError("of a device")
         ),
         pytest.raises(RuntimeError, match="of a device"),
     ):

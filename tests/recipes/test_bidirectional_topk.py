@@ -45,7 +45,6 @@ from tests.support.patience import PATIENCE
 from tests.support.ranks import on_threads
 from torchcomp.keys import Key
 from torchcomp.prepared import Prepared
-from torchcomp.routes import threshold
 
 FOLDER = RECIPES / "bidirectional_topk"
 
@@ -237,36 +236,6 @@ def test_the_log_contains_all_received_bytes() -> None:
 def loss_of(model: nn.Module, step: list[tuple[Tensor, Tensor]], rank: int) -> Tensor:
     images, labels = step[rank]
     return cross_entropy(model(images), labels)
-
-
-def test_the_threshold_is_found_by_histograms() -> None:
-    """With many candidates the search uses other collectives, which are also simulated."""
-    generator = torch.Generator().manual_seed(0)
-    whole = torch.randint(0, 2**31 - 1, (40_000,), generator=generator, dtype=torch.int32)
-    parts = whole.split(10_000)
-
-    def work(exchange: torchcomp.InProcessExchange) -> threshold.Selection:
-        query = threshold.Query(parts[exchange.rank], (10_000,) * 4, 500)
-        return threshold.find_largest(exchange, [query])[0]
-
-    for selection in torchcomp.run_in_process(4, work):
-        assert selection.threshold == int(whole.sort(descending=True).values[499])
-        assert sum(selection.counts) == 500
-
-
-def test_a_threshold_far_above_the_last_one_is_found() -> None:
-    """The last bin of the window around the previous threshold is open: all values are in it."""
-    x = torch.linspace(100.0, 1000.0, 4000)
-    bits = threshold.order_bits(x)
-    guess = int(threshold.order_bits(torch.ones(1)))
-
-    def work(exchange: torchcomp.InProcessExchange) -> threshold.Selection:
-        query = threshold.Query(bits[exchange.rank :: 4], (1000,) * 4, 5, guess)
-        return threshold.find_largest(exchange, [query])[0]
-
-    for selection in torchcomp.run_in_process(4, work):
-        assert selection.threshold == int(bits[-5])
-        assert sum(selection.counts) == 5
 
 
 def test_a_worker_that_fails_ends_the_step_for_all(monkeypatch: pytest.MonkeyPatch) -> None:

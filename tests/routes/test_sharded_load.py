@@ -13,9 +13,9 @@ from torchcomp import wire
 from torchcomp.bucket import BucketShape
 from torchcomp.codec import nbytes_of
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
+from torchcomp.routes.digits import search_load
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.routes.shards import direction
-from torchcomp.routes.threshold import search_load
 from torchcomp.traffic import Load
 
 SELECTING = [TopK(0.1), TopK(k=3, scope="tensor"), TopK(0.5, scope="tensor", values="int4")]
@@ -31,7 +31,7 @@ def frames(each):
     """The expected bytes of every owner's frame."""
     if not each.exact:
         return [framed(vectors) for vectors in each.fixed]
-    sizes = [sum(widths) for widths in each.widths]
+    sizes = each.sizes
     return [
         expected_frame(
             each,
@@ -76,13 +76,8 @@ def listed_load(up, down, node):
     )
     if up.exact:
         load.add(crossing(node, ranks, lambda _, owner: 4 * len(up.pieces[owner])))
-    if down.exact:
-        vectors = [
-            (sum(counts[rank] for rank in node), sum(counts), k)
-            for counts, k in zip(down.candidates, down.kept, strict=True)
-        ]
-        itemsize = max(4, down.shape.dtype.itemsize)
-        load.add(search_load(vectors, itemsize, ranks, len(node)))
+    if down.exact and down.kept:
+        load.add(search_load(len(down.kept), down.shape.dtype, ranks, len(node)))
     return load
 
 
@@ -113,7 +108,7 @@ def test_the_closed_form_is_the_sum_over_the_owners(
         direction(role, each, selection, shape, world_size)
         for role, each in (("up", up), ("down", down))
     ]
-    assert sharded_load(*ways, rank, size) == listed_load(*ways, node)
+    assert sharded_load(*ways, dtype, rank, size) == listed_load(*ways, node)
 
 
 def test_fewer_entries_than_shards_send_what_random_entries_send_on_average():
@@ -121,7 +116,10 @@ def test_fewer_entries_than_shards_send_what_random_entries_send_on_average():
     shape = BucketShape(("a",), ((1000,),), torch.float32)
     entry = direction("up", TopK(k=1), "exact", shape, 10)
     empty = direction("down", Identity(), "shard", shape, 10)
-    sent = sharded_load(entry, empty, 0).sent - sharded_load(empty, empty, 0).sent
+    sent = (
+        sharded_load(entry, empty, torch.float32, 0).sent
+        - sharded_load(empty, empty, torch.float32, 0).sent
+    )
     counts = 4 * 9  # which shards get how many entries, as int32
     dense = 9 * wire.framed(400)
     frame = framed(entry.counted(0, [1]))
@@ -138,5 +136,5 @@ def test_a_shard_is_one_of_the_shards(world_size):
 def test_an_empty_bucket_sends_nothing():
     shape = BucketShape((), (), torch.float32)
     way = direction("up", Identity(), "shard", shape, 5)
-    assert sharded_load(way, way, 0) == Load()
+    assert sharded_load(way, way, torch.float32, 0) == Load()
     assert wire.framed(0) > 0, "a frame has a header, but an empty message has no frame"

@@ -118,10 +118,10 @@ class Candidates:
             first = g.view(torch.uint16) if g.dtype == torch.bfloat16 else g
             summands = first.numpy(), e.numpy(), x.numpy()
         for sampling in (False, True) if self.lowest is not None else (True,):
-            guess = self._sampled(*summands, bits) if sampling else self.lowest
+            guess = self._sampled(summands, bits) if sampling else self.lowest
             # NaN has larger bits than infinity but ranks equal: a larger bound would miss infinity.
             bound = min(guess or 0, self.infinity)
-            total = self._collect(*summands, bits, bound)
+            total = self._collect(summands, bits, bound)
             summands = None, None, None  # `x` now contains the sum, even if the guess was bad
             if total >= k:
                 rows = zip(self.keys, self.counts.tolist(), strict=True)
@@ -140,12 +140,13 @@ class Candidates:
         self._lower(threshold, threshold, 0)
         return chosen
 
-    def _collect(self, g: Any, e: Any, x: Any, bits: Array, bound: int) -> int:
+    def _collect(self, summands: tuple[Any, ...], bits: Array, bound: int) -> int:
         """Collect the entries of magnitude `bound` or more, and return their number.
 
-        Return -1 if they do not fit into the rows. `g` and `e` are the summands or None.
+        Return -1 if they do not fit into the rows. `summands` are three arrays, of which the last
+        receives the sum; or None three times.
         """
-        task = g, e, x, bits, bits.dtype.type(bound), *self.limits
+        task = *summands, bits, bits.dtype.type(bound), *self.limits
         rows = self.ends, self.keys, self.positions, self.counts
         if self.counts.size == 1:
             _collect(*task, *rows, 0)
@@ -154,7 +155,7 @@ class Candidates:
         counts = self.counts.tolist()
         return sum(counts) if min(counts) >= 0 else -1
 
-    def _sampled(self, g: Any, e: Any, x: Any, bits: Array) -> int:
+    def _sampled(self, summands: tuple[Any, ...], bits: Array) -> int:
         """Guess the bound from a sample of the entries."""
         n, k = self.n, self.k
         if n <= _SMALL:
@@ -166,7 +167,7 @@ class Candidates:
         # With this margin, fewer than about 1 in 10,000 samples give fewer than k candidates.
         rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))
         keys = np.empty(count, bits.dtype)
-        _sample(g, e, x, bits, *self.limits, keys)
+        _sample(*summands, bits, *self.limits, keys)
         return int(np.partition(keys, count - rank)[count - rank])
 
     def _lower(self, threshold: int, bound: int, spare: int) -> None:
@@ -237,7 +238,8 @@ def _collect(
     :class:`Candidates` describes the other arguments.
     """
     key, position, begin, end = keys[chunk], positions[chunk], ends[chunk], ends[chunk + 1]
-    count, flags = 0, np.zeros(_BLOCK, np.uint8)
+    count: Any = 0
+    flags = np.zeros(_BLOCK, np.uint8)
     eights = flags.view(np.uint64)
     for start in range(begin, end, _BLOCK):
         own = bits[start : min(start + _BLOCK, end)]
@@ -262,10 +264,10 @@ def _collect(
                 continue
             slot, here = np.uint64(count), at << np.uint64(3)
             while word:
-                i = here + (np.uint64(trailing_zeros(word)) & np.uint64(_WORD - 1))
+                entry = here + (np.uint64(trailing_zeros(word)) & np.uint64(_WORD - 1))
                 word &= word - np.uint64(1)
-                key[slot] = min(own[i] & mask, infinity)
-                position[slot] = np.uint64(start - begin) + i
+                key[slot] = min(own[entry] & mask, infinity)
+                position[slot] = np.uint64(start - begin) + entry
                 slot += np.uint64(1)
             count = np.int64(slot)
     counts[chunk] = count if count <= key.size else -1

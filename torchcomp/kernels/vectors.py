@@ -5,7 +5,8 @@ Kernels are chosen once for the vectors of a tensor. All forms give the same res
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -32,7 +33,8 @@ class Prepared(Protocol):
     frames: Frames | None
 
 
-class Parted(NamedTuple):
+@dataclass
+class Parted:
     """Vectors that are not encoded, but only selected from; see :class:`Prepared`."""
 
     segments: tuple[Segment, ...]

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchcomp.routes.threshold import HostSearch
 
 from tests.kernels.interpreted.test_steps import triton_on_the_cpu
 from tests.support.cases import only, some, thorough
@@ -18,7 +19,6 @@ from torchcomp.keys import Key
 from torchcomp.routes.digits import DigitSearch
 from torchcomp.routes.exact import Messages, _messages
 from torchcomp.routes.shards import direction
-from torchcomp.routes.threshold import HostSearch
 
 CPU, KEY, RANKS = torch.device("cpu"), Key(0), 3
 
