@@ -9,7 +9,7 @@ A selection
 4. writes the candidates above that magnitude and, from the lowest index on, those equal to it.
 
 If a guess from the last selection gives too few or too many candidates, the next guess comes from a
-sample. If that fails as well, NumPy selects from the whole vector. The guess affects only the
+sample. If that fails as well, all entries are candidates. The guess affects only the
 speed, never the result.
 
 Magnitudes are compared by their bits, which have the same order. NaN counts as infinity.
@@ -25,10 +25,9 @@ from numba.extending import overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp.kernels import pool, select
+from torchcomp.kernels import pool
 from torchcomp.kernels.elias_fano_numba import trailing_zeros
 from torchcomp.kernels.numba_jit import kernel
-from torchcomp.kernels.segments import Segment
 
 Array = NDArray[Any]
 
@@ -126,19 +125,29 @@ class Candidates:
             if total >= k:
                 rows = zip(self.keys, self.counts.tolist(), strict=True)
                 keys = np.concatenate([row[:count] for row, count in rows])
-                threshold = np.partition(keys, total - k)[total - k]
-                chosen = torch.empty(k, dtype=torch.int64)
-                found = self.keys, self.positions, self.ends, self.counts
-                _write(*found, threshold, chosen.numpy())
-                self._lower(int(threshold), bound, total - k)
+                threshold, chosen = self._choose(keys, self.keys, self.positions, self.counts)
+                self._lower(threshold, bound, total - k)
                 return chosen
             if total >= 0:  # too few candidates: the bound was too high, so aim lower next time
                 self.spare = min(2 * self.spare, _LOOSE)
-        chosen = select.largest(x, [Segment(0, self.n, k)])
-        mask, infinity = self.limits
-        threshold = int(min((bits[chosen.numpy()] & mask).min(), infinity))
+        # Both guesses failed. The whole vector is one row of candidates.
+        keys = np.minimum(bits & self.limits[0], self.limits[1])
+        positions = np.arange(self.n, dtype=np.uint32 if self.n < 1 << 32 else np.int64)
+        threshold, chosen = self._choose(keys, keys[None], positions[None], np.array([self.n]))
         self._lower(threshold, threshold, 0)
         return chosen
+
+    def _choose(
+        self, every: Array, keys: Array, positions: Array, counts: Array
+    ) -> tuple[int, Tensor]:
+        """Return the bits of the k-th largest magnitude, and the indices of the k largest.
+
+        `every` has all keys, one row after another.
+        """
+        threshold = np.partition(every, every.size - self.k)[every.size - self.k]
+        chosen = torch.empty(self.k, dtype=torch.int64)
+        _write(keys, positions, self.ends, counts, threshold, chosen.numpy())
+        return int(threshold), chosen
 
     def _collect(self, summands: tuple[Any, ...], bits: Array, bound: int) -> int:
         """Collect the entries of magnitude `bound` or more, and return their number.
