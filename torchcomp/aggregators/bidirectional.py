@@ -55,9 +55,8 @@ class Bidirectional(Residual):
         selection: set of entries from which topk selects. "shard" selects from each shard
             separately, with a fixed number of entries (``k=5`` takes 5 per shard). "exact" selects
             from the whole bucket, as a single server would, which is the thesis's method. The
-            owners then search for a common threshold, starting from the threshold of the previous
-            step. The first step has no such threshold, and can send several times the bytes that
-            :func:`torchcomp.explain` reports per step.
+            owners then search for a common threshold. How many entries fall into a shard depends
+            on the values: the bytes that :func:`torchcomp.explain` reports are an estimate.
         memory_dtype: dtype of both residuals. The default is fp32, or the gradient's dtype if that
             is wider.
     """

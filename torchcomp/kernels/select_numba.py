@@ -75,6 +75,7 @@ class Candidates:
         ends: offsets of the chunks: chunk i spans ``ends[i]`` to ``ends[i + 1]``.
         keys: magnitudes of the candidates as bits, one row per chunk.
         positions: positions of the candidates in their chunk, shaped like `keys`.
+        every: room for the magnitudes of all candidates, one row after another.
         counts: number of candidates of each chunk; -1 if its row was too short.
         limits: a mask of all bits except the sign, and the bits of infinity.
         lowest: bits of the bound for the next selection; None at the start.
@@ -95,6 +96,7 @@ class Candidates:
         # map a whole one.
         self.keys: Array = torch.empty(shape, dtype=self.word).numpy()
         self.positions: Array = torch.empty(shape, dtype=torch.uint32).numpy()
+        self.every: Array = torch.empty(self.keys.size, dtype=self.word).numpy()
         self.counts = np.empty(chunks, np.int64)
         word = self.keys.dtype.type
         self.limits = word((1 << 8 * self.keys.itemsize - 1) - 1), word(self.infinity)
@@ -124,8 +126,9 @@ class Candidates:
             summands = None, None, None  # `x` now contains the sum, even if the guess was bad
             if total >= k:
                 rows = zip(self.keys, self.counts.tolist(), strict=True)
-                keys = np.concatenate([row[:count] for row, count in rows])
-                threshold, chosen = self._choose(keys, self.keys, self.positions, self.counts)
+                every = self.every[:total]
+                np.concatenate([row[:count] for row, count in rows], out=every)
+                threshold, chosen = self._choose(every, self.keys, self.positions, self.counts)
                 self._lower(threshold, bound, total - k)
                 return chosen
             if total >= 0:  # too few candidates: the bound was too high, so aim lower next time
@@ -133,7 +136,9 @@ class Candidates:
         # Both guesses failed. The whole vector is one row of candidates.
         keys = np.minimum(bits & self.limits[0], self.limits[1])
         positions = np.arange(self.n, dtype=np.uint32 if self.n < 1 << 32 else np.int64)
-        threshold, chosen = self._choose(keys, keys[None], positions[None], np.array([self.n]))
+        threshold, chosen = self._choose(
+            keys.copy(), keys[None], positions[None], np.array([self.n])
+        )
         self._lower(threshold, threshold, 0)
         return chosen
 
@@ -142,9 +147,11 @@ class Candidates:
     ) -> tuple[int, Tensor]:
         """Return the bits of the k-th largest magnitude, and the indices of the k largest.
 
-        `every` has all keys, one row after another.
+        `every` has all keys, one row after another. Their order changes.
         """
-        threshold = np.partition(every, every.size - self.k)[every.size - self.k]
+        rank = every.size - self.k
+        every.partition(rank)
+        threshold = every[rank]
         chosen = torch.empty(self.k, dtype=torch.int64)
         _write(keys, positions, self.ends, counts, threshold, chosen.numpy())
         return int(threshold), chosen
