@@ -71,10 +71,6 @@ EXCEPTIONS = {
     "host.py copy_from.wait": "the caller asks for numbers",
     # The lengths of the messages of exact selections: one in a bucket, or two.
     "routes/exact.py Messages.begin": "the counts of entries",
-    "routes/threshold.py find_largest": "histograms, and the last candidates",
-    "routes/threshold.py _Search.narrow": "histograms, on the CPU",
-    "routes/threshold.py _Search.select": "candidates, on the CPU",
-    "routes/threshold.py HostSearch.__call__": "thresholds, on the CPU",
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
@@ -100,7 +96,6 @@ EXCEPTIONS = {
     "routes/sharded_load.py _down_load": "sizes",
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",
-    "routes/threshold.py _bins": "sizes",
     "wire.py Frames.__init__": "the headers that the host expects",
     "wire.py Frames.headers": "NumPy, for frames that the host can read",
     "wire.py Frames.seal": "numbers of the host",

@@ -226,7 +226,7 @@ def test_simulated_workers_train_like_real_ranks(spec: str) -> None:
 
 def test_the_log_contains_all_received_bytes() -> None:
     model, data = small_model(), batches(4, 2)
-    simulated = simulation.Workers(model, SIMULATED[0], 4)
+    simulated = simulation.Workers(model, SIMULATED[2], 4)
     for step in data:
         simulated.backward(partial(loss_of, model, step))
     for exchange, averager in zip(simulated.exchanges, simulated.averagers, strict=True):
