@@ -59,20 +59,6 @@ def unaligned(raw):
 
 @every_dtype
 @every_compressor
-def test_vector_is_equal_after_packing_and_unpacking(compressor, dtype):
-    for n in SIZES:
-        codec = codec_of(compressor, [n], dtype)
-        message = codec.encode(normal(n, dtype=dtype), KEY)
-        raw = packed(codec, message)
-        assert (raw.dtype, raw.shape) == (torch.uint8, (nbytes_of(codec),)), n
-        (received,) = unpacked(codec, raw)
-        assert all(map(torch.equal, received, message.parts[0])), n
-        sent = decoded(codec, message.parts, dtype)
-        assert bits(decoded(codec, [received], dtype)) == bits(sent), n
-
-
-@every_dtype
-@every_compressor
 def test_parts_are_equal_after_an_unaligned_buffer(compressor, dtype):
     for n in (0, 1, 2, 7, 257):
         layout = compressor.layout(n, dtype)
@@ -116,51 +102,7 @@ def whole_or_parts(codec, x):
     return [(vector.name, x[vector.span]) for vector in codec.vectors]
 
 
-@every_compressor
-def test_accumulating_received_messages_adds_their_dense_outputs_in_order(compressor):
-    codec = codec_of(compressor, (5, 0, 64, 1))
-    sent = [codec.encode(normal(70) * scale, KEY) for scale in (1.0, 1e6, 1.0)]
-    out = torch.full((70,), 0.5)
-    codec.accumulate([unpacked(codec, packed(codec, message)) for message in sent], out, KEY)
-    expected = torch.full((70,), 0.5)
-    for message in sent:
-        expected += decoded(codec, message.parts)
-    assert bits(out) == bits(expected)
-
-
-def test_scope_tensor_keeps_k_of_each_parameter_and_scope_bucket_of_all():
-    x = torch.tensor([1.0, 2.0, 30.0, 40.0, 50.0])
-    by_tensor = codec_of(TopK(k=1, scope="tensor"), (2, 3))
-    by_bucket = codec_of(TopK(k=1), (2, 3))
-    assert decoded(by_tensor, by_tensor.encode(x, KEY).parts).tolist() == [0, 2, 0, 0, 50]
-    assert decoded(by_bucket, by_bucket.encode(x, KEY).parts).tolist() == [0, 0, 0, 0, 50]
-
-
-def test_scope_tensor_draws_differently_for_each_parameter():
-    codec = codec_of(RandK(k=10, scope="tensor"), (1000, 1000))
-    first, second = decoded(codec, codec.encode(torch.ones(2000), KEY).parts).split(1000)
-    assert not torch.equal(first, second)
-
-
 # --- Length ---------------------------------------------------------------------------------------
-
-
-@every_dtype
-@every_compressor
-def test_length_depends_only_on_the_shape(compressor, dtype):
-    codec = codec_of(compressor, (5, 0, 64, 1), dtype)
-    values = [
-        torch.zeros(70),
-        torch.full((70,), 1e4),
-        normal(70, dtype=dtype),
-        torch.arange(70.0) % 2,
-    ]
-    keys = [KEY, Key(8), Key(7, step=4, rank=3), Key(7, rank=1)]
-    lengths = {
-        packed(codec, codec.encode(x.to(dtype), key)).numel()
-        for x, key in zip(values, keys, strict=True)
-    }
-    assert lengths == {nbytes_of(codec)}
 
 
 @pytest.mark.parametrize(
@@ -217,33 +159,6 @@ def test_topk_message_is_read_by_an_independent_decoder(n, low, dtype, values):
     top = np.argsort(-np.abs(x.numpy()), kind="stable")[:5]
     expected[top] = x.numpy()[top]
     assert decode_topk(raw, n, 5, low, values).tobytes() == expected.tobytes()
-
-
-def test_topk_bytes_are_values_then_the_code_of_their_indices():
-    x = torch.zeros(128)
-    x[[5, 40, 41, 120]] = torch.tensor([1.0, -2.0, 1.0, 1.0])
-    codec = codec_of(TopK(k=4), [128])
-    one, minus_two = (0, 0, 0x80, 0x3F), (0, 0, 0, 0xC0)
-    code = (0x85, 0x89, 0x19, 0x04)
-    assert packed(codec, codec.encode(x, KEY)).tolist() == [*one, *minus_two, *one, *one, *code]
-
-
-def test_bucket_message_is_its_vectors_messages_one_after_another():
-    compressor = TopK(k=1, scope="tensor")
-    x = torch.tensor([1.0, 2.0, 30.0, 40.0, 50.0])
-    whole = codec_of(compressor, (2, 3))
-    alone = [codec_of(compressor, (2,)), codec_of(compressor, (3,))]
-    messages = [
-        packed(c, c.encode(part, KEY)) for c, part in zip(alone, x.split((2, 3)), strict=True)
-    ]
-    assert torch.equal(packed(whole, whole.encode(x, KEY)), torch.cat(messages))
-
-
-def test_dense_bytes_are_the_values():
-    x = normal(7)
-    for compressor, dtype in ((Identity(), torch.float32), (Cast("bf16"), torch.bfloat16)):
-        codec = codec_of(compressor, [7])
-        assert packed(codec, codec.encode(x, KEY)).numpy().tobytes() == bits(x.to(dtype))
 
 
 def test_randk_bytes_are_the_kept_values_in_ascending_order_of_their_indices():
@@ -380,20 +295,6 @@ def test_frames_of_another_layout_and_length_are_distinguished(other):
     longer = Frames([(VALUES[0], Field("index", torch.uint8, 6))], CPU)
     assert longer.nbytes == frames.nbytes
     assert inspected(longer.outgoing(), frames) == wire.OTHER_LENGTH
-
-
-def test_a_layout_is_all_fields_of_a_message():
-    together = Frames([VALUES, VALUES], CPU, counts=[2])
-    assert inspected(together.outgoing(), Frames([VALUES * 2], CPU)) == wire.INTACT
-
-
-def test_random_frames_are_not_accepted():
-    noise = torch.Generator().manual_seed(0)
-    for checksum in (False, True):
-        frames, frame = frame_of(checksum)
-        for _ in range(300):
-            frame.random_(0, 256, generator=noise)
-            assert inspected(frame, frames) != wire.INTACT
 
 
 @pytest.mark.parametrize("count", [1, 2, 100, 2**14 + 1])

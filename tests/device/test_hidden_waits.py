@@ -70,10 +70,6 @@ EXCEPTIONS = {
     "engine/host.py copy_from.wait": "the caller asks for numbers",
     # The lengths of messages with exact selections: one wait per bucket, or two.
     "routes/exact.py Messages.begin": "the counts of entries",
-    "routes/threshold.py find_largest": "histograms, and the last candidates",
-    "routes/threshold.py _Search.narrow": "histograms, on the CPU",
-    "routes/threshold.py _Search.select": "candidates, on the CPU",
-    "routes/threshold.py HostSearch.__call__": "thresholds, on the CPU",
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
@@ -86,7 +82,7 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.state_dict": "NumPy",
     "jointspar/sampler.py Sampler.__init__": "an option",
     "engine/keys.py check_seed": "an option",
-    "kernels/elias_fano_torch.py Shape.__init__": "sizes",
+    "kernels/elias_fano.py _Shape.__init__": "sizes",
     "kernels/select.py largest": "called for values that the host can read",
     "kernels/sparse.py Sparse.encode": "for indices that the host can read",
     "fsdp/units.py Unit.divisor": "an option",
@@ -95,7 +91,7 @@ EXCEPTIONS = {
     "routes/sharded_load.py _down_load": "sizes",
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",
-    "routes/threshold.py _bins": "sizes",
+    "routes/threshold.py HostSearch.__call__": "thresholds, on the CPU",
     "routes/wire.py Frames.__init__": "the headers that the host expects",
     "routes/wire.py Frames.headers": "NumPy, for frames that the host can read",
     "routes/wire.py Frames.seal": "numbers of the host",

@@ -83,9 +83,7 @@ def test_the_forms_differ() -> None:
     """The comparison above is not of a form with itself."""
     with (
         device_forms(),
-        mock.patch(
-            "torchcomp.kernels.elias_fano_torch.encode", side_effect=RuntimeError("of a device")
-        ),
+        mock.patch("torchcomp.kernels.elias_fano.encode", side_effect=RuntimeError("of a device")),
         pytest.raises(RuntimeError, match="of a device"),
     ):
         on_threads(2, train, "ef(topk(0.1))", torch.float32)

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import torchcomp
 from tests.gpu.place import DEVICE, REHEARSAL, device_forms
-from tests.kernels.forms import sparse_kernels
+from tests.kernels.forms import quantize_form, sparse_kernels
 from tests.kernels.test_select import awkward, sorted_out
 from tests.support.codecs import codec_of
 from tests.support.outcomes import same
@@ -109,7 +109,7 @@ def test_quantisation(fmt: str, count: int) -> None:
     (vector,) = there(values)
 
     def through(values: Tensor) -> list[Tensor]:
-        form = quantize.form_for(values.device)
+        form = quantize_form(values.device)
         (parts,) = form.encode(values, [count], fmt, None)
         return [*parts, *form.decode([parts], [count], torch.float32)]
 

@@ -31,7 +31,7 @@ def frames(each):
     """The expected bytes of every owner's frame."""
     if not each.exact:
         return [framed(vectors) for vectors in each.fixed]
-    sizes = [sum(widths) for widths in each.widths]
+    sizes = each.sizes
     return [
         expected_frame(
             each,

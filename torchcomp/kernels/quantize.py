@@ -25,13 +25,11 @@ and :mod:`.sparse_triton` run, and everywhere else plain torch, with the same re
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import joined, split
 from torchcomp.routes.wire import Field, Layout, Parts
@@ -57,20 +55,6 @@ def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
     if fmt == "int4":
         return (scale, Field("codes", torch.uint8, (count + 1) // 2))
     return (scale, Field("codes", torch.int8, count))
-
-
-class Form(NamedTuple):
-    """What encodes and decodes values on a device: :func:`encode` and :func:`decode`, or faster."""
-
-    encode: Callable[[Tensor, Sequence[int], str | None, Tensor | None], Sequence[Parts]]
-    decode: Callable[[Sequence[Sequence[Tensor]], Sequence[int], torch.dtype], Sequence[Tensor]]
-
-
-def form_for(device: torch.device) -> Form:
-    """Return Numba's form, or plain torch. Their results are equal bit for bit."""
-    if numba := backend.host_form("quantize", torch.empty(0, device=device)):
-        return Form(numba.encode, numba.decode)
-    return Form(encode, decode)
 
 
 def encode(

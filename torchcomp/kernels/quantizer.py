@@ -38,7 +38,8 @@ class Quantizer(Kernels):
     def __init__(self, vectors: Prepared, fmt: str) -> None:
         super().__init__(vectors, fmt)
         self._counts = [segment.n for segment in vectors.segments]
-        self._encode, self._decode = quantize.form_for(vectors.device)
+        form = backend.host_form("quantize", torch.empty(0, device=vectors.device)) or quantize
+        self._encode, self._decode = form.encode, form.decode
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         """Return the fields of each vector of `x`.
@@ -48,7 +49,8 @@ class Quantizer(Kernels):
             noise: None, or random numbers for rounding; see :func:`.quantize.encode`.
         """
         values = joined([part(x, segment) for segment in self.vectors.segments])
-        return self._encode(values, self._counts, self.fmt, noise)
+        parts: Sequence[Parts] = self._encode(values, self._counts, self.fmt, noise)
+        return parts
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None

@@ -208,7 +208,7 @@ class Search(Selecting):
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`torchcomp.routes.threshold.HostSearch` does.
+        """Do as :class:`torchcomp.routes.digits.DigitSearch` does.
 
         In the indices, each vector has as many places as this owner can keep entries of it.
         """

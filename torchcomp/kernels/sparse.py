@@ -1,19 +1,27 @@
 """Kernels of sparse messages: select entries of a tensor, encode them, subtract and add them.
 
-They work on all segments of a tensor at once, and are chosen once: :func:`kernels_for` returns
+A message with k of n entries consists of these fields:
+
+1. the values, in ascending order of their index, in a format of :mod:`.quantize`;
+2. the Elias-Fano code of the indices.
+
+The fields have the lengths of their layout: :meth:`~torchcomp.routes.wire.Frames.unpack` checks that.
+
+All segments of a tensor are handled at once. Kernels are chosen once: :func:`kernels_for` returns
 those for a device. An instance also has the workspaces of its tensor, so only one thread can use it
 at a time.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from torchcomp.engine import host
-from torchcomp.kernels import backend, elias_fano, entries, quantize, select
+from torchcomp.kernels import backend, elias_fano, quantize, select
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import split
+from torchcomp.kernels.segments import TOGETHER, Segment, batches, joined, runs, split
 from torchcomp.kernels.vectors import Kernels, Prepared
 from torchcomp.routes.wire import Parts
 
@@ -106,17 +114,57 @@ class Sparse(Kernels):
     def subtract(
         self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
     ) -> None:
-        """Subtract `weight` times a message, with these indices, from `x`, where it is finite."""
-        entries.subtract(x, index, parts, self.segments, weight)
+        """Subtract `weight` times a message, with these indices, from `x`, where it is finite.
+
+        That leaves out every entry of a quantized block that a NaN or an infinity has made NaN.
+        """
+        values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
+        # Replace instead of masking: a boolean index would make the host wait for an accelerator.
+        values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        # Not alpha=-weight: it can fuse both operations, and the Numba form rounds the product.
+        x.index_add_(0, index, values if weight == 1 else values * weight, alpha=-1)
 
     def accumulate(
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
     ) -> None:
-        """Add `weight` times each message to `out`, in order; see :func:`.entries.accumulate`."""
-        entries.accumulate(messages, self.segments, out, weight)
+        """Add `weight` times each message to `out`, in order; see :func:`accumulate`."""
+        accumulate(messages, self.segments, out, weight)
 
     def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         self.accumulate(messages, out.zero_())
         if divisor != 1:
             out.div_(divisor)
+
+
+def accumulate(
+    messages: Sequence[Sequence[Parts]],
+    segments: Sequence[Segment],
+    out: Tensor,
+    weight: float = 1.0,
+) -> None:
+    """Add `weight` times each message to `out`, in order.
+
+    If the index code of a message is damaged, all of `out` becomes NaN, which stops the step on all
+    ranks: each looks at a part of it.
+
+    Args:
+        messages: for each message the fields of each segment. The contents can be arbitrary bytes.
+        segments: parts of `out`. They overlap if they are those of several messages in one.
+        out: 1-D, floating-point.
+        weight: factor on the values.
+    """
+    cuts = runs(segments)
+    each = [(segments[cut], message[cut]) for message in messages for cut in cuts]
+    sizes = [sum(segment.k for segment in some) for some, _ in each]
+    # As many at once as memory allows: each launch on an accelerator delays the backward pass.
+    for batch in batches(sizes, TOGETHER):
+        every = [segment for some, _ in each[batch] for segment in some]
+        parts = [own for _, message in each[batch] for own in message]
+        counts = [segment.k for segment in every]
+        values = iter(quantize.decode([fields for *fields, _ in parts], counts, out.dtype))
+        index, damaged = elias_fano.decode([code for *_, code in parts], every)
+        for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
+            out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
+        # Reading `damaged` would make the host wait.
+        out.masked_fill_(damaged, torch.nan)

@@ -12,7 +12,6 @@ from torch import Tensor
 from torchcomp.kernels import (
     elias_fano,
     elias_fano_numba,
-    entries,
     entries_numba,
     quantize_numba,
     sparse,
@@ -116,7 +115,7 @@ class SparseNumba(sparse.Sparse):
             low = self._low[i]
             if low is None:
                 alone = [[message[i]] for message in messages]
-                entries.accumulate(alone, [segment._replace(start=0)], own, weight)
+                sparse.accumulate(alone, [segment._replace(start=0)], own, weight)
             elif not entries_numba.accumulate(messages, i, segment.k, low, own, weight):
                 # All of it: each rank looks at a part for a NaN.
                 out.fill_(torch.nan)

@@ -5,6 +5,7 @@ Kernels are chosen once for the vectors of a tensor. All forms give the same res
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -30,6 +31,17 @@ class Prepared(Protocol):
     dtype: torch.dtype
     fields: Sequence[Parts] | None
     frames: Frames | None
+
+
+@dataclass
+class Parted:
+    """Vectors that are not encoded, but only selected from; see :class:`Prepared`."""
+
+    segments: tuple[Segment, ...]
+    device: torch.device
+    dtype: torch.dtype
+    fields: Sequence[Parts] | None = None
+    frames: Frames | None = None
 
 
 class Kernels(ABC):

@@ -62,7 +62,8 @@ class DigitSearch:
             counts = self._count(keys, prefix, shift)
             exchange.all_reduce(counts.view(-1))
             larger = counts.sum(1, keepdim=True) - counts.cumsum(1)
-            digit = (larger + counts >= left[:, None]).sum(1) - 1
+            # Not of the lowest: it is chosen if no other is, also if counts were damaged.
+            digit = (larger + counts >= left[:, None])[:, 1:].sum(1)
             left = left - larger.gather(1, digit[:, None])[:, 0]
             prefix = (prefix << self._bits) + digit
         torch.mul(prefix, self._searched, out=after)

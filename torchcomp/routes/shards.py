@@ -86,15 +86,6 @@ class Direction:
         return cut
 
     @cached_property
-    def widths(self) -> list[list[int]]:
-        """By vector, the number of its elements in each shard."""
-        table = [[0] * self.world_size for _ in self.whole]
-        for owner, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                table[piece.vector][owner] = piece.stop - piece.start
-        return table
-
-    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """By vector of the whole bucket, the number of its elements."""
         return tuple(vector.span.stop - vector.span.start for vector in self.whole)
@@ -108,10 +99,12 @@ class Direction:
     def candidates(self) -> list[list[int]]:
         """By vector, the number of candidates that each owner contributes to the search."""
         # The k largest of a vector can all be in one shard, but no owner needs more than k.
-        return [
-            [min(kept, width) for width in widths]
-            for kept, widths in zip(self.kept, self.widths, strict=True)
-        ]
+        table = [[0] * self.world_size for _ in self.whole]
+        for owner, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                size = piece.stop - piece.start
+                table[piece.vector][owner] = min(self.kept[piece.vector], size)
+        return table
 
     @cached_property
     def searched(self) -> list[bool]:

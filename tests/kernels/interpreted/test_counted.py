@@ -18,7 +18,6 @@ from torchcomp.kernels.table_triton import SIZES
 from torchcomp.routes.digits import DigitSearch
 from torchcomp.routes.exact import Messages, _messages
 from torchcomp.routes.shards import direction
-from torchcomp.routes.threshold import HostSearch
 
 CPU, KEY, RANKS = torch.device("cpu"), Key(0), 3
 
@@ -186,12 +185,9 @@ def searched(kinds_of_rank, kind, compressor, steps):
 
     def body(exchange):
         rank, form = exchange.rank, kinds_of_rank[exchange.rank]
-        if form is HostSearch:
-            search = form(way, exchange)
-        else:
-            at = [p.vector + o * len(way.kept) for o in range(RANKS) for p in way.pieces[o]]
-            place = [way.place(v, rank) for v in range(len(way.kept))]
-            search = form(place, at, way.sizes, way.searched, exchange, CPU)
+        at = [p.vector + o * len(way.kept) for o in range(RANKS) for p in way.pieces[o]]
+        place = [way.place(v, rank) for v in range(len(way.kept))]
+        search = form(place, at, way.sizes, way.searched, exchange, CPU)
         own, found = slice(way.shards[rank].start, way.shards[rank].stop), []
         before = torch.zeros(len(way.kept), dtype=torch.int64)
         for step in range(steps):
@@ -214,7 +210,7 @@ def searched(kinds_of_rank, kind, compressor, steps):
 @pytest.mark.parametrize("kind", only(KINDS, now=["ties", "one owner", "falling"]))
 @pytest.mark.parametrize("compressor", some([TopK(0.05), TopK(0.3, scope="tensor")], of=2), ids=str)
 def test_all_forms_of_the_search_find_the_same(kind, compressor):
-    expected = searched([HostSearch] * RANKS, kind, compressor, 3)
+    expected = searched([DigitSearch] * RANKS, kind, compressor, 3)
     for forms in ([Search] * RANKS, [DigitSearch, Search, Search]):
         found = searched(forms, kind, compressor, 3)
         assert str(found) == str(expected)  # NaN differs from itself

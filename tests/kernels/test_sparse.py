@@ -1,13 +1,10 @@
 """Entries of messages: subtracted and added as in plain torch, bit for bit."""
 
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from tests.kernels.forms import sparse_kernels, use_form
-from tests.support.cases import only
 from tests.support.threads import torch_threads
 from tests.support.vectors import normal
 from torchcomp.kernels import elias_fano, pool, quantize
@@ -93,15 +90,6 @@ def test_subtract_subtracts_the_decoded_values(device, n, k, fmt, dtype, weight)
     assert same_bits(residual, expected)
 
 
-def test_subtract_works_on_a_strided_vector(device):
-    index, parts = message(5000, 70, "int8")
-    x = normal(10_000).to(device)
-    expected = x.clone()
-    expected[::2][index] -= decoded(parts, 70, torch.float32).to(device)
-    subtract(x[::2], index.to(device), moved(parts, device))
-    assert x[1::2].equal(expected[1::2])
-
-
 # --- Adding up ------------------------------------------------------------------------------------
 
 
@@ -131,20 +119,6 @@ def test_the_number_of_threads_and_of_messages_per_call_does_not_matter(threads,
     assert same_bits(out, expected)
 
 
-def test_values_of_another_dtype_are_converted_first(device):
-    index, parts = message(5000, 70, None, dtype=torch.float64)
-    out = normal(5000, seed=1).to(device)
-    expected = out.index_add(0, index.to(device), parts[0].to(device).float(), alpha=1 / 3)
-    accumulate([moved(parts, device)], 70, out, 1 / 3)
-    assert same_bits(out, expected)
-
-
-def test_no_message_changes_nothing(device):
-    out = torch.ones(5000, device=device)
-    accumulate([], 70, out)
-    assert out.equal(torch.ones(5000, device=device))
-
-
 @pytest.mark.parametrize("fmt", [None, "int8"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_damaged_code_makes_the_first_entry_nan(device, fmt, dtype):
@@ -155,14 +129,6 @@ def test_a_damaged_code_makes_the_first_entry_nan(device, fmt, dtype):
     # What else is added depends on the form. The NaN stops the step.
     accumulate([moved(good, device), moved(bad, device), moved(good, device)], 70, out)
     assert out.isnan().all()
-
-
-@pytest.mark.parametrize("first", [0.0, -0.0, math.inf])
-def test_an_intact_code_leaves_the_first_entry_as_it_was(device, first):
-    out = torch.full((128,), first, device=device)
-    (code,) = elias_fano.encode(torch.tensor([5, 40, 41, 120]), [Segment(0, 128, 4)])
-    accumulate([moved((torch.ones(4), code), device)], 4, out)
-    assert same_bits(out[:1], torch.tensor([first]))
 
 
 @pytest.mark.parametrize("fmt", [None, "int8", "int4"])
@@ -183,37 +149,6 @@ def test_random_bytes_change_only_the_vector(device, fmt, n, k, chunks, monkeypa
         assert around[-100:].eq(1).all()
         inside = torch.ones(n).index_add_(0, index, decoded(parts, k, torch.float32))
         assert around[100:-100].cpu().equal(inside) if intact else around[100:-100].isnan().all()
-
-
-@pytest.mark.parametrize("shape", only([(600, 60), (600, 400), (90_000, 6000)], now=[(600, 60)]))
-@pytest.mark.parametrize("chunks", [1, 7])
-def test_every_bit_of_an_index_code_is_checked(device, shape, chunks, monkeypatch):
-    n, k = shape
-    monkeypatch.setattr(pool, "chunks", lambda entries: chunks)
-    index, (values, code) = message(n, k, None)
-    whole = torch.zeros(n, device=device)
-    accumulate([moved((values, code), device)], k, whole)
-    assert whole.cpu().equal(torch.zeros(n).index_add_(0, index, values))
-    # Bits all over the code, so also those beside the ends of chunks and blocks.
-    for bit in range(0, 8 * code.numel(), max(1, code.numel() // 8)):
-        bad = code.clone()
-        bad[bit // 8] ^= 1 << bit % 8
-        out = torch.zeros(n, device=device)
-        accumulate([moved((values, bad), device)], k, out)
-        found, intact = decoded_index(bad, n, k)
-        expected = torch.zeros(n).index_add_(0, found, values)
-        assert out.cpu().equal(expected) if intact else out.isnan().all()
-
-
-@pytest.mark.parametrize("fmt", [None, "int8"])
-def test_fields_can_be_strided(device, fmt):
-    _, parts = message(5000, 70, fmt)
-    strided = tuple(part.repeat_interleave(2)[::2] for part in parts)
-    out, expected = (torch.zeros(5000, device=device) for _ in range(2))
-    accumulate([moved(strided, device)], 70, out)
-    accumulate([moved(parts, device)], 70, expected)
-    assert out.any()
-    assert out.equal(expected)
 
 
 # --- Several segments -----------------------------------------------------------------------------
