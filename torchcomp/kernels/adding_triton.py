@@ -3,6 +3,8 @@
 What they share with other kernels is in :mod:`.decoding_triton`.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
 import triton.language as tl
 
 from torchcomp.kernels.coding_triton import less
@@ -25,17 +27,9 @@ from torchcomp.kernels.triton_jit import kernel, number, rounded
 
 @kernel("rows")
 def subtract(
-    x: tl.tensor,
-    frame: tl.tensor,
-    index: tl.tensor,
-    weight: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
+    x, frame, index, weight, table, rows,
+    VALUE: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """Subtract `weight` times the values of a message at its indices, where they are finite."""
     row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
     i = (tl.program_id(0) - column(row, FILL_PROGRAM)) * BLOCK + tl.arange(0, BLOCK)
@@ -50,28 +44,8 @@ def subtract(
 
 
 @kernel("entries", "messages", "step")
-def find(
-    index: tl.tensor,
-    entries: tl.tensor,
-    messages: tl.tensor,
-    row: tl.tensor,
-    step: tl.tensor,
-    target: tl.tensor,
-    out: tl.tensor,
-    LANES: tl.constexpr,
-) -> None:
-    """Write where each message's first index of at least `target` is.
-
-    Args:
-        index: the indices, (messages, entries).
-        entries: number of entries of each message.
-        messages: number of messages.
-        row: that of the segment in the first message.
-        step: number of rows from one message to the next.
-        target: an index.
-        out: has room for a number for each message.
-        LANES: at least `messages`.
-    """
+def find(index, entries, messages, row, step, target, out, LANES: tl.constexpr):
+    """Write where each message's first index of at least `target` is."""
     lane = tl.arange(0, LANES)
     live = lane < messages
     lists, own = index + lane.to(tl.int64) * entries, row + lane * (step * WIDTH)
@@ -90,34 +64,18 @@ def find(
 
 
 @kernel()
-def fields_at(row: tl.tensor) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def fields_at(row):
     """Return where both fields of a segment's values begin, and the number of its first entry."""
     return tl.load(row + VALUES), tl.load(row + CODES), column(row, FIRST)
 
 
 @kernel("rows", "entries", "messages", "stride", "step")
 def add_up(
-    received: tl.tensor,
-    work: tl.tensor,
-    index: tl.tensor,
-    out: tl.tensor,
-    divisor: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    entries: tl.tensor,
-    messages: tl.tensor,
-    stride: tl.tensor,
-    step: tl.tensor,
-    COUNTED: tl.constexpr,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    STEP: tl.constexpr,
-    LANES: tl.constexpr,
-    TILE: tl.constexpr,
-    CHUNK: tl.constexpr,
+    received, work, index, out, divisor, table, rows, entries, messages, stride, step,
+    COUNTED: tl.constexpr, VALUE: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr,
+    STEP: tl.constexpr, LANES: tl.constexpr, TILE: tl.constexpr, CHUNK: tl.constexpr,
     PART: tl.constexpr,
-) -> None:
+):  # fmt: skip
     """Write the mean of the messages in a tile. They are added in order.
 
     Args:
@@ -202,14 +160,7 @@ def add_up(
 
 
 @kernel()
-def divide(
-    out: tl.tensor,
-    begin: tl.tensor,
-    end: tl.tensor,
-    divisor: tl.tensor,
-    damaged: tl.tensor,
-    PART: tl.constexpr,
-) -> None:
+def divide(out, begin, end, divisor, damaged, PART: tl.constexpr):
     """Divide a tile of sums. If a code is damaged, write NaN."""
     for part in range(begin, end, PART):
         at = part + tl.arange(0, PART)
@@ -221,7 +172,7 @@ def divide(
 
 
 @kernel()
-def add(out: tl.tensor, place: tl.tensor, value: tl.tensor, mask: tl.tensor) -> None:
+def add(out, place, value, mask):
     """Add values of a message, rounded to the dtype of `out`."""
     dtype: tl.constexpr = out.dtype.element_ty
     value = number(rounded(value, dtype))

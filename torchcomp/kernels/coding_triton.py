@@ -1,5 +1,7 @@
 """Kernels that write the messages of given entries. :mod:`.sparse_triton` launches them."""
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
 import triton.language as tl
 
 from torchcomp.kernels.fields_triton import written
@@ -23,18 +25,8 @@ from torchcomp.kernels.triton_jit import kernel, narrowed, number, rounded
 
 
 @kernel()
-def set_bits(
-    row: tl.tensor, frame: tl.tensor, i: tl.tensor, local: tl.tensor, mask: tl.tensor
-) -> None:
-    """Set the bits of entries in the index code of their segment.
-
-    Args:
-        row: the segment's.
-        frame: begins at a multiple of 4 bytes.
-        i: the number of each entry in its segment.
-        local: its index in the segment.
-        mask: the entries.
-    """
+def set_bits(row, frame, i, local, mask):
+    """Set the bits of entries in the index code of their segment."""
     low, high_part, low_part = column(row, LOW_BITS), tl.load(row + HIGH), tl.load(row + CODE)
     # If there is no low part, the high part is a bitmap of the indices.
     bit = (local >> low) + tl.where(low > 0, i, 0) + 8 * (high_part & 3).to(tl.int32)
@@ -51,12 +43,7 @@ def set_bits(
 
 
 @kernel("rows")
-def clear(
-    frame: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> None:
+def clear(frame, table, rows, CHUNK: tl.constexpr):
     """Set the bytes of the index codes to zero."""
     row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
     own = tl.program_id(0) - column(row, FILL_PROGRAM)
@@ -68,16 +55,7 @@ def clear(
 
 
 @kernel("rows", "frames")
-def code(
-    frame: tl.tensor,
-    index: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    headers: tl.tensor,
-    frames: tl.tensor,
-    BLOCK: tl.constexpr,
-    FRAMES: tl.constexpr,
-) -> None:
+def code(frame, index, table, rows, headers, frames, BLOCK: tl.constexpr, FRAMES: tl.constexpr):
     """Set the bits of indices in the index codes, whose bytes are zero.
 
     Also write the headers of the frames, if FRAMES, which is at least `frames`. `headers` has for
@@ -98,9 +76,7 @@ def code(
 
 
 @kernel()
-def header(
-    headers: tl.tensor, frames: tl.tensor, FRAMES: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def header(headers, frames, FRAMES: tl.constexpr):
     """Return for each frame where it begins, and the two words of its header."""
     i = tl.arange(0, FRAMES)
     begin = tl.load(headers + 3 * i, mask=i < frames, other=-1)
@@ -111,39 +87,11 @@ def header(
 
 @kernel("rows", "largest_scale")
 def fill(
-    x: tl.tensor,
-    frame: tl.tensor,
-    index: tl.tensor,
-    noise: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    largest_scale: tl.tensor,
-    SUBTRACT: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SOURCE: tl.constexpr,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """Encode the values of `x` at the indices, and write their fields.
-
-    Args:
-        x: the vector. If SUBTRACT, finite values of the message are subtracted from it.
-        frame: begins at a multiple of 4 bytes.
-        index: the indices within `x`.
-        noise: random numbers, if RANDOM.
-        table: the segments.
-        rows: number of segments.
-        largest_scale: that of LEVELS.
-        SUBTRACT: whether to subtract the message.
-        RANDOM: whether to round at random.
-        SOURCE: dtype that values of `x` are rounded to first.
-        VALUE: dtype of the values of the message, if LEVELS is 0.
-        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
-        ALIGNED: whether fields begin at multiples of the size of their numbers.
-        ROWS: number of blocks of 128 values.
-    """
+    x, frame, index, noise, table, rows, largest_scale,
+    SUBTRACT: tl.constexpr, RANDOM: tl.constexpr, SOURCE: tl.constexpr, VALUE: tl.constexpr,
+    LEVELS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Encode the values of `x` at the indices, and write their fields."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
     k, first = column(row, K), column(row, FIRST)
@@ -170,7 +118,7 @@ def fill(
 
 
 @kernel()
-def less(x: tl.tensor, value: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def less(x, value, weight, dtype: tl.constexpr):
     """Return ``x - weight * value`` in `dtype`, with all steps rounded to it, or `x`.
 
     That is where the value is not finite.

@@ -5,6 +5,8 @@ table of the segments, where the frames begin, and their headers. The same kerne
 read the messages. The host waits for the lengths of the frames, which a collective needs.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -65,25 +67,7 @@ class _Received(Frames):
 
 
 class Counted:
-    """Messages in frames: those that this rank sends, and those that it receives.
-
-    Args:
-        fmt: format of the values; see :mod:`.quantize`. None sends values of `dtype`.
-        sends: the pieces of each frame that this rank sends, in the vector that it encodes; k is
-            how many entries can be there.
-        reads: the pieces of each frame that it receives, in the vector that it decodes. Those of a
-            message cover it.
-        signatures: of all these frames, what their signature begins with.
-        messages: number of messages in the frames that it receives. All have the same pieces.
-        densest: the share of the entries that are expected in a message.
-        dtype: values are first rounded to this one of DTYPES.
-        exchange: the ranks, which send and receive in their order.
-        device: device of the vectors.
-        spaced: whether each piece that is sent has k places in the list of indices. Otherwise, they
-            follow each other.
-
-    Methods and attributes are those of :class:`torchcomp.routes.exact.Messages`.
-    """
+    """Messages in frames: those that this rank sends, and those that it receives."""
 
     search = Search
 
@@ -201,54 +185,12 @@ class Counted:
 
 @kernel("rows_sent", "rows_read", "sent", "read")
 def lay_out(
-    mine: tl.tensor,
-    theirs: tl.tensor,
-    numbers: tl.tensor,
-    pieces: tl.tensor,
-    frames: tl.tensor,
-    table: tl.tensor,
-    ends: tl.tensor,
-    headers: tl.tensor,
-    origins: tl.tensor,
-    rows_sent: tl.tensor,
-    rows_read: tl.tensor,
-    sent: tl.tensor,
-    read: tl.tensor,
-    LEVELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    FRAMES: tl.constexpr,
-    FILL: tl.constexpr,
-    BYTES: tl.constexpr,
-    WORD: tl.constexpr,
-) -> None:
-    """Lay out the frames to send (program 0), and the frames to receive (program 1).
-
-    Args:
-        mine: number of entries of each piece that is sent.
-        theirs: and of each that is received.
-        numbers: receives the size of each frame; the numbers of programs that fill those to send
-            and decode those to receive, at least 1; and the number of entries to receive.
-        pieces: for each its start, its length, its first entry or -1, its first tile, its frame,
-            and its factor in the signature.
-        frames: for each its first piece, the piece after its last one, and its signature without
-            entries.
-        table: receives the rows of both tables of segments.
-        ends: workspace, two numbers for each piece.
-        headers: receives for each frame where it begins, or -1 if it is empty, and two words.
-        origins: workspace, a number for each frame.
-        rows_sent: number of pieces to send.
-        rows_read: number of pieces to receive.
-        sent: number of frames to send.
-        read: number of frames to receive.
-        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
-        SIZE: bytes of a value, if LEVELS is 0.
-        ROWS: at least the number of pieces.
-        FRAMES: at least the number of frames.
-        FILL: values that a program fills.
-        BYTES: bytes of the high part of an index code that a program decodes.
-        WORD: the lowest 16 bits of a frame.
-    """
+    mine, theirs, numbers, pieces, frames, table, ends, headers, origins, rows_sent, rows_read,
+    sent, read,
+    LEVELS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, FRAMES: tl.constexpr,
+    FILL: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """Lay out the frames to send (program 0), and the frames to receive (program 1)."""
     side = tl.program_id(0)
     rows, count = tl.where(side > 0, rows_read, rows_sent), tl.where(side > 0, read, sent)
     i = tl.arange(0, ROWS)
@@ -309,15 +251,8 @@ def lay_out(
 
 @kernel()
 def lay_out_frames(
-    ends: tl.tensor,
-    numbers: tl.tensor,
-    frames: tl.tensor,
-    headers: tl.tensor,
-    origins: tl.tensor,
-    count: tl.tensor,
-    FRAMES: tl.constexpr,
-    WORD: tl.constexpr,
-) -> None:
+    ends, numbers, frames, headers, origins, count, FRAMES: tl.constexpr, WORD: tl.constexpr
+):
     """Lay out `count` frames. `ends` has the sums of bytes, and of signatures, up to each piece."""
     f = tl.arange(0, FRAMES)
     live = f < count
@@ -339,9 +274,7 @@ def lay_out_frames(
 
 
 @kernel()
-def value_bytes(
-    k: tl.tensor, LEVELS: tl.constexpr, SIZE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def value_bytes(k, LEVELS: tl.constexpr, SIZE: tl.constexpr):
     """Return the bytes of the first field of `k` values, and of all their fields."""
     if LEVELS == 0:
         return k * SIZE, k * SIZE
@@ -351,7 +284,7 @@ def value_bytes(
 
 
 @kernel()
-def code_size(n: tl.tensor, k: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def code_size(n, k):
     """Return the width of low parts and the bytes of an index code; see :mod:`.elias_fano`."""
     low, fewest = tl.zeros_like(n), (n + 7) // 8
     # The smallest of several best widths, as the format requires.

@@ -25,6 +25,8 @@ Bytes moved per element of the vector, for a mean of W messages with 1 % of the 
 the mean, and per message 0.03 of values, codes and indices that are written and read: 14 for 64.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
 import triton.language as tl
 
 from torchcomp.kernels.coding_triton import header
@@ -47,7 +49,7 @@ from torchcomp.kernels.triton_jit import kernel
 
 
 @kernel()
-def bits_in(byte: tl.tensor) -> tl.tensor:
+def bits_in(byte):
     """Return how many bits of bytes are set."""
     # Add neighbouring counts of 1, 2 and 4 bits.
     byte -= (byte >> 1) & 0x55
@@ -56,22 +58,8 @@ def bits_in(byte: tl.tensor) -> tl.tensor:
 
 
 @kernel()
-def check_headers(
-    raw: tl.tensor,
-    differences: tl.tensor,
-    headers: tl.tensor,
-    frames: tl.tensor,
-    FRAMES: tl.constexpr,
-) -> None:
-    """Write in which bits the headers of frames differ from what they should be.
-
-    Args:
-        raw: the frames, which begin at multiples of 8 bytes.
-        differences: int64, (frames, 2).
-        headers: as for :func:`.coding_triton.code`.
-        frames: number of frames.
-        FRAMES: at least `frames`.
-    """
+def check_headers(raw, differences, headers, frames, FRAMES: tl.constexpr):
+    """Write in which bits the headers of frames differ from what they should be."""
     i = tl.arange(0, FRAMES)
     begin, first, second = header(headers, frames, FRAMES)
     words = raw.to(tl.pointer_type(tl.int64)) + (begin >> 3)
@@ -83,17 +71,9 @@ def check_headers(
 
 @kernel("rows", "stride", "frames")
 def count_bits(
-    received: tl.tensor,
-    work: tl.tensor,
-    differences: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    stride: tl.tensor,
-    headers: tl.tensor,
-    frames: tl.tensor,
-    BYTES: tl.constexpr,
-    FRAMES: tl.constexpr,
-) -> None:
+    received, work, differences, table, rows, stride, headers, frames,
+    BYTES: tl.constexpr, FRAMES: tl.constexpr,
+):  # fmt: skip
     """Count the set bits of a block of BYTES bytes of a message's high part.
 
     Also check the headers of all frames, if FRAMES.
@@ -112,18 +92,8 @@ def count_bits(
 
 
 @kernel()
-def low_parts(
-    raw: tl.tensor, offset: tl.tensor, i: tl.tensor, low: tl.tensor, mask: tl.tensor
-) -> tl.tensor:
-    """Return the low parts, of `low` bits, of entries `i` of a code.
-
-    Args:
-        raw: begins at a multiple of 4 bytes.
-        offset: byte of `raw` at which the code begins.
-        i: numbers of the entries.
-        low: width of their low parts, at most 31.
-        mask: the entries. The result is zero for others.
-    """
+def low_parts(raw, offset, i, low, mask):
+    """Return the low parts, of `low` bits, of entries `i` of a code."""
     words = (raw + (offset & -4)).to(tl.pointer_type(tl.uint32))
     bit = i * low + 8 * (offset & 3).to(tl.int32)
     mask = mask & (low > 0)
@@ -135,31 +105,8 @@ def low_parts(
 
 
 @kernel()
-def place_bits(
-    high: tl.tensor,
-    size: tl.tensor,
-    counts: tl.tensor,
-    block: tl.tensor,
-    index: tl.tensor,
-    k: tl.tensor,
-    BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Write where the set bits of a block are to `index`.
-
-    Args:
-        high: the high part of the code.
-        size: its size in bytes.
-        counts: number of set bits of each block.
-        block: number of the block.
-        index: has room for `k` entries.
-        k: number of entries of the segment.
-        BYTES: size of a block.
-        CHUNK: blocks whose numbers are added at once.
-
-    Returns:
-        The numbers of the block's first entry, and of the first one after it.
-    """
+def place_bits(high, size, counts, block, index, k, BYTES: tl.constexpr, CHUNK: tl.constexpr):
+    """Write where the set bits of a block are to `index`."""
     total = tl.zeros((CHUNK,), tl.int32)
     for early in range(0, block, CHUNK):
         before = early + tl.arange(0, CHUNK)
@@ -182,34 +129,8 @@ def place_bits(
 
 
 @kernel()
-def finish_indices(
-    raw: tl.tensor,
-    code: tl.tensor,
-    high_part: tl.tensor,
-    low: tl.tensor,
-    base: tl.tensor,
-    end: tl.tensor,
-    index: tl.tensor,
-    start: tl.tensor,
-    n: tl.tensor,
-    k: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> tl.tensor:
-    """Replace the places of bits in `index` by indices. Return how many cannot be right.
-
-    Args:
-        raw: the message.
-        code: byte at which the code begins.
-        high_part: byte at which its high part begins.
-        low: width of the low parts.
-        base: number of the first entry.
-        end: one past the number of the last entry.
-        index: the segment's entries.
-        start: first element of the segment.
-        n: number of its elements.
-        k: number of its entries.
-        CHUNK: entries that are handled at once.
-    """
+def finish_indices(raw, code, high_part, low, base, end, index, start, n, k, CHUNK: tl.constexpr):
+    """Replace the places of bits in `index` by indices. Return how many cannot be right."""
     stop = tl.minimum(end, k)
     wrong = tl.zeros((CHUNK,), tl.int32)
     for first in range(base, stop, CHUNK):
@@ -234,16 +155,8 @@ def finish_indices(
 
 @kernel("rows", "entries", "stride")
 def decode(
-    received: tl.tensor,
-    work: tl.tensor,
-    index: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    entries: tl.tensor,
-    stride: tl.tensor,
-    BYTES: tl.constexpr,
-    CHUNK: tl.constexpr,
-) -> None:
+    received, work, index, table, rows, entries, stride, BYTES: tl.constexpr, CHUNK: tl.constexpr
+):
     """Write the indices of a block of BYTES bytes of a message's high part."""
     program, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = segment_of(program, table, rows, BIT_PROGRAM)

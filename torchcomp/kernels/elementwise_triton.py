@@ -6,6 +6,8 @@ Bytes moved per float32 element: encoding a sum reads two summands, and writes t
 message: 13 for int8 and 14 for bf16. A mean reads all messages and writes 4.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
 from collections.abc import Sequence
 from math import gcd
 from typing import Any
@@ -83,15 +85,7 @@ class ElementwiseTriton:
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
     ) -> None:
-        """Write the message of ``g + e`` to `frame`, and the sum less the message to `rest`.
-
-        Args:
-            g: 1-D, contiguous, of one of DTYPES.
-            e: likewise.
-            rest: likewise.
-            frame: what is not part of a field stays.
-            noise: None rounds to nearest. Otherwise a float32 number in [0, 1) for each value.
-        """
+        """Write the message of ``g + e`` to `frame`, and the sum less the message to `rest`."""
         self._encode(g, e, rest, frame, noise)
 
     def encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
@@ -115,14 +109,7 @@ class ElementwiseTriton:
         self._add_up(frame[None], x, -weight, False)
 
     def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`.
-
-        Args:
-            messages: a row of uint8 for each message. Rows are contiguous.
-            out: 1-D, contiguous, of one of DTYPES. Receives the mean. Every sum is rounded to its
-                dtype.
-            divisor: usually the number of messages.
-        """
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         self._add_up(messages, out, divisor, True)
 
     def _add_up(self, messages: Tensor, out: Tensor, factor: float, mean: bool) -> None:
@@ -153,15 +140,7 @@ class ElementwiseTriton:
 
 
 class CastSum:
-    """Messages of a cast that are summed by an all-reduce.
-
-    Args:
-        gradient: dtype of the gradients; one of DTYPES.
-        dtype: dtype of the messages; bfloat16 or float16.
-        world_size: number of ranks.
-        shares: fractions of the ranges of both dtypes that finite values are clamped to, before
-            they are converted from a wider one.
-    """
+    """Messages of a cast that are summed by an all-reduce."""
 
     def __init__(
         self,
@@ -175,14 +154,7 @@ class CastSum:
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def add(self, g: Tensor, e: Tensor, rest: Tensor, message: Tensor) -> None:
-        """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`.
-
-        Args:
-            g: 1-D, contiguous, of the gradients' dtype.
-            e: 1-D, contiguous, of one of DTYPES.
-            rest: like `e`. Receives the sum less the message times the number of ranks.
-            message: 1-D, contiguous, of the messages' dtype.
-        """
+        """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`."""
         kind = "add", g.numel(), rest.dtype
         launch = self._launches.get(kind)
         if launch is None:
@@ -219,22 +191,10 @@ def _limit(source: torch.dtype, dtype: torch.dtype, share: float) -> float:
 
 @kernel("rows", "largest_scale")
 def _encode(
-    g: tl.tensor,
-    e: tl.tensor,
-    x: tl.tensor,
-    frame: tl.tensor,
-    noise: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    largest_scale: tl.tensor,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    ADD: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SOURCE: tl.constexpr,
-) -> None:
+    g, e, x, frame, noise, table, rows, largest_scale,
+    VALUE: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, RANDOM: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
     """Encode, and write what the message lacks to `x` if ADD."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = row_of(tl.program_id(0), table, rows, 5)
@@ -265,7 +225,7 @@ def _encode(
 
 
 @kernel()
-def _less(x: tl.tensor, value: tl.tensor, dtype: tl.constexpr, LEVELS: tl.constexpr) -> tl.tensor:
+def _less(x, value, dtype: tl.constexpr, LEVELS: tl.constexpr):
     """Return ``x - value`` in `dtype`. Values with scales are first rounded to it."""
     if LEVELS > 0:
         value = number(rounded(value, dtype))
@@ -274,20 +234,10 @@ def _less(x: tl.tensor, value: tl.tensor, dtype: tl.constexpr, LEVELS: tl.conste
 
 @kernel("rows", "count", "stride")
 def _add_up(
-    messages: tl.tensor,
-    out: tl.tensor,
-    factor: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    MEAN: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
+    messages, out, factor, table, rows, count, stride,
+    VALUE: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    MEAN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Add the messages in order. `factor` is a divisor if MEAN, otherwise a factor on values."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = row_of(tl.program_id(0), table, rows, 5)
@@ -316,17 +266,8 @@ def _add_up(
 
 @kernel()
 def _cast_sum(
-    g: tl.tensor,
-    e: tl.tensor,
-    rest: tl.tensor,
-    message: tl.tensor,
-    n: tl.tensor,
-    share: tl.tensor,
-    ranks: tl.tensor,
-    gradient_limit: tl.tensor,
-    message_limit: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+    g, e, rest, message, n, share, ranks, gradient_limit, message_limit, BLOCK: tl.constexpr
+):
     """Send the sum times `share`, and keep what `-ranks` times the message lacks."""
     gradient: tl.constexpr = g.dtype.element_ty
     memory: tl.constexpr = rest.dtype.element_ty
@@ -347,7 +288,7 @@ def _cast_sum(
 
 
 @kernel()
-def _decode_cast(message: tl.tensor, out: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _decode_cast(message, out, n, BLOCK: tl.constexpr):
     """Convert the sum of the messages to the dtype of `out`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = number(tl.load(message + at, mask=at < n, other=0.0))

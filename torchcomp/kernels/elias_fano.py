@@ -81,15 +81,7 @@ def check(ascending: bool, n: int) -> None:
 
 
 def encode(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Encode the indices of all segments at once. The indices are not checked.
-
-    Args:
-        index: 1-D int64, within the whole vector, segment by segment. Strictly ascending in each.
-        segments: the parts of the vector.
-
-    Returns:
-        The codes of the segments: 1-D uint8, ``nbytes(n, k)`` elements each.
-    """
+    """Encode the indices of all segments at once. The indices are not checked."""
     coded = [segment for segment in segments if 0 < segment.k < segment.n]
     if not coded:
         return [index.new_empty(0, dtype=torch.uint8) for _ in segments]
@@ -101,17 +93,7 @@ def encode(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 
 
 def decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
-    """Decode the codes of all segments at once, and test whether they are intact.
-
-    Args:
-        codes: the code of each segment, 1-D uint8, ``nbytes(n, k)`` elements of any value.
-        segments: the parts of the vector, at least one. They can overlap.
-
-    Returns:
-        The indices within the whole vector, 1-D int64, segment by segment; and a scalar bool
-        tensor, whether a code is damaged. If none is, :func:`encode` turns the indices back into
-        the codes. Otherwise the indices are placeholders within their segments.
-    """
+    """Decode the codes of all segments at once, and test whether they are intact."""
     device = codes[0].device
     coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
     whole = [segments[i] for i in coded]
@@ -149,18 +131,7 @@ class _Shape:
         high_at: Sequence[int],
         *columns: Sequence[int],
     ) -> list[Tensor | int]:
-        """Return, for each entry, where its bits are.
-
-        Args:
-            device: device of the result.
-            low_at: byte at which the low part of each segment begins.
-            high_at: byte at which the high part of each segment begins.
-            columns: further numbers of segments.
-
-        Returns:
-            The position of the entry's first low bit; the position of its high bit, if the high
-            part of the index were 0; the width of its low part; and the columns, for each entry.
-        """
+        """Return, for each entry, where its bits are."""
         # From the number of an entry within its segment to its number among all entries.
         each = list(zip(starts(self.k), self.low, self.step, low_at, high_at, strict=True))
         low_line = [8 * at - first * low for first, low, _, at, _ in each]

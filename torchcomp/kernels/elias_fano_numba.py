@@ -11,6 +11,8 @@ steps:
 Each step is a short loop, of which the processor overlaps several iterations.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+
 from typing import Any
 
 import numpy as np
@@ -58,7 +60,7 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
 
 
 @kernel(inline="always")
-def _whole_word_at(raw: Array, byte: int) -> Any:
+def _whole_word_at(raw, byte):
     """Read 64 bits starting at a byte. All 8 bytes must exist."""
     at, word = np.uint64(byte), np.uint64(0)
     for i in range(np.uint64(8)):
@@ -67,7 +69,7 @@ def _whole_word_at(raw: Array, byte: int) -> Any:
 
 
 @kernel(inline="always")
-def _word_at(raw: Array, byte: int) -> Any:
+def _word_at(raw, byte):
     """Read 64 bits starting at a byte, with zeros beyond the end."""
     if byte + 8 <= raw.size:
         return _whole_word_at(raw, byte)
@@ -78,7 +80,7 @@ def _word_at(raw: Array, byte: int) -> Any:
 
 
 @kernel(inline="always")
-def _put_word(out: Array, byte: int, word: Any) -> None:
+def _put_word(out, byte, word):
     """Write 64 bits starting at a byte."""
     at = np.uint64(byte)
     for i in range(np.uint64(8)):
@@ -86,7 +88,7 @@ def _put_word(out: Array, byte: int, word: Any) -> None:
 
 
 @kernel(inline="always")
-def ones(word: Any) -> Any:
+def ones(word):
     """Return the number of set bits."""
     # Add neighbouring counts of 1, 2 and 4 bits in place. The product sums the 8 bytes.
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -100,7 +102,7 @@ def ones(word: Any) -> Any:
 
 
 @kernel()
-def ascends(index: Array) -> bool:
+def ascends(index):
     """Return whether each element is larger than the one before."""
     lower, upper = index[:-1], index[1:]
     wrong = 0
@@ -110,7 +112,7 @@ def ascends(index: Array) -> bool:
 
 
 @kernel()
-def _encode(index: Array, n: int, low: int, out: Array, ascending: Array, chunk: int) -> None:
+def _encode(index, n, low, out, ascending, chunk):
     """Write one of ``ascending.size`` parts of the code, and check as many indices."""
     # No two parts have a byte in common, so threads need no locks.
     k, chunks = index.size, ascending.size
@@ -126,7 +128,7 @@ def _encode(index: Array, n: int, low: int, out: Array, ascending: Array, chunk:
 
 
 @kernel()
-def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
+def _encode_entries(chosen, low, out, start, stop):
     """Write the low parts of entries `start` to `stop`; `start` is a multiple of 64."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     byte, word, filled = (start * low) >> 3, np.uint64(0), 0
@@ -148,7 +150,7 @@ def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) 
 
 
 @kernel()
-def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
+def _encode_words(chosen, low, out, start, stop):
     """Write words `start` to `stop` of the high part, as far as they exist."""
     k, nbytes = chosen.size, out.size
     cut, step = (k * low + 7) >> 3, 1 if low else 0
@@ -176,34 +178,21 @@ def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) ->
 
 
 @kernel()
-def last_word(raw: Array, k: int, low: int) -> int:
+def last_word(raw, k, low):
     """Return the number of the high part's last 64-bit word, counted from 0."""
     return (raw.size - ((k * low + 7) >> 3) - 1) >> 3
 
 
 @kernel()
-def padding_is_zero(raw: Array, k: int, low: int) -> bool:
+def padding_is_zero(raw, k, low):
     """Return whether the low part's last byte is padded with zeros."""
     bits = k * low
     return bits & 7 == 0 or raw[bits >> 3] >> (bits & 7) == 0
 
 
 @kernel()
-def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> Any:
-    """Find where to start decoding the entries whose index is at least `begin`.
-
-    Args:
-        raw: the code, contiguous.
-        k: number of entries of the code.
-        low: width of a low part in bits.
-        begin: an index, a multiple of 2^low.
-        word: where to start the search: the result for an earlier `begin`, or 0.
-        rank: number of entries in the words before it.
-
-    Returns:
-        A word of the high part, and the number of entries in the words before it. All entries
-        below `begin` are in these words or in this one.
-    """
+def start_of(raw, k, low, begin, word, rank):
+    """Find where to start decoding the entries whose index is at least `begin`."""
     cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
     while word < last:
         after = rank + ones(_word_at(raw, cut + 8 * word))
@@ -215,23 +204,8 @@ def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> 
 
 
 @kernel()
-def decode_below(raw: Array, k: int, low: int, end: int, word: int, rank: int, index: Array) -> Any:
-    """Decode the entries whose index is below `end`, and all others of the last word with any.
-
-    Args:
-        raw: the code, contiguous.
-        k: number of entries of the code.
-        low: width of a low part in bits.
-        end: an index, a multiple of 2^low or the length of the vector.
-        word: the first word of the high part to decode.
-        rank: number of entries in the words before it.
-        index: contiguous int64, for the indices.
-
-    Returns:
-        The number of indices, or -1 if they do not fit or are more than k - rank; the last word
-        that was decoded; and the number of entries in the words before it. Those are the `word` and
-        `rank` to go on with: a word can have entries on both sides of `end`.
-    """
+def decode_below(raw, k, low, end, word, rank, index):
+    """Decode the entries whose index is below `end`, and all others of the last word with any."""
     cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
     count, before, room = 0, 0, min(index.size, k - rank)
     while word <= last and (64 * word - (rank + count) * step) << low < end:
@@ -257,7 +231,7 @@ def decode_below(raw: Array, k: int, low: int, end: int, word: int, rank: int, i
 
 
 @kernel()
-def _add_low_parts(raw: Array, low: int, first: int, index: Array) -> None:
+def _add_low_parts(raw, low, first, index):
     """Turn the positions of bits in the high part into indices. `first` is the first one's rank."""
     # Bit (x_i div 2^l) + i is set for entry i, so x_i = ((position - i) << l) | low part.
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)

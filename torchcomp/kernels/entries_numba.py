@@ -8,6 +8,8 @@ Within a block, messages are added in order. The sum of an entry is therefore th
 blocks.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+
 from collections.abc import Sequence
 from typing import Any
 
@@ -38,14 +40,7 @@ _LEAST = 1 << 9
 
 
 def subtract(x: Tensor, index: Tensor, parts: Parts, weight: float) -> None:
-    """Compute ``x[index] -= weight * values`` in place, where the values are finite.
-
-    Args:
-        x: float32 or float64, contiguous.
-        index: 1-D int64, distinct, within bounds.
-        parts: the fields of the message.
-        weight: factor on the values.
-    """
+    """Compute ``x[index] -= weight * values`` in place, where the values are finite."""
     *scale, codes, _ = parts
     # Plain values have no scales. The kernel still takes an array for them but does not read it.
     values = (codes if scale else codes.to(x.dtype)).contiguous().numpy()
@@ -65,14 +60,6 @@ def accumulate(
     """Add `weight` times one segment of each message. Return False if a code is damaged.
 
     Then any entries can have been added.
-
-    Args:
-        messages: for each message the fields of each segment.
-        at: number of the segment.
-        k: number of entries of the segment, 0 < k < n.
-        low: width of the low parts of the codes in bits.
-        out: the segment's elements: float32 or float64, contiguous, n elements.
-        weight: factor on the values.
     """
     n, count, kept = out.numel(), len(messages), []
     # Addresses of each message's scales, values and code. Numba compiles a kernel per signature:
@@ -106,9 +93,7 @@ def accumulate(
 
 
 @kernel()
-def _subtract(
-    x: Array, index: Array, values: Array, scales: Array, weight: float, start: int, stop: int
-) -> None:
+def _subtract(x, index, values, scales, weight, start, stop):
     # In the dtype of `x`: a float64 factor would change the rounding compared with plain torch.
     factor = x.dtype.type(-weight)
     for i in range(np.uint64(start), np.uint64(stop)):
@@ -118,9 +103,7 @@ def _subtract(
 
 
 @kernel()
-def _find_starts(
-    table: Array, like: Array, k: int, low: int, ends: Array, starts: Array, i: int
-) -> None:
+def _find_starts(table, like, k, low, ends, starts, i):
     """Write where the entries of message `i` start in each chunk: a word and a rank."""
     code = carray(pointer(table[i, 2]), (like.size,), like.dtype)
     word, rank = 0, 0
@@ -130,19 +113,7 @@ def _find_starts(
 
 
 @kernel()
-def _add_up(
-    table: Array,
-    like_code: Array,
-    like_values: Array,
-    k: int,
-    low: int,
-    ends: Array,
-    starts: Array,
-    out: Array,
-    weight: float,
-    intact: Array,
-    chunk: int,
-) -> None:
+def _add_up(table, like_code, like_values, k, low, ends, starts, out, weight, intact, chunk):
     """Add the entries of all messages in a chunk of the vector."""
     begin, end, count = ends[chunk], ends[chunk + 1], table.shape[0]
     factor, whole = out.dtype.type(weight), True
@@ -169,16 +140,7 @@ def _add_up(
 
 
 @kernel()
-def _add(
-    index: Array,
-    start: int,
-    stop: int,
-    values: Array,
-    scale: Array,
-    first: int,
-    out: Array,
-    weight: Any,
-) -> None:
+def _add(index, start, stop, values, scale, first, out, weight):
     """Add entries whose index is at least `start` and below `stop`; `first` is the first's rank."""
     i, count = np.uint64(0), np.uint64(index.size)
     while i < count and index[i] < start:

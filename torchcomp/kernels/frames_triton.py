@@ -29,13 +29,7 @@ class _InFrames(Kernels):
     _made: Any = None
 
     def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
-        """Write the sum of received messages, in order, divided by `divisor`, to `out`.
-
-        Args:
-            received: (count, nbytes) uint8, the frames of each message.
-            out: 1-D.
-            divisor: at least 1.
-        """
+        """Write the sum of received messages, in order, divided by `divisor`, to `out`."""
         kernels = self._for(out)
         if kernels is None:
             self.accumulate(self._frames.unpack(received), out.zero_())

@@ -52,13 +52,7 @@ class Launch:
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, x: Tensor, *changing: Any, programs: int | None = None) -> None:
-        """Launch the kernel on the device of `x`, its first argument.
-
-        Args:
-            x: a tensor.
-            changing: the other arguments that change: tensors, and floating-point numbers.
-            programs: number of programs along the first axis, if it changes.
-        """
+        """Launch the kernel on the device of `x`, its first argument."""
         grid = self._grid if programs is None else (programs, *self._grid[1:])
         address = x.data_ptr()
         # Triton compiles one form for pointers to multiples of 16 bytes, and one for others.

@@ -60,19 +60,7 @@ def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
 def encode(
     values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
 ) -> Sequence[Parts]:
-    """Encode the values of messages as the fields that :func:`layout` describes.
-
-    Args:
-        values: 1-D, of any floating-point dtype: the values of all messages, one after another.
-        counts: number of values of each message.
-        fmt: one of FORMATS, or None for the values' own dtype.
-        noise: None rounds to the nearest level, half to even. For "int8" and "int4", 1-D float32
-            numbers, uniform in [0, 1), round up or down at random. The mean is then the value, to
-            within 2^-24 of a level.
-
-    Returns:
-        The fields of each message.
-    """
+    """Encode the values of messages as the fields that :func:`layout` describes."""
     if fmt not in LEVELS:
         narrowed = values if fmt is None else narrow(values, CASTS[fmt])
         return [(each,) for each in split(narrowed, counts)]
@@ -112,14 +100,6 @@ def decode(
     """Decode several messages at once.
 
     The product of code and scale is computed in float32 and then converted.
-
-    Args:
-        messages: the fields of each message, in one format and of any contents.
-        counts: number of values of each message.
-        dtype: dtype of the result.
-
-    Returns:
-        The values of each message, 1-D.
     """
     fields = list(zip(*messages, strict=True))
     if len(fields) == 1:

@@ -16,12 +16,7 @@ from torchcomp.routes.wire import Parts
 
 
 def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
-    """Return the fastest kernels for the vectors of a tensor.
-
-    Args:
-        vectors: the vectors.
-        fmt: "int8" or "int4".
-    """
+    """Return the fastest kernels for the vectors of a tensor."""
     if backend.device_form("elementwise", torch.empty(0, device=vectors.device)):
         from torchcomp.kernels import frames_triton  # it imports Triton
 
@@ -42,12 +37,7 @@ class Quantizer(Kernels):
         self._encode, self._decode = form.encode, form.decode
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
-        """Return the fields of each vector of `x`.
-
-        Args:
-            x: 1-D.
-            noise: None, or random numbers for rounding; see :func:`.quantize.encode`.
-        """
+        """Return the fields of each vector of `x`."""
         values = joined([part(x, segment) for segment in self.vectors.segments])
         parts: Sequence[Parts] = self._encode(values, self._counts, self.fmt, noise)
         return parts

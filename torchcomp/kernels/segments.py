@@ -60,17 +60,7 @@ def shape_of(counts: Sequence[int]) -> tuple[int, ...]:
 def spread(
     counts: Sequence[int], device: torch.device, *columns: Sequence[int]
 ) -> list[Tensor | int]:
-    """Return numbers of segments as values for each of their entries, with one copy to the device.
-
-    Args:
-        counts: number of entries of each segment.
-        device: device of the result.
-        columns: each has one number for each segment.
-
-    Returns:
-        For each column, an int64 tensor that broadcasts to :func:`shape_of` the entries; or a
-        number, if the numbers of all segments are equal.
-    """
+    """Spread numbers of segments over their entries, with one copy to the device."""
     even = [len(set(column)) == 1 for column in columns]
     uneven = [column for column, alike in zip(columns, even, strict=True) if not alike]
     rows: Iterator[Tensor] = iter(())

@@ -17,16 +17,7 @@ from torchcomp.kernels.segments import Segment, add, joined, part
 
 
 def largest(x: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Return the indices of the k entries with the largest magnitude in each segment, with NumPy.
-
-    Args:
-        x: 1-D, fp16, bf16, fp32 or fp64, on the CPU.
-        segments: parts of `x`.
-
-    Returns:
-        1-D int64, indices within `x`: those of the first segment, of the second, and so on.
-        Ascending in each of them.
-    """
+    """Return the ascending indices of the k largest magnitudes of each segment, with NumPy."""
     chosen = [torch.arange(0)]
     for segment in segments:
         magnitude = _magnitude(part(x, segment))

@@ -15,6 +15,8 @@ speed, never the result.
 Magnitudes are compared by their bits, which have the same order. NaN counts as infinity.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
+
 import math
 from typing import Any
 
@@ -108,14 +110,7 @@ class Candidates:
         self.spare = _TIGHT
 
     def select(self, x: Tensor, g: Tensor | None, e: Tensor | None) -> Tensor:
-        """Return the indices of the k largest entries of `x`, ascending.
-
-        Args:
-            x: 1-D, contiguous.
-            g: None, or with `e` two summands, contiguous and of dtypes in SUMS, to write their sum
-                to `x` first.
-            e: as `g`.
-        """
+        """Return the indices of the k largest entries of `x`, ascending."""
         k, bits = self.k, x.view(self.word).numpy()
         summands: tuple[Any, ...] = None, None, None
         if g is not None and e is not None:
@@ -194,11 +189,6 @@ class Candidates:
         """Set the bound for the next selection below this one's threshold.
 
         If the vector does not change, ``self.spare * k`` excess entries will pass the new bound.
-
-        Args:
-            threshold: bits of the k-th largest magnitude.
-            bound: bits of the bound that this selection used.
-            spare: number of entries between `bound` and `threshold`.
         """
         # The number of entries is assumed to grow exponentially with the bits below the threshold,
         # as for a power law.
@@ -237,8 +227,7 @@ def _choose_number(value: Any) -> Any:
     return widened if value == types.uint16 else unchanged
 
 
-@intrinsic
-def _passing(context: Any, bits: Any, at: Any, mask: Any, bound: Any) -> Any:
+def _make_passing(context: Any, bits: Any, at: Any, mask: Any, bound: Any) -> Any:
     """Compare the magnitudes of 64 entries from `at` with the bound: one bit per entry.
 
     With plain loops, an encoding of 1e4 of 1e6 entries took 1.3 times as long (measured).
@@ -247,7 +236,9 @@ def _passing(context: Any, bits: Any, at: Any, mask: Any, bound: Any) -> Any:
 
     def generate(target: Any, builder: Any, signature: Any, args: Any) -> Any:
         def spread(word: Any) -> Any:
-            first = builder.insert_element(ir.Constant(lanes, ir.Undefined), word, ir.IntType(32)(0))
+            first = builder.insert_element(
+                ir.Constant(lanes, ir.Undefined), word, ir.IntType(32)(0)
+            )
             zeros = ir.Constant(ir.VectorType(ir.IntType(32), _WORD), None)
             return builder.shuffle_vector(first, first, zeros)
 
@@ -255,27 +246,19 @@ def _passing(context: Any, bits: Any, at: Any, mask: Any, bound: Any) -> Any:
         pointer = builder.bitcast(builder.gep(data, [args[1]]), lanes.as_pointer())
         # Tensors can start anywhere, so promise LLVM only the alignment of one element.
         entries = builder.load(pointer, align=bits.dtype.bitwidth // 8)
-        passes = builder.icmp_unsigned(">=", builder.and_(entries, spread(args[2])), spread(args[3]))
+        passes = builder.icmp_unsigned(
+            ">=", builder.and_(entries, spread(args[2])), spread(args[3])
+        )
         return builder.bitcast(passes, ir.IntType(_WORD))
 
     return types.uint64(bits, types.int64, mask, bound), generate
 
 
+_passing: Any = intrinsic(_make_passing)
+
+
 @kernel()
-def _collect(
-    g: Any,
-    e: Any,
-    x: Any,
-    bits: Array,
-    bound: Any,
-    mask: Any,
-    infinity: Any,
-    ends: Array,
-    keys: Array,
-    positions: Array,
-    counts: Array,
-    chunk: int,
-) -> None:
+def _collect(g, e, x, bits, bound, mask, infinity, ends, keys, positions, counts, chunk):
     """Collect the entries of a chunk with magnitude `bound` (at most infinity) or more.
 
     If `g` and `e` are not None, first write their sum to `x`, which has the memory of `bits`.
@@ -290,7 +273,7 @@ def _collect(
             for i in range(total.size):
                 total[i] = _number(first[i]) + second[i]
         for at in range(start, stop, _WORD):
-            word = np.uint64(0)
+            word: Any = np.uint64(0)
             if at + _WORD <= stop:
                 word = _passing(bits, at, mask, bound)
             else:
@@ -317,7 +300,7 @@ def _collect(
 
 
 @kernel()
-def _sample(g: Any, e: Any, x: Any, bits: Array, mask: Any, infinity: Any, keys: Array) -> None:
+def _sample(g, e, x, bits, mask, infinity, keys):
     """Write the magnitudes of a sample of the entries to `keys`."""
     width = bits.size / keys.size
     for part in range(keys.size):
@@ -331,9 +314,7 @@ def _sample(g: Any, e: Any, x: Any, bits: Array, mask: Any, infinity: Any, keys:
 
 
 @kernel()
-def _write(
-    keys: Array, positions: Array, ends: Array, counts: Array, threshold: Any, chosen: Array
-) -> None:
+def _write(keys, positions, ends, counts, threshold, chosen):
     """Write the indices of keys above the threshold, and of the first ones that are equal to it."""
     room = chosen.size
     for row in range(counts.size):

@@ -4,6 +4,8 @@ Prepared once, with 8 launches in the first step and 7 in others. The kernels ar
 :mod:`.selection_triton`.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -25,13 +27,7 @@ _MARGIN = 1 << 20
 
 
 class Selecting:
-    """Selection from the segments of a vector. Workspaces are for one stream at a time.
-
-    Args:
-        table: the segments.
-        bits: bits of the magnitudes that a launch decides. Histograms with more than 256 bins are
-            slow before Triton 3.7.
-    """
+    """Selection from the segments of a vector. Workspaces are for one stream at a time."""
 
     shared = False
     """Whether other ranks select from other parts of the same segments."""
@@ -57,17 +53,7 @@ class Selecting:
         self._launches: dict[object, list[Launch]] = {}
 
     def select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
-        """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is.
-
-        Args:
-            g: 1-D, contiguous, fp16, bf16 or fp32.
-            e: likewise.
-            x: likewise.
-            frame: receives the bits of the index codes, if any.
-
-        Returns:
-            1-D int64, within `x`, ascending in each segment: those of the first one, and so on.
-        """
+        """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is."""
         if not self._table.programs["block"]:
             return self._empty()
         if not self._bounded:
@@ -229,34 +215,8 @@ class Search(Selecting):
 
 
 @kernel("rows", "ranks", "rank")
-def share(
-    counts: tl.tensor,
-    after: tl.tensor,
-    gathered: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    pairs: tl.tensor,
-    result: tl.tensor,
-    searched: tl.tensor,
-    places: tl.tensor,
-    ranks: tl.tensor,
-    rank: tl.tensor,
-) -> None:
-    """Share the k entries of a segment among the owners: of equal ones, the lowest ranks keep some.
-
-    Args:
-        counts: receives the number of entries of each owner's part.
-        after: receives the threshold of each segment for the next step, or 0.
-        gathered: for each owner and segment, how many entries are above and equal to the threshold.
-        table: the segments.
-        rows: number of segments.
-        pairs: those of this owner, which become 0.
-        result: receives how many equal ones this owner keeps.
-        searched: by segment, whether `after` receives a threshold.
-        places: where the parts of each segment are in `counts`, for each owner; -1 for none.
-        ranks: number of owners.
-        rank: this one.
-    """
+def share(counts, after, gathered, table, rows, pairs, result, searched, places, ranks, rank):
+    """Share the k entries of a segment among the owners: equal ones go to the lowest ranks."""
     segment = tl.program_id(0)
     tl.store(pairs + 2 * segment, 0)
     tl.store(pairs + 2 * segment + 1, 0)

@@ -29,6 +29,8 @@ total, and writes 8 per candidate. Steps 2 to 4 read 28 per candidate and write 
 entry. With 1 % selected and 1.4 candidates for each, this is 12.6, or 1.05 times the sum alone.
 """
 
+# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
+
 import triton.language as tl
 
 from torchcomp.kernels.coding_triton import set_bits
@@ -59,16 +61,7 @@ from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
 
 
 @kernel("rows", "margin")
-def sample(
-    g: tl.tensor,
-    e: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    bound: tl.tensor,
-    margin: tl.tensor,
-    ADD: tl.constexpr,
-    SAMPLE: tl.constexpr,
-) -> None:
+def sample(g, e, table, rows, bound, margin, ADD: tl.constexpr, SAMPLE: tl.constexpr):
     """Set the bound to the magnitude of a rank in a sample: one entry of every `step`."""
     row = table + tl.program_id(0) * WIDTH
     n, rank = column(row, N), column(row, RANK)
@@ -96,22 +89,9 @@ def sample(
 
 @kernel("rows")
 def collect(
-    g: tl.tensor,
-    e: tl.tensor,
-    x: tl.tensor,
-    work: tl.tensor,
-    bound: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    margins: tl.tensor,
-    found: tl.tensor,
-    blocks: tl.tensor,
-    groups: tl.tensor,
-    ADD: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPED: tl.constexpr,
-) -> None:
+    g, e, x, work, bound, table, rows, margins, found, blocks, groups,
+    ADD: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
     """Add, store and collect.
 
     `work` has a key and a position for each candidate, side by side. `blocks` has for each block
@@ -157,7 +137,7 @@ def collect(
 
 
 @kernel()
-def entries(row: tl.tensor, found: tl.tensor, summed: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def entries(row, found, summed):
     """Return whether to read the whole segment, and the number of entries to look at.
 
     `summed` has the numbers of candidates of all owners, and `found` those of this one.
@@ -169,15 +149,7 @@ def entries(row: tl.tensor, found: tl.tensor, summed: tl.tensor) -> tuple[tl.ten
 
 
 @kernel()
-def keys_from(
-    row: tl.tensor,
-    x: tl.tensor,
-    work: tl.tensor,
-    first: tl.tensor,
-    stop: tl.tensor,
-    whole: tl.tensor,
-    SIZE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def keys_from(row, x, work, first, stop, whole, SIZE: tl.constexpr):
     """Return SIZE positions from `first` on, which of them are below `stop`, and their magnitudes.
 
     They are positions in the whole segment, or in its list of candidates.
@@ -193,14 +165,7 @@ def keys_from(
 
 
 @kernel()
-def chosen(
-    row: tl.tensor,
-    rows: tl.tensor,
-    counts: tl.tensor,
-    state: tl.tensor,
-    DONE: tl.constexpr,
-    BINS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
+def chosen(row, rows, counts, state, DONE: tl.constexpr, BINS: tl.constexpr):
     """Return the digits of the k-th largest magnitude that DONE rounds have found.
 
     Also return its rank among the magnitudes with these digits. State 2 i and 2 i + 1 are both
@@ -224,18 +189,9 @@ def chosen(
 
 @kernel("rows")
 def count_digits(
-    x: tl.tensor,
-    work: tl.tensor,
-    summed: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    found: tl.tensor,
-    counts: tl.tensor,
-    state: tl.tensor,
-    DONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-) -> None:
+    x, work, summed, table, rows, found, counts, state,
+    DONE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """Count the digits after the first DONE, of entries whose first digits are the chosen ones."""
     BINS: tl.constexpr = 1 << BITS
     row = segment_of(tl.program_id(0), table, rows, COUNT_PROGRAM)
@@ -265,9 +221,7 @@ def count_digits(
 
 
 @kernel()
-def block_range(
-    row: tl.tensor, block: tl.tensor, blocks: tl.tensor, whole: tl.tensor, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def block_range(row, block, blocks, whole, BLOCK: tl.constexpr):
     """Return where the entries of a block begin and end, in the segment or among candidates."""
     own = blocks + 4 * tl.program_id(0)
     start = tl.where(whole, block * BLOCK, tl.load(own))
@@ -277,28 +231,10 @@ def block_range(
 
 @kernel("rows")
 def tally(
-    x: tl.tensor,
-    work: tl.tensor,
-    frame: tl.tensor,
-    summed: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    bound: tl.tensor,
-    found: tl.tensor,
-    blocks: tl.tensor,
-    groups: tl.tensor,
-    pairs: tl.tensor,
-    counts: tl.tensor,
-    state: tl.tensor,
-    result: tl.tensor,
-    SHARED: tl.constexpr,
-    FRAME: tl.constexpr,
-    DONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    GROUPED: tl.constexpr,
-) -> None:
+    x, work, frame, summed, table, rows, bound, found, blocks, groups, pairs, counts, state, result,
+    SHARED: tl.constexpr, FRAME: tl.constexpr, DONE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
     """Count a block's entries above and equal to the k-th largest magnitude.
 
     The first block writes this magnitude, its rank among equal ones, and whether the whole segment
@@ -347,9 +283,7 @@ def tally(
 
 
 @kernel("rows")
-def follow(
-    row: tl.tensor, rows: tl.tensor, bound: tl.tensor, found: tl.tensor, threshold: tl.tensor
-) -> None:
+def follow(row, rows, bound, found, threshold):
     """Set the bound of the next step.
 
     It follows the candidates: a wider margin if there were hardly enough of them.
@@ -364,9 +298,7 @@ def follow(
 
 
 @kernel()
-def sums_before(
-    counts: tl.tensor, first: tl.tensor, stop: tl.tensor, STEP: tl.constexpr, CHUNK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def sums_before(counts, first, stop, STEP: tl.constexpr, CHUNK: tl.constexpr):
     """Return the sums of both numbers in the rows of STEP numbers from `first` to `stop`."""
     above = tl.zeros((CHUNK,), tl.int32)
     tied = tl.zeros((CHUNK,), tl.int32)
@@ -379,24 +311,10 @@ def sums_before(
 
 @kernel("rows")
 def write(
-    x: tl.tensor,
-    work: tl.tensor,
-    frame: tl.tensor,
-    index: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    found: tl.tensor,
-    blocks: tl.tensor,
-    groups: tl.tensor,
-    counts: tl.tensor,
-    result: tl.tensor,
-    FRAME: tl.constexpr,
-    DONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    GROUPED: tl.constexpr,
-) -> None:
+    x, work, frame, index, table, rows, found, blocks, groups, counts, result,
+    FRAME: tl.constexpr, DONE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BINS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
     """Write the indices of the entries that a block keeps, in ascending order, and their code.
 
     Of equal magnitudes, those of the lowest blocks are kept until the k are complete.

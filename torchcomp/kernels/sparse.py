@@ -5,7 +5,7 @@ A message with k of n entries consists of these fields:
 1. the values, in ascending order of their index, in a format of :mod:`.quantize`;
 2. the Elias-Fano code of the indices.
 
-The fields have the lengths of their layout: :meth:`~torchcomp.routes.wire.Frames.unpack` checks that.
+The fields have the lengths of their layout, which ``Frames.unpack`` checks.
 
 All segments of a tensor are handled at once. Kernels are chosen once: :func:`kernels_for` returns
 those for a device. An instance also has the workspaces of its tensor, so only one thread can use it
@@ -27,12 +27,7 @@ from torchcomp.routes.wire import Parts
 
 
 def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
-    """Return the fastest kernels for the vectors of a tensor.
-
-    Args:
-        vectors: the vectors.
-        fmt: format of the values sent; see :func:`.quantize.layout`.
-    """
+    """Return the fastest kernels for the vectors of a tensor."""
     like = torch.empty(0, device=vectors.device)
     if numba := backend.host_form("sparse", like):
         return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
@@ -76,17 +71,7 @@ class Sparse(Kernels):
         return self.select(out)
 
     def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
-        """Return the fields of each segment's message.
-
-        Args:
-            x: 1-D.
-            index: what :meth:`select` returned.
-            noise: None, or random numbers for rounding; see :func:`.quantize.encode`.
-
-        Raises:
-            ValueError: on a CPU, if the indices of a segment do not ascend strictly within it.
-                Indices on an accelerator are not checked.
-        """
+        """Return the fields of each segment's message."""
         if self._on_host:
             for own, (start, n, _) in zip(split(index, self.counts), self.segments, strict=True):
                 inside = own.numel() == 0 or bool(own[0] >= start and own[-1] < start + n)
@@ -102,9 +87,6 @@ class Sparse(Kernels):
         """Encode ``g + e``, and write to `rest` what the message does not contain.
 
         NaN and infinities stay in `rest`. It must not share memory with `g` or `e`.
-
-        Returns:
-            The fields of each segment's message, and the indices of the entries.
         """
         index = self.add_and_select(g, e, rest)
         parts = self.encode(rest, index, noise)
@@ -147,12 +129,6 @@ def accumulate(
 
     If the index code of a message is damaged, all of `out` becomes NaN, which stops the step on all
     ranks: each looks at a part of it.
-
-    Args:
-        messages: for each message the fields of each segment. The contents can be arbitrary bytes.
-        segments: parts of `out`. They overlap if they are those of several messages in one.
-        out: 1-D, floating-point.
-        weight: factor on the values.
     """
     cuts = runs(segments)
     each = [(segments[cut], message[cut]) for message in messages for cut in cuts]

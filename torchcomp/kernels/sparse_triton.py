@@ -70,14 +70,7 @@ class SparseTriton:
     # --- Encoding ---------------------------------------------------------------------------------
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the indices of the entries of largest magnitude of each segment.
-
-        Args:
-            x: 1-D, contiguous, of one of DTYPES.
-
-        Returns:
-            1-D int64, within `x`, ascending in each segment: those of the first one, and so on.
-        """
+        """Return the indices of the entries of largest magnitude of each segment."""
         return self._selecting.select(x, x, x)
 
     def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
@@ -85,14 +78,7 @@ class SparseTriton:
         return self._selecting.select(g, e, out)
 
     def encode(self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
-        """Write the message of given entries to `frame`.
-
-        Args:
-            x: the vector.
-            index: the indices that :meth:`select` would return.
-            frame: what is not part of a field stays.
-            noise: None rounds to nearest. Otherwise float32 numbers for all values, in [0, 1).
-        """
+        """Write the message of given entries to `frame`."""
         clear, code = self._launches.get("code") or self._coding()
         if self._table.entries:
             clear(frame)
@@ -102,18 +88,7 @@ class SparseTriton:
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
     ) -> Tensor:
-        """Select from ``g + e``, and write the message to `frame`.
-
-        Args:
-            g: 1-D, contiguous, of one of DTYPES.
-            e: likewise.
-            rest: receives the sum less the message. Non-finite values stay.
-            frame: what is not part of a field stays.
-            noise: as for :meth:`encode`.
-
-        Returns:
-            The indices.
-        """
+        """Select from ``g + e``, and write the message to `frame`."""
         index = self._selecting.select(g, e, rest, frame)
         self._fill(rest, index, frame, noise, True)
         return index
@@ -152,12 +127,6 @@ class SparseTriton:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`.
 
         If an index code is damaged, all of `out` becomes NaN.
-
-        Args:
-            messages: a row of uint8 for each message. Rows are contiguous.
-            out: 1-D, contiguous, of one of DTYPES. Receives the mean. Values are rounded to its
-                dtype before they are added.
-            divisor: usually the number of messages.
         """
         bits, tiles = self._table.programs["bit"], self._table.programs["tile"]
         if not tiles:
@@ -219,15 +188,7 @@ def subtraction(table: Table, values: Format, aligned: bool) -> Launch:
 
 
 def adding_up(table: Table, values: Format, aligned: bool, densest: float, *numbers: int) -> Launch:
-    """Prepare :func:`.adding_triton.add_up`.
-
-    Args:
-        table: the segments.
-        values: the format of the values.
-        aligned: whether fields begin at multiples of the size of their numbers.
-        densest: the largest share of the entries of a segment in a message.
-        numbers: those of the kernel, from `rows` on.
-    """
+    """Prepare :func:`.adding_triton.add_up`."""
     # Enough for the entries of most tiles.
     most = triton.next_power_of_2(ceil(2 * densest * SIZES["tile"]))
     chunk = min(max(most, 32), 512)

@@ -5,7 +5,6 @@ Kernels are chosen once for the vectors of a tensor. All forms give the same res
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -16,32 +15,13 @@ from torchcomp.routes.wire import Frames, Parts
 
 
 class Prepared(Protocol):
-    """What the kernels know of the vectors of a tensor.
-
-    Attributes:
-        segments: where each vector is, and how many of its entries are sent.
-        device: the device of the tensor.
-        dtype: dtype to which values are rounded before they are encoded.
-        fields: where the fields of each vector lie in the frames to send, if they are known.
-        frames: those frames.
-    """
+    """What the kernels know of the vectors of a tensor."""
 
     segments: tuple[Segment, ...]
     device: torch.device
     dtype: torch.dtype
     fields: Sequence[Parts] | None
     frames: Frames | None
-
-
-@dataclass
-class Parted:
-    """Vectors that are not encoded, but only selected from; see :class:`Prepared`."""
-
-    segments: tuple[Segment, ...]
-    device: torch.device
-    dtype: torch.dtype
-    fields: Sequence[Parts] | None = None
-    frames: Frames | None = None
 
 
 class Kernels(ABC):

@@ -92,14 +92,7 @@ class Codec:
             vectors.compressor.accumulate(messages, out, vectors, key, weight)
 
     def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
-        """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`.
-
-        Args:
-            messages: the fields of each message, by vector.
-            out: 1-D.
-            key: key of the encodings.
-            divisor: at least 1.
-        """
+        """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`."""
         vectors = self.vectors
         if vectors:
             vectors.compressor.mean(messages, out, vectors, key, divisor)
@@ -107,14 +100,7 @@ class Codec:
             out.zero_()
 
     def mean_of(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
-        """Do as :meth:`mean`, for messages in the frames in which they were received.
-
-        Args:
-            received: (count, nbytes) uint8, the frames of each message.
-            out: 1-D.
-            key: key of the encodings.
-            divisor: at least 1.
-        """
+        """Do as :meth:`mean`, for messages in the frames in which they were received."""
         vectors = self.vectors
         if vectors and getattr(vectors.kernels, "reads_frames", False):
             vectors.kernels.mean_of(received, out, divisor)

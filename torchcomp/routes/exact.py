@@ -33,12 +33,7 @@ _END = 2**63 - 1
 
 
 class ExactUplink:
-    """Entries that are selected from the whole bucket, for the owners of their shards.
-
-    Args:
-        bucket: the bucket.
-        up: how entries are encoded.
-    """
+    """Entries that are selected from the whole bucket, for the owners of their shards."""
 
     def __init__(self, bucket: Prepared, up: Direction) -> None:
         exchange, device, shards = bucket.exchange, bucket.device, up.shards
@@ -87,12 +82,7 @@ class ExactUplink:
 
 
 class ExactDownlink:
-    """Entries that all owners together select from the whole bucket.
-
-    Args:
-        bucket: the bucket, with the slots "server_error" and "thresholds".
-        down: how entries are encoded.
-    """
+    """Entries that all owners together select from the whole bucket."""
 
     def __init__(self, bucket: Prepared, down: Direction) -> None:
         self._bucket, self._exchange = bucket, bucket.exchange
@@ -155,12 +145,7 @@ class Messages:
         self._sends, self._reads = sends, reads
 
     def begin(self, mine: Tensor, theirs: Tensor) -> None:
-        """Prepare the messages of this step. The host waits for the counts, once for all of them.
-
-        Args:
-            mine: number of entries of each piece that this rank sends; integers.
-            theirs: number of entries of each piece that it receives.
-        """
+        """Prepare the messages of this step. The host waits for all counts together."""
         numbers = torch.cat([mine, theirs]).tolist()
         up, sent = self._direction.role == "up", mine.numel()
         self._written = self._codec(self._sends, numbers[:sent], up)
@@ -181,14 +166,7 @@ class Messages:
         return Codec(vectors, self._device, dtype, numbers, self._exchange.checksum, signatures)
 
     def write(self, x: Tensor, index: Tensor, key: Key, subtract: bool) -> None:
-        """Write the frames with the entries of `x` at `index`.
-
-        Args:
-            x: 1-D. The message is subtracted from it, if `subtract`.
-            index: 1-D int64, at least as many as were counted. The others are not read.
-            key: key of the encoding.
-            subtract: see above.
-        """
+        """Write the frames with the entries of `x` at `index`."""
         codec, self._message = self._written, Encoded(())
         if codec.vectors:
             index = index[: sum(segment.k for segment in codec.vectors.segments)]

@@ -26,15 +26,7 @@ from torchcomp.routes.shards import Direction
 
 
 class ShardedRoute:
-    """Exchange of one bucket through the owners of its shards. See :class:`.base.Route`.
-
-    Args:
-        bucket: with the slots "server_error" and "thresholds", if the downlink has error feedback
-            and an exact selection.
-        up: how entries are encoded for the owners.
-        down: how the owners encode the mean.
-        dtype: dtype of the owner's sum.
-    """
+    """Exchange of one bucket through the owners of its shards. See :class:`.base.Route`."""
 
     def __init__(
         self, bucket: Prepared, up: Direction, down: Direction, dtype: torch.dtype

@@ -24,15 +24,7 @@ Pieces = tuple[tuple[int, int], ...]
 
 
 def sharded_load(up: Direction, down: Direction, rank: int, node: int = 1) -> Load:
-    """Return the bytes of one bucket per step; an estimate for exact selections.
-
-    Args:
-        up: how messages to the owners are encoded.
-        down: how messages of the owners are encoded.
-        rank: a rank of the node.
-        node: number of ranks of the node. The load is what they send to, and receive from, the
-            ranks of other nodes. With 1, it is that of `rank`.
-    """
+    """Return the bytes of one bucket per step; an estimate for exact selections."""
     ranks, own = up.world_size, _node(rank, node)
     others = ranks - node
     up_all, up_own = (_total(_frames(up, owners)) for owners in (range(ranks), own))

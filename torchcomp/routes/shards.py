@@ -135,13 +135,7 @@ class Direction:
     def codec(
         self, by_owner: Sequence[Sequence[Vector]], device: torch.device, checksum: bool
     ) -> Codec:
-        """Return the codec of the whole bucket, with a frame for each owner.
-
-        Args:
-            by_owner: the vectors of each shard, within the shard.
-            device: device of the bucket.
-            checksum: whether frames have a checksum.
-        """
+        """Return the codec of the whole bucket, with a frame for each owner."""
         vectors = [
             v for part, own in zip(self.shards, by_owner, strict=True) for v in _in(part, own)
         ]
@@ -173,15 +167,7 @@ def _in(part: Shard, vectors: Sequence[Vector]) -> tuple[Vector, ...]:
 def direction(
     role: str, compressor: Compressor, selection: str, shape: BucketShape, world_size: int
 ) -> Direction:
-    """Return the :class:`Direction` of a role, "up" or "down".
-
-    Args:
-        role: "up" or "down".
-        compressor: compressor of this direction.
-        selection: "exact" or "shard".
-        shape: shape of the bucket, with the dtype of the values on the wire.
-        world_size: number of ranks.
-    """
+    """Return the :class:`Direction` of a role, "up" or "down"."""
     # An elementwise compressor gives the same result for shards as for the whole bucket.
     exact = selection == "exact" and compressor.selects
     return Direction(role, compressor, exact, shape, world_size)

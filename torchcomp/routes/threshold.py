@@ -8,8 +8,8 @@ order of the magnitudes.
 3. When few candidates are left in the interval, the ranks all-gather those.
 
 The first histogram covers a window around the previous step's threshold, if there is one. A good
-guess takes two collectives, which is why CPUs do not use the eight of :mod:`.digits`. Ties go to the
-lowest rank, and within a rank to the lowest index: the result is the same as on one rank.
+guess takes two collectives, so CPUs do not use the six of :mod:`.digits`. Ties go to the lowest
+rank, and within a rank to the lowest index: the result is the same as on one rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -43,21 +43,7 @@ def order_bits(x: Tensor) -> Tensor:
 
 
 class Search:
-    """The interval [low, high) that contains the k-th largest candidate of a vector.
-
-    Args:
-        candidates: those of this rank, from :func:`order_bits`.
-        sizes: number of candidates of each rank.
-        k: number of entries to select.
-        guess: where the search starts, equal on all ranks; 0 for no guess. Any number is allowed,
-            and affects only the number of rounds.
-
-    Attributes:
-        candidates: those of this rank in the interval, in ascending order.
-        low: when the search has ended, the k-th largest; 0 if all candidates are selected.
-        above: by rank, the number of candidates above the interval.
-        inside: by rank, the number of candidates in the interval.
-    """
+    """The interval [low, high) that contains the k-th largest candidate of a vector."""
 
     def __init__(self, candidates: Tensor, sizes: Sequence[int], k: int, guess: int) -> None:
         self.candidates, self._k = np.sort(candidates.numpy()), k
@@ -143,7 +129,7 @@ def find_largest(exchange: Exchange, searches: Sequence[Search]) -> None:
     """
     while wide := [search for search in searches if search.wide]:
         rows = exchange.all_gather_rows(torch.cat([search.histogram() for search in wide]))
-        for search, columns in zip(wide, rows.split([s.bins for s in wide], 1), strict=True):
+        for search, columns in zip(wide, torch.split(rows, [s.bins for s in wide], 1), strict=True):
             search.narrow(columns, exchange.rank)
     if left := [search for search in searches if search.open]:
         mine = np.concatenate([search.candidates for search in left])
@@ -155,12 +141,7 @@ def find_largest(exchange: Exchange, searches: Sequence[Search]) -> None:
 
 
 class HostSearch:
-    """The search for the entries of a bucket's downlink, decided on the host.
-
-    Args:
-        down: the downlink.
-        exchange: the owners.
-    """
+    """The search for the entries of a bucket's downlink, decided on the host."""
 
     def __init__(self, down: Direction, exchange: Exchange) -> None:
         self._down, self._exchange, candidates = down, exchange, []
@@ -194,7 +175,7 @@ class HostSearch:
             index = down.selector.select_sum(g, e, x, self._candidates)
         # A vector without elements in this shard needs a search too: all ranks take part in each.
         sizes = [counts[rank] for counts in down.candidates]
-        bits = order_bits(x.index_select(0, index)).split(sizes)
+        bits = torch.split(order_bits(x.index_select(0, index)), sizes)
         asked = zip(bits, down.candidates, down.kept, before.tolist(), strict=True)
         searches = [Search(*each) for each in asked]
         find_largest(self._exchange, searches)
@@ -203,7 +184,7 @@ class HostSearch:
         chosen = [
             own.index_select(0, _chosen(each, search.low, count[rank]))
             for own, each, search, count in zip(
-                index.split(sizes), bits, searches, counts, strict=True
+                torch.split(index, sizes), bits, searches, counts, strict=True
             )
         ]
         every = [counts[p.vector][owner] for owner, own in enumerate(down.pieces) for p in own]
@@ -221,14 +202,7 @@ def _chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
 def search_load(
     vectors: Iterable[tuple[int, int, int]], itemsize: int, world_size: int, node: int = 1
 ) -> Load:
-    """Estimate the bytes of :func:`find_largest` over the card of a node, for good guesses.
-
-    Args:
-        vectors: for each vector, the number of candidates of this node and of all ranks, and k.
-        itemsize: bytes of a candidate.
-        world_size: number of ranks.
-        node: number of ranks of the node.
-    """
+    """Estimate the bytes of :func:`find_largest` over the card of a node, for good guesses."""
     load, others = Load(), world_size - node
     for own, total, k in vectors:
         histogram = 4 * _bins(k, world_size)

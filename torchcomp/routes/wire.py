@@ -95,12 +95,7 @@ def signature(layout: Layout) -> int:
 
 
 def counted_signature(base: int, counts: Iterable[int]) -> int:
-    """Return the signature of a message whose number of entries varies, in 63 bits.
-
-    Args:
-        base: half the signature of the message with one entry of each vector.
-        counts: number of entries of each vector.
-    """
+    """Return the signature of a message whose number of entries varies, in 63 bits."""
     return base + sum([(2 * i + 1) * count for i, count in enumerate(counts)])
 
 
@@ -203,11 +198,7 @@ class Frames:
         return self._fields if self._aligned else None
 
     def pack(self, messages: Sequence[Parts]) -> Tensor:
-        """Write the fields of each vector's message to :meth:`outgoing`, and return that.
-
-        Raises:
-            ValueError: if a part has another dtype or size than its field in the layout.
-        """
+        """Write the fields of each vector's message to :meth:`outgoing`, and return that."""
         targets, sources = [], []
         for parts, layout, within in zip(messages, self.layouts, self._fields, strict=True):
             for part, field, target in zip(parts, layout, within, strict=True):
@@ -262,14 +253,7 @@ class Frames:
     # --- Receiving ---
 
     def unpack(self, received: Tensor) -> list[tuple[Parts, ...]]:
-        """Return the messages of each row, by vector. Fields are views where they are aligned.
-
-        Args:
-            received: (count, nbytes) or (nbytes,) uint8, contiguous.
-
-        Raises:
-            ValueError: if the frames have another length.
-        """
+        """Return the messages of each row, by vector. Fields are views where they are aligned."""
         # No other code checks the lengths of fields: decoders rely on this.
         if received.shape[-1] != self.nbytes:
             raise ValueError(f"{received.shape[-1]} bytes do not fit frames of {self.nbytes} bytes")
@@ -287,15 +271,7 @@ class Frames:
         return list(zip(*vectors, strict=True)) if vectors else [()] * len(rows)
 
     def headers(self, received: Tensor) -> Tensor | None:
-        """Return the headers of received frames, or None if the host sees that they are right.
-
-        Args:
-            received: (count, nbytes) uint8, contiguous, aligned to 8 bytes.
-
-        Returns:
-            int64, a row of two words for each frame, where the checksum of what was received is
-            subtracted. A view of `received` if possible.
-        """
+        """Return the headers of received frames, or None if the host sees that they are right."""
         words = received.view(torch.int64)
         if self._even:
             found = words.view(-1, self._even)[:, :2]
@@ -310,12 +286,7 @@ class Frames:
         return found
 
     def finding(self, first: int, second: int) -> int:
-        """Return INTACT, or what is wrong with a frame.
-
-        Args:
-            first: the bits of the first word of its header that differ from the expected ones.
-            second: those of the second word, without the checksum.
-        """
+        """Return INTACT, or what is wrong with a frame."""
         if first & 0xFF00:
             return NO_FRAME
         if first & 0xFF:
