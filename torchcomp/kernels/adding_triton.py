@@ -7,21 +7,10 @@ What they share with other kernels is in :mod:`.decoding_triton`.
 
 import triton.language as tl
 
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.coding_triton import less
 from torchcomp.kernels.fields_triton import values_of
-from torchcomp.kernels.table_triton import (
-    CODES,
-    FILL_PROGRAM,
-    FIRST,
-    START,
-    TILE_PROGRAM,
-    VALUES,
-    WIDTH,
-    K,
-    N,
-    column,
-    segment_of,
-)
+from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel, number, rounded
 
 
@@ -31,12 +20,12 @@ def subtract(
     VALUE: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Subtract `weight` times the values of a message at its indices, where they are finite."""
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    i = (tl.program_id(0) - column(row, FILL_PROGRAM)) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < column(row, K)
-    at = x + tl.load(index + column(row, FIRST) + i, mask=inside, other=0)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    i = (tl.program_id(0) - column(row, col.FILL_PROGRAM)) * BLOCK + tl.arange(0, BLOCK)
+    inside = i < column(row, col.K)
+    at = x + tl.load(index + column(row, col.FIRST) + i, mask=inside, other=0)
     value = values_of(
-        frame + tl.load(row + VALUES), frame + tl.load(row + CODES), i, inside,
+        frame + tl.load(row + col.VALUES), frame + tl.load(row + col.CODES), i, inside,
         LEVELS, VALUE, ALIGNED,
     )  # fmt: skip
     old = number(tl.load(at, mask=inside, other=0.0))
@@ -48,9 +37,9 @@ def find(index, entries, messages, row, step, target, out, LANES: tl.constexpr):
     """Write where each message's first index of at least `target` is."""
     lane = tl.arange(0, LANES)
     live = lane < messages
-    lists, own = index + lane.to(tl.int64) * entries, row + lane * (step * WIDTH)
-    below = tl.load(own + FIRST, mask=live, other=0).to(tl.int32)
-    k = tl.load(own + K, mask=live, other=0).to(tl.int32)
+    lists, own = index + lane.to(tl.int64) * entries, row + lane * (step * col.WIDTH)
+    below = tl.load(own + col.FIRST, mask=live, other=0).to(tl.int32)
+    k = tl.load(own + col.K, mask=live, other=0).to(tl.int32)
     above = below + k
     left = tl.max(k, 0)
     while left > 0:
@@ -66,7 +55,7 @@ def find(index, entries, messages, row, step, target, out, LANES: tl.constexpr):
 @kernel()
 def fields_at(row):
     """Return where both fields of a segment's values begin, and the number of its first entry."""
-    return tl.load(row + VALUES), tl.load(row + CODES), column(row, FIRST)
+    return tl.load(row + col.VALUES), tl.load(row + col.CODES), column(row, col.FIRST)
 
 
 @kernel("rows", "entries", "messages", "stride", "step")
@@ -101,9 +90,10 @@ def add_up(
         PART: elements that are zeroed and divided at once.
     """
     program = tl.program_id(0)
-    row = segment_of(program, table, rows, TILE_PROGRAM)
-    start_of, n = tl.multiple_of(column(row, START), STEP), tl.multiple_of(column(row, N), STEP)
-    begin = start_of + (program - column(row, TILE_PROGRAM)) * TILE
+    row = segment_of(program, table, rows, col.TILE_PROGRAM)
+    start_of = tl.multiple_of(column(row, col.START), STEP)
+    n = tl.multiple_of(column(row, col.N), STEP)
+    begin = start_of + (program - column(row, col.TILE_PROGRAM)) * TILE
     end = tl.minimum(begin + TILE, start_of + n)
     many = messages.to(tl.int64)
     damaged = tl.load(work) > 0
@@ -136,7 +126,7 @@ def add_up(
         stop = tl.load(ranges + many + message + 1, mask=more, other=0)
         raw, index = raw + stride, index + entries
         if COUNTED:
-            row += tl.where(more, step * WIDTH, 0)
+            row += tl.where(more, step * col.WIDTH, 0)
             number_one, number_two, first = fields_at(row)
         i = start + tl.arange(0, CHUNK)
         place = tl.load(index + i, mask=i < stop, other=0)

@@ -4,30 +4,17 @@
 
 import triton.language as tl
 
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.fields_triton import written
-from torchcomp.kernels.table_triton import (
-    CODE,
-    CODED,
-    CODES,
-    END,
-    FILL_PROGRAM,
-    FILL_PROGRAMS,
-    FIRST,
-    HIGH,
-    LOW_BITS,
-    START,
-    VALUES,
-    K,
-    column,
-    segment_of,
-)
+from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel, narrowed, number, rounded
 
 
 @kernel()
 def set_bits(row, frame, i, local, mask):
     """Set the bits of entries in the index code of their segment."""
-    low, high_part, low_part = column(row, LOW_BITS), tl.load(row + HIGH), tl.load(row + CODE)
+    low, high_part = column(row, col.LOW_BITS), tl.load(row + col.HIGH)
+    low_part = tl.load(row + col.CODE)
     # If there is no low part, the high part is a bitmap of the indices.
     bit = (local >> low) + tl.where(low > 0, i, 0) + 8 * (high_part & 3).to(tl.int32)
     words = (frame + (high_part & -4)).to(tl.pointer_type(tl.int32))
@@ -45,10 +32,10 @@ def set_bits(row, frame, i, local, mask):
 @kernel("rows")
 def clear(frame, table, rows, CHUNK: tl.constexpr):
     """Set the bytes of the index codes to zero."""
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    own = tl.program_id(0) - column(row, FILL_PROGRAM)
-    begin, end, programs = tl.load(row + CODE), tl.load(row + END), column(row, FILL_PROGRAMS)
-    size = (end - begin).to(tl.int32)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    own = tl.program_id(0) - column(row, col.FILL_PROGRAM)
+    begin, programs = tl.load(row + col.CODE), column(row, col.FILL_PROGRAMS)
+    size = (tl.load(row + col.END) - begin).to(tl.int32)
     for first in range(own * CHUNK, size, programs * CHUNK):
         at = first + tl.arange(0, CHUNK)
         tl.store(frame + begin + at, tl.zeros((CHUNK,), tl.uint8), mask=at < size)
@@ -67,12 +54,12 @@ def code(frame, index, table, rows, headers, frames, BLOCK: tl.constexpr, FRAMES
             words = frame.to(tl.pointer_type(tl.int64)) + (begin >> 3)
             tl.store(words, first, mask=begin >= 0)
             tl.store(words + 1, second, mask=begin >= 0)
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    own, k = tl.program_id(0) - column(row, FILL_PROGRAM), column(row, K)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    own, k = tl.program_id(0) - column(row, col.FILL_PROGRAM), column(row, col.K)
     i = own * BLOCK + tl.arange(0, BLOCK)
-    inside = (i < k) & (column(row, CODED) > 0)
-    local = tl.load(index + column(row, FIRST) + i, mask=inside, other=0).to(tl.int32)
-    set_bits(row, frame, i, tl.maximum(local - column(row, START), 0), inside)
+    inside = (i < k) & (column(row, col.CODED) > 0)
+    local = tl.load(index + column(row, col.FIRST) + i, mask=inside, other=0).to(tl.int32)
+    set_bits(row, frame, i, tl.maximum(local - column(row, col.START), 0), inside)
 
 
 @kernel()
@@ -93,9 +80,9 @@ def fill(
 ):  # fmt: skip
     """Encode the values of `x` at the indices, and write their fields."""
     dtype: tl.constexpr = x.dtype.element_ty
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    k, first = column(row, K), column(row, FIRST)
-    block = (tl.program_id(0) - column(row, FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    k, first = column(row, col.K), column(row, col.FIRST)
+    block = (tl.program_id(0) - column(row, col.FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
     # Two values at a time, as int4 codes are sent in pairs.
     even = block[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
     odd = even + 1
@@ -109,8 +96,8 @@ def fill(
         drawn_low = tl.load(noise + first + even, mask=even < k, other=0.0)
         drawn_high = tl.load(noise + first + odd, mask=odd < k, other=0.0)
     low, high = written(
-        frame + tl.load(row + VALUES), frame + tl.load(row + CODES), block, even, k, low, high,
-        drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
+        frame + tl.load(row + col.VALUES), frame + tl.load(row + col.CODES), block, even, k,
+        low, high, drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
     )  # fmt: skip
     if SUBTRACT:
         tl.store(x + low_at, less(old_low, low, 1.0, dtype), mask=even < k)

@@ -18,32 +18,13 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.selecting_triton import Owners, Search
 from torchcomp.kernels.sparse_triton import DTYPES, LIMIT, adding_up, filling, subtraction
-from torchcomp.kernels.table_triton import (
-    BIT_PROGRAM,
-    BIT_PROGRAMS,
-    CODE,
-    CODED,
-    CODES,
-    END,
-    FILL_PROGRAM,
-    FIRST,
-    HIGH,
-    LOW_BITS,
-    SIZES,
-    START,
-    TILE_PROGRAM,
-    VALUES,
-    WIDTH,
-    K,
-    N,
-    Table,
-    step_of,
-)
+from torchcomp.kernels.table_triton import SIZES, Table, step_of
 from torchcomp.kernels.triton_jit import kernel
 from torchcomp.routes.wire import HEADER, MARK, Frames
 
@@ -106,7 +87,7 @@ class Counted:
         placed, framed = (
             host.copy_to(torch.tensor(each, dtype=torch.int64), device) for each in (pieces, frames)
         )
-        whole, ends = self._memory([WIDTH.value * sum(rows), 2 * sum(rows)])
+        whole, ends = self._memory([col.WIDTH.value * sum(rows), 2 * sum(rows)])
         headers, origins = self._memory([3 * len(frames), len(frames)])
         values, power = Format(fmt, dtype), triton.next_power_of_2
         lanes = power(max(*self._sides, 2))
@@ -121,7 +102,7 @@ class Counted:
         # Grids are those of the step.
         programs, self._tiles = {"fill": 1, "tile": max(sum(tiles), 1)}, sum(tiles)
         out = Table(whole, rows[0], programs, step_of(sent))
-        back = Table(whole[WIDTH.value * rows[0] :], rows[1], programs, step_of(read))
+        back = Table(whole[col.WIDTH.value * rows[0] :], rows[1], programs, step_of(read))
         self._code = Launch(
             coding.code, (1,), out.rows, out.count, headers, len(sends),
             BLOCK=SIZES["fill"], FRAMES=lanes,
@@ -226,22 +207,22 @@ def lay_out(
     bits = tl.where(coded, code + code_bytes - high, (k + 7) // 8)
     fills, bits = (k + FILL - 1) // FILL, (bits + BYTES - 1) // BYTES
     given = tl.load(piece + 2, mask=inside, other=0)
-    row = table + WIDTH * (side * rows_sent + i)
-    tl.store(row + START, tl.load(piece, mask=inside, other=0), mask=inside)
-    tl.store(row + N, n, mask=inside)
-    tl.store(row + K, k, mask=inside)
-    tl.store(row + FIRST, tl.where(given < 0, tl.cumsum(k, 0) - k, given), mask=inside)
-    tl.store(row + FILL_PROGRAM, tl.cumsum(fills, 0) - fills, mask=inside)
-    tl.store(row + VALUES, at, mask=inside)
-    tl.store(row + CODES, at + second, mask=inside)
-    tl.store(row + CODE, code, mask=inside)
-    tl.store(row + HIGH, high, mask=inside)
-    tl.store(row + END, code + code_bytes, mask=inside)
-    tl.store(row + LOW_BITS, low, mask=inside)
-    tl.store(row + CODED, coded.to(tl.int64), mask=inside)
-    tl.store(row + BIT_PROGRAM, tl.cumsum(bits, 0) - bits, mask=inside)
-    tl.store(row + BIT_PROGRAMS, bits, mask=inside)
-    tl.store(row + TILE_PROGRAM, tl.load(piece + 3, mask=inside, other=0), mask=inside)
+    row = table + col.WIDTH * (side * rows_sent + i)
+    tl.store(row + col.START, tl.load(piece, mask=inside, other=0), mask=inside)
+    tl.store(row + col.N, n, mask=inside)
+    tl.store(row + col.K, k, mask=inside)
+    tl.store(row + col.FIRST, tl.where(given < 0, tl.cumsum(k, 0) - k, given), mask=inside)
+    tl.store(row + col.FILL_PROGRAM, tl.cumsum(fills, 0) - fills, mask=inside)
+    tl.store(row + col.VALUES, at, mask=inside)
+    tl.store(row + col.CODES, at + second, mask=inside)
+    tl.store(row + col.CODE, code, mask=inside)
+    tl.store(row + col.HIGH, high, mask=inside)
+    tl.store(row + col.END, code + code_bytes, mask=inside)
+    tl.store(row + col.LOW_BITS, low, mask=inside)
+    tl.store(row + col.CODED, coded.to(tl.int64), mask=inside)
+    tl.store(row + col.BIT_PROGRAM, tl.cumsum(bits, 0) - bits, mask=inside)
+    tl.store(row + col.BIT_PROGRAMS, bits, mask=inside)
+    tl.store(row + col.TILE_PROGRAM, tl.load(piece + 3, mask=inside, other=0), mask=inside)
     if side == 0:
         tl.store(numbers + sent + read, tl.maximum(tl.sum(fills, 0), 1))
     else:

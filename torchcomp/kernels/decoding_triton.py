@@ -29,22 +29,9 @@ the mean, and per message 0.03 of values, codes and indices that are written and
 
 import triton.language as tl
 
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.coding_triton import header
-from torchcomp.kernels.table_triton import (
-    BIT_PROGRAM,
-    BIT_PROGRAMS,
-    CODE,
-    CODED,
-    END,
-    FIRST,
-    HIGH,
-    LOW_BITS,
-    START,
-    K,
-    N,
-    column,
-    segment_of,
-)
+from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel
 
 
@@ -84,9 +71,10 @@ def count_bits(
         tl.store(work, 0)
         if FRAMES > 0:
             check_headers(received, differences, headers, frames, FRAMES)
-    row = segment_of(block, table, rows, BIT_PROGRAM)
-    begin, size = tl.load(row + HIGH), (tl.load(row + END) - tl.load(row + HIGH)).to(tl.int32)
-    at = (block - column(row, BIT_PROGRAM)) * BYTES + tl.arange(0, BYTES)
+    row = segment_of(block, table, rows, col.BIT_PROGRAM)
+    begin = tl.load(row + col.HIGH)
+    size = (tl.load(row + col.END) - begin).to(tl.int32)
+    at = (block - column(row, col.BIT_PROGRAM)) * BYTES + tl.arange(0, BYTES)
     byte = tl.load(received + message * stride + begin + at, mask=at < size, other=0)
     tl.store(counts + block, tl.sum(bits_in(byte.to(tl.int32)), 0))
 
@@ -159,27 +147,27 @@ def decode(
 ):
     """Write the indices of a block of BYTES bytes of a message's high part."""
     program, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    row = segment_of(program, table, rows, BIT_PROGRAM)
+    row = segment_of(program, table, rows, col.BIT_PROGRAM)
     block, start, n, k = (
-        program - column(row, BIT_PROGRAM),
-        column(row, START),
-        column(row, N),
-        column(row, K),
+        program - column(row, col.BIT_PROGRAM),
+        column(row, col.START),
+        column(row, col.N),
+        column(row, col.K),
     )
-    index += message * entries + column(row, FIRST)
-    if column(row, CODED) == 0:  # all are sent, or none
+    index += message * entries + column(row, col.FIRST)
+    if column(row, col.CODED) == 0:  # all are sent, or none
         stop = tl.minimum(block * (8 * BYTES) + 8 * BYTES, k)
         for first in range(block * (8 * BYTES), stop, CHUNK):
             i = first + tl.arange(0, CHUNK)
             tl.store(index + i, start + i, mask=i < stop)
     else:
-        raw, low = received + message * stride, column(row, LOW_BITS)
-        code, high_part = tl.load(row + CODE), tl.load(row + HIGH)
-        size = (tl.load(row + END) - high_part).to(tl.int32)
-        counts = work + 1 + message * tl.num_programs(0) + column(row, BIT_PROGRAM)
+        raw, low = received + message * stride, column(row, col.LOW_BITS)
+        code, high_part = tl.load(row + col.CODE), tl.load(row + col.HIGH)
+        size = (tl.load(row + col.END) - high_part).to(tl.int32)
+        counts = work + 1 + message * tl.num_programs(0) + column(row, col.BIT_PROGRAM)
         base, end = place_bits(raw + high_part, size, counts, block, index, k, BYTES, CHUNK)
         bad = finish_indices(raw, code, high_part, low, base, end, index, start, n, k, CHUNK)
-        if block == column(row, BIT_PROGRAMS) - 1:
+        if block == column(row, col.BIT_PROGRAMS) - 1:
             used = (k * low) & 7
             padding = tl.load(raw + high_part - 1, mask=used > 0, other=0).to(tl.int32)
             bad += ((end != k) | ((padding >> used) > 0)).to(tl.int32)

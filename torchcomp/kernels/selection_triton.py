@@ -33,28 +33,9 @@ entry. With 1 % selected and 1.4 candidates for each, this is 12.6, or 1.05 time
 
 import triton.language as tl
 
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.coding_triton import set_bits
-from torchcomp.kernels.table_triton import (
-    BLOCK_PROGRAM,
-    CANDIDATE,
-    CAPACITY,
-    CODE,
-    CODED,
-    COUNT_PROGRAM,
-    COUNT_PROGRAMS,
-    END,
-    FIRST,
-    GROUP,
-    RANK,
-    SEGMENT,
-    SHARE,
-    START,
-    WIDTH,
-    K,
-    N,
-    column,
-    segment_of,
-)
+from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
 
 # --- Candidates -----------------------------------------------------------------------------------
@@ -63,14 +44,14 @@ from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
 @kernel("rows", "margin")
 def sample(g, e, table, rows, bound, margin, ADD: tl.constexpr, SAMPLE: tl.constexpr):
     """Set the bound to the magnitude of a rank in a sample: one entry of every `step`."""
-    row = table + tl.program_id(0) * WIDTH
-    n, rank = column(row, N), column(row, RANK)
+    row = table + tl.program_id(0) * col.WIDTH
+    n, rank = column(row, col.N), column(row, col.RANK)
     drawn = tl.minimum(n, SAMPLE)
     step = n // drawn
     i = tl.arange(0, SAMPLE)
     inside = i < drawn
     # Scattered, because in a matrix a regular sample could see a few columns only.
-    at = column(row, START) + i * step + ((i * 40503) & 0xFFFF) % step
+    at = column(row, col.START) + i * step + ((i * 40503) & 0xFFFF) % step
     value = number(tl.load(g + at, mask=inside, other=0.0))
     if ADD:
         value += number(tl.load(e + at, mask=inside, other=0.0))
@@ -99,11 +80,11 @@ def collect(
     many are equal to it. `groups` has sums of the last two over GROUPED blocks.
     """
     program = tl.program_id(0)
-    row = segment_of(program, table, rows, BLOCK_PROGRAM)
-    segment, capacity, k = column(row, SEGMENT), column(row, CAPACITY), column(row, K)
-    start = tl.multiple_of(column(row, START), STEP)
-    n = tl.multiple_of(column(row, N), STEP)
-    block = program - column(row, BLOCK_PROGRAM)
+    row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
+    segment, capacity, k = column(row, col.SEGMENT), column(row, col.CAPACITY), column(row, col.K)
+    start = tl.multiple_of(column(row, col.START), STEP)
+    n = tl.multiple_of(column(row, col.N), STEP)
+    block = program - column(row, col.BLOCK_PROGRAM)
     local = block * BLOCK + tl.arange(0, BLOCK)
     inside = local < n
     at = start + local
@@ -122,7 +103,7 @@ def collect(
     count = tl.sum(candidate, 0)
     tl.store(blocks + 4 * program + 1, count)
     if block % GROUPED == 0:
-        group = groups + 2 * (column(row, GROUP) + block // GROUPED)
+        group = groups + 2 * (column(row, col.GROUP) + block // GROUPED)
         tl.store(group, 0)
         tl.store(group + 1, 0)
     if count > 0:
@@ -131,7 +112,7 @@ def collect(
         tl.store(blocks + 4 * program, first)
         slot = first + tl.cumsum(candidate, 0) - 1
         fits = (candidate > 0) & (slot < capacity)
-        slot = 2 * (slot + column(row, CANDIDATE))
+        slot = 2 * (slot + column(row, col.CANDIDATE))
         tl.store(work + slot, key, mask=fits)
         tl.store(work + slot + 1, local, mask=fits)
 
@@ -142,10 +123,10 @@ def entries(row, found, summed):
 
     `summed` has the numbers of candidates of all owners, and `found` those of this one.
     """
-    count = tl.load(found + column(row, SEGMENT))
-    few = tl.load(summed + column(row, SEGMENT)) < column(row, K)
-    whole = few | (count > column(row, CAPACITY))
-    return whole, tl.where(whole, column(row, N), count)
+    count = tl.load(found + column(row, col.SEGMENT))
+    few = tl.load(summed + column(row, col.SEGMENT)) < column(row, col.K)
+    whole = few | (count > column(row, col.CAPACITY))
+    return whole, tl.where(whole, column(row, col.N), count)
 
 
 @kernel()
@@ -155,8 +136,10 @@ def keys_from(row, x, work, first, stop, whole, SIZE: tl.constexpr):
     They are positions in the whole segment, or in its list of candidates.
     """
     at = first + tl.arange(0, SIZE)
-    value = tl.load(x + (column(row, START) + at), mask=at < tl.where(whole, stop, 0), other=0.0)
-    listed = work + 2 * (column(row, CANDIDATE) + at)
+    value = tl.load(
+        x + (column(row, col.START) + at), mask=at < tl.where(whole, stop, 0), other=0.0
+    )
+    listed = work + 2 * (column(row, col.CANDIDATE) + at)
     key = tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0)
     return at, at < stop, tl.where(whole, magnitude(value), key)
 
@@ -171,9 +154,9 @@ def chosen(row, rows, counts, state, DONE: tl.constexpr, BINS: tl.constexpr):
     Also return its rank among the magnitudes with these digits. State 2 i and 2 i + 1 are both
     results after i rounds.
     """
-    prefix, rank = 0, column(row, K)
+    prefix, rank = 0, column(row, col.K)
     if DONE > 0:
-        segment = column(row, SEGMENT)
+        segment = column(row, col.SEGMENT)
         prefix = tl.load(state + (2 * DONE - 2) * rows + segment)
         rank = tl.load(state + (2 * DONE - 1) * rows + segment)
         digits = tl.arange(0, BINS)
@@ -194,18 +177,18 @@ def count_digits(
 ):  # fmt: skip
     """Count the digits after the first DONE, of entries whose first digits are the chosen ones."""
     BINS: tl.constexpr = 1 << BITS
-    row = segment_of(tl.program_id(0), table, rows, COUNT_PROGRAM)
-    own = tl.program_id(0) - column(row, COUNT_PROGRAM)
+    row = segment_of(tl.program_id(0), table, rows, col.COUNT_PROGRAM)
+    own = tl.program_id(0) - column(row, col.COUNT_PROGRAM)
     whole, total = entries(row, found, summed)
     if (own == 0) | (own * BLOCK < total):
         prefix, rank = chosen(row, rows, counts, state, DONE, BINS)
-        segment = column(row, SEGMENT)
+        segment = column(row, col.SEGMENT)
         if own == 0:
             tl.store(state + 2 * DONE * rows + segment, prefix)
             tl.store(state + (2 * DONE + 1) * rows + segment, rank)
         digits = tl.arange(0, BINS)
         # Enough programs for the candidates. For a whole segment, each reads several blocks.
-        for first in range(own * BLOCK, total, column(row, COUNT_PROGRAMS) * BLOCK):
+        for first in range(own * BLOCK, total, column(row, col.COUNT_PROGRAMS) * BLOCK):
             _, matches, key = keys_from(row, x, work, first, total, whole, BLOCK)
             if DONE > 0:
                 matches = matches & (key >> (32 - BITS * DONE) == prefix)
@@ -225,7 +208,9 @@ def block_range(row, block, blocks, whole, BLOCK: tl.constexpr):
     """Return where the entries of a block begin and end, in the segment or among candidates."""
     own = blocks + 4 * tl.program_id(0)
     start = tl.where(whole, block * BLOCK, tl.load(own))
-    length = tl.where(whole, tl.minimum(BLOCK, column(row, N) - block * BLOCK), tl.load(own + 1))
+    length = tl.where(
+        whole, tl.minimum(BLOCK, column(row, col.N) - block * BLOCK), tl.load(own + 1)
+    )
     return start, start + length
 
 
@@ -242,20 +227,20 @@ def tally(
     that, and `pairs` gets the sums of both counts for each segment.
     """
     program = tl.program_id(0)
-    row = segment_of(program, table, rows, BLOCK_PROGRAM)
-    block = program - column(row, BLOCK_PROGRAM)
+    row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
+    block = program - column(row, col.BLOCK_PROGRAM)
     whole, _total = entries(row, found, summed)
     threshold, rank = chosen(row, rows, counts, state, DONE, BINS)
     if block == 0:
-        segment = column(row, SEGMENT)
+        segment = column(row, col.SEGMENT)
         tl.store(result + 3 * segment, threshold)
         tl.store(result + 3 * segment + 1, rank)
         tl.store(result + 3 * segment + 2, whole.to(tl.int32))
         if not SHARED:
             follow(row, rows, bound, found, threshold)
     if FRAME:
-        begin, end = tl.load(row + CODE), tl.load(row + END)
-        share = column(row, SHARE)
+        begin, end = tl.load(row + col.CODE), tl.load(row + col.END)
+        share = column(row, col.SHARE)
         begin += block.to(tl.int64) * share
         for first in range(0, share, CHUNK):
             zeroed = first + tl.arange(0, CHUNK)
@@ -271,13 +256,13 @@ def tally(
     above, tied = tl.sum(larger, 0), tl.sum(equal, 0)
     tl.store(blocks + 4 * program + 2, above)
     tl.store(blocks + 4 * program + 3, tied)
-    group = groups + 2 * (column(row, GROUP) + block // GROUPED)
+    group = groups + 2 * (column(row, col.GROUP) + block // GROUPED)
     if above > 0:
         tl.atomic_add(group, above, sem="relaxed")
     if tied > 0:
         tl.atomic_add(group + 1, tied, sem="relaxed")
     if SHARED:
-        pair = pairs + 2 * column(row, SEGMENT)
+        pair = pairs + 2 * column(row, col.SEGMENT)
         tl.atomic_add(pair, above, sem="relaxed")
         tl.atomic_add(pair + 1, tied, sem="relaxed")
 
@@ -288,7 +273,7 @@ def follow(row, rows, bound, found, threshold):
 
     It follows the candidates: a wider margin if there were hardly enough of them.
     """
-    segment, k = column(row, SEGMENT), column(row, K)
+    segment, k = column(row, col.SEGMENT), column(row, col.K)
     excess, margin = tl.load(found + segment) - k, tl.load(bound + rows + segment)
     change = tl.where(excess > k // 2, -(margin >> 3), tl.where(excess < k // 4, margin >> 3, 0))
     margin = tl.where(excess < 0, 4 * margin, margin + change)
@@ -320,8 +305,8 @@ def write(
     Of equal magnitudes, those of the lowest blocks are kept until the k are complete.
     """
     program = tl.program_id(0)
-    row = segment_of(program, table, rows, BLOCK_PROGRAM)
-    segment, block = column(row, SEGMENT), program - column(row, BLOCK_PROGRAM)
+    row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
+    segment, block = column(row, col.SEGMENT), program - column(row, col.BLOCK_PROGRAM)
     if block == 0:  # the counters of the next step
         tl.store(found + segment, 0)
         bins = tl.arange(0, BINS)
@@ -330,7 +315,7 @@ def write(
             tl.store(counts + (done * rows + segment) * BINS + bins, zeros)
     threshold, rank = tl.load(result + 3 * segment), tl.load(result + 3 * segment + 1)
     whole = tl.load(result + 3 * segment + 2) > 0
-    group = column(row, GROUP)
+    group = column(row, col.GROUP)
     above, ties = sums_before(groups, group, group + block // GROUPED, 2, CHUNK)
     more, others = sums_before(blocks + 2, program - block % GROUPED, program, 4, CHUNK)
     above, ties = above + more, ties + others
@@ -341,13 +326,13 @@ def write(
         at, inside, key = keys_from(row, x, work, first, stop, whole, CHUNK)
         equal = (inside & (key == threshold)).to(tl.int32)
         keep = inside & ((key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= quota)))
-        listed = work + 2 * (column(row, CANDIDATE) + at) + 1
+        listed = work + 2 * (column(row, col.CANDIDATE) + at) + 1
         local = tl.where(whole, at, tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0))
         kept = keep.to(tl.int32)
         i = offset + tl.cumsum(kept, 0) - 1
-        place = index + column(row, FIRST) + i
-        tl.store(place, (local + column(row, START)).to(index.dtype.element_ty), mask=keep)
+        place = index + column(row, col.FIRST) + i
+        tl.store(place, (local + column(row, col.START)).to(index.dtype.element_ty), mask=keep)
         if FRAME:
-            set_bits(row, frame, i, local, keep & (column(row, CODED) > 0))
+            set_bits(row, frame, i, local, keep & (column(row, col.CODED) > 0))
         offset += tl.sum(kept, 0)
         quota -= tl.sum(equal, 0)
