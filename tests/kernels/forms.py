@@ -1,6 +1,6 @@
 """Choose between the forms of a kernel for the CPU."""
 
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -9,7 +9,6 @@ from torchcomp.kernels import backend, quantize
 from torchcomp.kernels.backend import fast_form
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.sparse import Sparse, kernels_for
-from torchcomp.kernels.vectors import Parted
 
 
 def use_form(form: str, stem: str, patch: pytest.MonkeyPatch) -> None:
@@ -36,4 +35,5 @@ def sparse_kernels(
 ) -> Sparse:
     """Return the kernels of segments (start, n, k), in the form that is in use."""
     made = tuple(Segment(*segment) for segment in segments)
-    return kernels_for(Parted(made, torch.device(device), dtype), fmt)
+    place = {"device": torch.device(device), "dtype": dtype, "fields": None, "frames": None}
+    return kernels_for(SimpleNamespace(segments=made, **place), fmt)

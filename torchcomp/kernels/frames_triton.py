@@ -14,19 +14,21 @@ from torch import Tensor
 from torchcomp.kernels import elementwise_triton, sparse_triton
 from torchcomp.kernels.elementwise_triton import ElementwiseTriton
 from torchcomp.kernels.quantizer import Quantizer
+from torchcomp.kernels.segments import Prepared
 from torchcomp.kernels.sparse import Sparse
 from torchcomp.kernels.sparse_triton import SparseTriton
-from torchcomp.kernels.vectors import Kernels, Prepared
 from torchcomp.routes.wire import Frames, Parts
 
 
-class _InFrames(Kernels):
+class _InFrames:
     """Kernels that read frames where they arrived."""
 
     reads_frames = True
     form: Any
     """The module with Triton's kernels."""
     _made: Any = None
+    vectors: Prepared
+    accumulate: Any
 
     def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
         """Write the sum of received messages, in order, divided by `divisor`, to `out`."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from torchcomp.kernels import backend, quantize
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, batches, joined, part
-from torchcomp.kernels.vectors import Kernels, Prepared
+from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, part
 from torchcomp.routes.wire import Parts
 
 
@@ -25,13 +24,13 @@ def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
     return Quantizer(vectors, fmt)
 
 
-class Quantizer(Kernels):
+class Quantizer:
     """The kernels in plain torch or, on a CPU, in Numba."""
 
-    fmt: str
+    reads_frames = False
 
     def __init__(self, vectors: Prepared, fmt: str) -> None:
-        super().__init__(vectors, fmt)
+        self.vectors, self.fmt = vectors, fmt
         self._counts = [segment.n for segment in vectors.segments]
         form = backend.host_form("quantize", torch.empty(0, device=vectors.device)) or quantize
         self._encode, self._decode = form.encode, form.decode

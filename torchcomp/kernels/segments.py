@@ -7,12 +7,13 @@ another, in the order of the segments.
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torchcomp.engine import host
+from torchcomp.routes.wire import Frames, Parts
 
 TOGETHER = 2**22
 """Number of values that are decoded at once, which limits the memory for it."""
@@ -29,6 +30,16 @@ class Segment(NamedTuple):
     def span(self) -> slice:
         """The segment's elements within the vector."""
         return slice(self.start, self.start + self.n)
+
+
+class Prepared(Protocol):
+    """What kernels know of the vectors of a tensor. Only `fields` and `frames` change later."""
+
+    segments: tuple[Segment, ...]
+    device: torch.device
+    dtype: torch.dtype  # to which values are rounded before they are encoded
+    fields: Sequence[Parts] | None  # where those of each vector lie in the frames to send
+    frames: Frames | None
 
 
 def part(x: Tensor, segment: Segment) -> Tensor:

@@ -291,10 +291,10 @@ def _collect(g, e, x, bits, bound, mask, infinity, ends, keys, positions, counts
                 # Several at once, even if fewer are left: this mispredicts fewer ends of the loop.
                 # The next entries overwrite what this writes in excess.
                 for step in range(np.uint64(_BURST)):
-                    i = np.uint64(at) + (np.uint64(trailing_zeros(word)) & np.uint64(_WORD - 1))
+                    entry = np.uint64(at) + (np.uint64(trailing_zeros(word)) & np.uint64(_WORD - 1))
                     word &= word - np.uint64(1)
-                    key[slot + step] = min(bits[i] & mask, infinity)
-                    position[slot + step] = i - np.uint64(begin)
+                    key[slot + step] = min(bits[entry] & mask, infinity)
+                    position[slot + step] = entry - np.uint64(begin)
                 slot += np.uint64(_BURST)
     counts[chunk] = count if count <= key.size else -1
 

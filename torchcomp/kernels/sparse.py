@@ -21,8 +21,7 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.kernels import backend, elias_fano, quantize, select
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, Segment, batches, joined, runs, split
-from torchcomp.kernels.vectors import Kernels, Prepared
+from torchcomp.kernels.segments import TOGETHER, Prepared, Segment, batches, joined, runs, split
 from torchcomp.routes.wire import Parts
 
 
@@ -39,11 +38,14 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     return Sparse(vectors, fmt)
 
 
-class Sparse(Kernels):
+class Sparse:
     """The kernels in plain torch and NumPy. On an accelerator, all shapes are static."""
 
+    reads_frames = False
+    """Whether ``mean_of`` decodes frames where they arrived."""
+
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
-        super().__init__(vectors, fmt)
+        self.vectors, self.fmt = vectors, fmt
         self.segments = vectors.segments
         self.counts = [segment.k for segment in vectors.segments]
         self._on_host = host.can_read(torch.empty(0, device=vectors.device))

@@ -3,8 +3,8 @@
 The number of launches does not grow with the number of segments or messages: 8 select, encode and
 subtract, and 3 decode and average the messages of all ranks. Shapes are static, the host never
 waits, and nothing is copied to the device after the preparation. Results equal those of plain torch
-bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton`,
-:mod:`.decoding_triton` and :mod:`.adding_triton`.
+bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton` and
+:mod:`.decoding_triton`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,6 @@ import torch
 import triton
 from torch import Tensor
 
-from torchcomp.kernels import adding_triton as adding
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels.fields_triton import TYPES, Format, aligned
@@ -180,21 +179,21 @@ def filling(table: Table, values: Format, aligned: bool, subtract: bool, random:
 
 
 def subtraction(table: Table, values: Format, aligned: bool) -> Launch:
-    """Prepare :func:`.adding_triton.subtract`."""
+    """Prepare :func:`.decoding_triton.subtract`."""
     return Launch(
-        adding.subtract, (table.programs["fill"],), table.rows, table.count,
+        decoding.subtract, (table.programs["fill"],), table.rows, table.count,
         BLOCK=SIZES["fill"], **_constants(values, aligned),
     )  # fmt: skip
 
 
 def adding_up(table: Table, values: Format, aligned: bool, densest: float, *numbers: int) -> Launch:
-    """Prepare :func:`.adding_triton.add_up`."""
+    """Prepare :func:`.decoding_triton.add_up`."""
     # Enough for the entries of most tiles.
     most = triton.next_power_of_2(ceil(2 * densest * SIZES["tile"]))
     chunk = min(max(most, 32), 512)
     messages, step = numbers[2], numbers[4]
     return Launch(
-        adding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
+        decoding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
         STEP=table.step, LANES=triton.next_power_of_2(max(messages, 2)), TILE=SIZES["tile"],
         CHUNK=chunk, PART=SIZES["part"], warps=2 if chunk < 512 else 4,
         **_constants(values, aligned),
