@@ -43,11 +43,7 @@ def clear(frame, table, rows, CHUNK: tl.constexpr):
 
 @kernel("rows", "frames")
 def code(frame, index, table, rows, headers, frames, BLOCK: tl.constexpr, FRAMES: tl.constexpr):
-    """Set the bits of indices in the index codes, whose bytes are zero.
-
-    Also write the headers of the frames, if FRAMES, which is at least `frames`. `headers` has for
-    each frame where it begins, or -1 if it is empty, and two words.
-    """
+    """Set the bits of indices in the index codes, and write the headers of the frames if FRAMES."""
     if FRAMES > 0:  # noqa: SIM102, as the compiler decides it
         if tl.program_id(0) == 0:
             begin, first, second = header(headers, frames, FRAMES)
@@ -106,10 +102,7 @@ def fill(
 
 @kernel()
 def less(x, value, weight, dtype: tl.constexpr):
-    """Return ``x - weight * value`` in `dtype`, with all steps rounded to it, or `x`.
-
-    That is where the value is not finite.
-    """
+    """Return ``x - weight * value`` in `dtype`, each step rounded, or `x` if that is not finite."""
     value = number(rounded(value, dtype))
     finite = tl.abs(value) < float("inf")  # not true for NaN
     product = number(rounded(tl.where(finite, value, 0.0) * weight, dtype))

@@ -1,8 +1,7 @@
 """Sparse messages whose numbers of entries only the device knows, in Triton, for CUDA.
 
-`lay_out` computes from the counts what :mod:`.sparse_triton` prepares once from fixed numbers: the
-table of the segments, where the frames begin, and their headers. The same kernels then write and
-read the messages. The host waits for the lengths of the frames, which a collective needs.
+`lay_out` computes from the counts what :mod:`.sparse_triton` prepares once. The same kernels then
+write and read the messages. The host waits for the lengths of the frames, for the collective.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False

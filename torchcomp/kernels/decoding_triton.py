@@ -1,28 +1,16 @@
 """Kernels that decode sparse messages and add them up. :mod:`.sparse_triton` launches them.
 
-All messages have the same segments at the same places of their rows. A step over all of them:
-
-1. `count_bits`: every program counts the set bits of its block of an index code's high part.
+1. `count_bits` counts the set bits of each block of an index code's high part.
 2. `decode`: the counts of the blocks before it tell a block the number of its first entry. It
-   stores where the set bits are, then computes each entry's index from that and its low part, and
-   checks it. Entries with equal high parts have adjacent bits, and all others are in order by their
-   high parts: each entry is compared with the one before it only if their bits are adjacent.
-3. `add_up`: each program adds the entries of all messages that fall into
-   its tile of the vector, one message after another. Every sum is therefore in the order of the
-   messages. The tile stays in the cache until all messages are added. A mean also zeroes and
-   divides it there.
+   computes the index of each entry from the place of its bit and its low part, and checks it.
+   Entries with equal high parts have adjacent bits, and all others are in order by their high
+   parts: an entry is compared with the one before it only if their bits are adjacent.
+3. `add_up`: each program adds the entries of all messages that fall into its tile of the vector,
+   one message after another, while the tile is in the cache.
 
-The kernels pass on the indices, (messages, entries), and in `work`, also int32:
-
-- 1 if a code is damaged, otherwise 0;
-- the number of set bits, (messages, blocks); and after they were used,
-- each message's first and last entry of each tile, (tiles, 2, messages).
-
-If only the device knows how many entries messages have, each message has segments of its own in one
-table. `decode` sees them as one message.
-
-Bytes moved per element of the vector, for a mean of W messages with 1 % of the entries: 4 to write
-the mean, and per message 0.03 of values, codes and indices that are written and read: 14 for 64.
+`work` has int32 numbers: 1 if a code is damaged, otherwise 0; the number of set bits, (messages,
+blocks); then, in their place, each message's first and last entry of each tile. If only the device
+knows the numbers of entries, each message has segments of its own, and `decode` sees one message.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -62,10 +50,7 @@ def count_bits(
     received, work, differences, table, rows, stride, headers, frames,
     BYTES: tl.constexpr, FRAMES: tl.constexpr,
 ):  # fmt: skip
-    """Count the set bits of a block of BYTES bytes of a message's high part.
-
-    Also check the headers of all frames, if FRAMES.
-    """
+    """Count the set bits of a block of BYTES bytes of a message's high part."""
     block, message = tl.program_id(0), tl.program_id(1).to(tl.int64)
     counts = work + 1 + message * tl.num_programs(0)
     if (block == 0) & (message == 0):
@@ -236,27 +221,9 @@ def add_up(
 ):  # fmt: skip
     """Write the mean of the messages in a tile. They are added in order.
 
-    Args:
-        received: the messages.
-        work: see :mod:`.decoding_triton`.
-        index: likewise.
-        out: the vector. Values and sums are rounded to its dtype.
-        divisor: of the sum.
-        table: the segments, which cover the vector.
-        rows: number of segments of each message.
-        entries: number of entries of each message.
-        messages: number of messages.
-        stride: bytes from one message to the next.
-        step: number of rows from one message to the next, if COUNTED.
-        COUNTED: whether each message has its own segments.
-        VALUE: dtype of the values of the messages, if LEVELS is 0.
-        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
-        ALIGNED: whether fields begin at multiples of the size of their numbers.
-        STEP: what all starts and lengths of segments are multiples of: wide accesses need 16.
-        LANES: at least `messages`.
-        TILE: elements of a tile.
-        CHUNK: entries that are added at once.
-        PART: elements that are zeroed and divided at once.
+    From one message to the next are `stride` bytes and, if COUNTED, `step` rows of the table. STEP
+    is what all starts and lengths of segments are multiples of: wide accesses need 16. LANES is at
+    least `messages`, CHUNK entries are added at once, and PART elements zeroed and divided.
     """
     program = tl.program_id(0)
     row = segment_of(program, table, rows, col.TILE_PROGRAM)

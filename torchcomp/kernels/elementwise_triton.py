@@ -1,9 +1,7 @@
 """Messages of all elements of a vector in Triton, for CUDA; prepared once, one launch each.
 
-Results equal those of plain torch bit for bit.
-
-Bytes moved per float32 element: encoding a sum reads two summands, and writes the rest and the
-message: 13 for int8 and 14 for bf16. A mean reads all messages and writes 4.
+Results equal those of plain torch bit for bit. Bytes moved per float32 element: encoding reads two
+summands and writes rest and message, 13 for int8. A mean reads all messages and writes 4.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -46,17 +44,11 @@ DTYPES = tuple(TYPES)
 
 
 class ElementwiseTriton:
-    """Messages of the segments of a vector, with all of their elements.
+    """Messages of all elements of some segments of a vector, which cover it.
 
-    A message is a run of bytes, 1-D uint8, that begins at a multiple of 4 bytes.
+    `offsets` has the byte of a message at which the fields of each segment begin.
 
-    Args:
-        segments: the parts of the vector, with k = n, in ascending order. They cover it.
-        fmt: format of the values; see :mod:`.quantize`. None sends values of `dtype`.
-        dtype: values are first rounded to this one of DTYPES.
-        device: device of the vector.
-        offsets: for each segment, the byte of a message at which its fields begin. By default they
-            follow each other from 0 on.
+    A message is 1-D uint8, and begins at a multiple of 4 bytes.
     """
 
     def __init__(

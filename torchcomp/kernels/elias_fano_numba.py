@@ -1,14 +1,8 @@
 """Elias-Fano coding in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Encoding many entries uses several threads. Decoding is serial and releases the GIL. It can start at
-any word of the high part, so that the caller can decode parts of a code in parallel. It has three
-steps:
-
-1. write the positions of the set bits of the high part;
-2. turn the positions into indices by adding the low parts;
-3. check that the indices ascend.
-
-Each step is a short loop, of which the processor overlaps several iterations.
+Decoding can start at any word of the high part, so that parts of a code are decoded in parallel. It
+writes the positions of the set bits, turns them into indices with the low parts, and checks that
+they ascend. Each step is a short loop, of which the processor overlaps several iterations.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
@@ -38,10 +32,7 @@ _NARROW = 14
 
 
 def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
-    """Write the code of 0 < k < n indices to `out`. Both tensors are contiguous.
-
-    Return False if the indices do not ascend strictly within [0, n). Then `out` is undefined.
-    """
+    """Write the code of 0 < k < n indices to `out`; False if they do not ascend within [0, n)."""
     chunks = 1 if index.numel() <= pool.INLINE else pool.chunks(index.numel())
     ascending = np.empty(chunks, np.bool_)
     task = index.numpy(), n, low, out.numpy(), ascending

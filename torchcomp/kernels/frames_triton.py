@@ -1,8 +1,6 @@
 """Kernels in Triton that write the frames to send, and read frames as they were received.
 
-Nothing is packed or unpacked: a message is written where it is sent from, and all ranks' messages
-are decoded where they arrived. Vectors in a dtype that Triton's kernels do not support, such as
-float64, run in plain torch.
+Vectors in a dtype that Triton's kernels do not support, such as float64, run in plain torch.
 """
 
 from abc import abstractmethod

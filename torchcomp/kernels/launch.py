@@ -1,9 +1,7 @@
 """Launch: one kernel of Triton, prepared once and launched in every step.
 
-Every launch of a prepared kernel goes through this file. Triton's own way, ``kernel[grid](...)``,
-sorts the arguments into classes at every launch and takes 20 to 50 us of the host. Here, only the
-first launch with arguments of the same classes does so. It returns the compiled kernel, which later
-launches hand to the driver directly.
+Triton's own way, ``kernel[grid](...)``, sorts the arguments into classes at every launch and takes
+20 to 50 us of the host. Here, only the first launch with arguments of the same classes does so.
 """
 
 import logging

@@ -97,10 +97,7 @@ def _encode_blocks(
 def decode(
     messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
 ) -> Sequence[Tensor]:
-    """Decode several messages at once.
-
-    The product of code and scale is computed in float32 and then converted.
-    """
+    """Decode several messages at once: code times scale in float32, then converted to `dtype`."""
     fields = list(zip(*messages, strict=True))
     if len(fields) == 1:
         if fields[0][0].dtype == dtype:

@@ -1,7 +1,4 @@
-"""Block quantization in Numba, for the CPU. The results equal those of plain torch bit for bit.
-
-The kernels are serial and release the GIL.
-"""
+"""Block quantization in Numba, for the CPU. Results equal those of plain torch bit for bit."""
 
 # mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
 
@@ -122,10 +119,7 @@ def _store_pairs(line, codes):
 
 
 def value_at(values: Any, scale: Any, i: Any) -> Any:
-    """Return value `i` of a message: decoded to float32 if sent as a code, otherwise unchanged.
-
-    Only compiled functions can call this: :func:`_choose_value` provides the implementation.
-    """
+    """Return value `i` of a message, decoded to float32 if sent as a code; for compiled code."""
     raise NotImplementedError
 
 

@@ -1,7 +1,4 @@
-"""Kernels of quantized messages of all values of a tensor: encode, subtract and add them.
-
-They are chosen once: :func:`quantizer_for` returns those for a device.
-"""
+"""Kernels of quantized messages of all values of a tensor: encode, subtract and add them."""
 
 from collections.abc import Sequence
 

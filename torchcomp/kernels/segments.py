@@ -1,8 +1,7 @@
 """Segments: parts of a vector of which entries are chosen and sent separately.
 
-The forms for accelerators handle all segments of a call at once: the number of kernels that they
-launch does not grow with the number of segments. Entries are stored flat, one segment after
-another, in the order of the segments.
+The forms for accelerators handle all segments of a call at once, to launch few kernels. Entries are
+stored flat, one segment after another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -61,10 +60,7 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 
 def shape_of(counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element for each entry of segments.
-
-    Segments with equally many entries are the rows of a matrix, any others lie flat.
-    """
+    """Return the shape of a tensor of all entries: a matrix if all segments have equally many."""
     return (len(counts), counts[0]) if len(set(counts)) == 1 else (sum(counts),)
 
 
@@ -115,10 +111,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def within(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return a tensor that contains all of several 1-D tensors, and where each begins in it.
-
-    All have one dtype. They are not copied if they are parts of one tensor and in order there.
-    """
+    """Return a tensor that contains 1-D tensors of one dtype, and where each begins in it."""
     first, sizes = parts[0], [part.numel() for part in parts]
     width, begin = first.element_size(), first.data_ptr()
     at = [(part.data_ptr() - begin) // width for part in parts]
@@ -152,8 +145,5 @@ def batches(counts: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def digit_bits(vectors: int) -> int:
-    """Return how many bits of all magnitudes a search on an accelerator decides in each round.
-
-    Few rounds are fast. For many vectors, large histograms would be more than their messages.
-    """
+    """Return how many bits a search decides in a round: histograms of many vectors are small."""
     return 8 if vectors <= 8 else 4

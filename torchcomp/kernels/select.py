@@ -1,8 +1,7 @@
-"""Exact selection of the k entries of largest magnitude.
+"""Exact selection of the k entries of largest magnitude, by the same rule in every form.
 
-NaN and infinities rank equal, and above every finite number. Among equal magnitudes the lowest
-index wins. The result is therefore the same on every machine and in every form. Plain torch and
-NumPy are the reference, :mod:`.select_numba` is for the CPU and :mod:`.selection_triton` for CUDA.
+NaN and infinities rank equal, and above every finite number. Of equal magnitudes, the lowest index
+wins. :mod:`.select_numba` is for the CPU and :mod:`.selection_triton` for CUDA.
 """
 
 from collections.abc import Sequence

@@ -1,17 +1,8 @@
 """Exact selection in Numba, for the CPU. It takes little more than one pass over the memory.
 
-A selection
-
-1. guesses a lower bound of the k-th largest magnitude, from the last selection or from a sample;
-2. collects the candidates in one pass: the entries whose magnitude is not below the guess. The pass
-   splits the vector into chunks, and adds the summands if there are any;
-3. finds the k-th largest magnitude among the candidates, with NumPy;
-4. writes the candidates above that magnitude and, from the lowest index on, those equal to it.
-
-If a guess from the last selection gives too few or too many candidates, the next guess comes from a
-sample. If that fails as well, all entries are candidates. The guess affects only the
-speed, never the result.
-
+The pass adds the summands, and collects as candidates the entries above a lower bound of the k-th
+largest magnitude. NumPy finds the k-th largest candidate. The bound comes from the last selection
+or from a sample. If both fail, all entries are candidates: a bound never changes the result.
 Magnitudes are compared by their bits, which have the same order. NaN counts as infinity.
 """
 
@@ -71,21 +62,11 @@ SUMS = (
 class Candidates:
     """The candidates of a vector, and the bound for collecting the next ones.
 
-    The bound affects only the speed: any vector of the length and dtype can come next. Only one
-    thread can use an instance at a time.
-
-    Attributes:
-        n: length of the vector.
-        k: number of entries to select, 0 < k < n.
-        dtype: dtype of the vector, any of fp16, bf16, fp32 and fp64.
-        ends: offsets of the chunks: chunk i spans ``ends[i]`` to ``ends[i + 1]``.
-        keys: magnitudes of the candidates as bits, one row per chunk.
-        positions: positions of the candidates in their chunk, shaped like `keys`.
-        every: room for the magnitudes of all candidates, one row after another.
-        counts: number of candidates of each chunk; -1 if its row was too short.
-        limits: a mask of all bits except the sign, and the bits of infinity.
-        lowest: bits of the bound for the next selection; None at the start.
-        spare: number of excess candidates that the bound aims at, in units of k.
+    Only one thread can use an instance at a time. Chunk i spans ``ends[i]`` to ``ends[i + 1]``.
+    `keys` and `positions` have a row for each chunk: the magnitudes of its candidates as bits, and
+    their positions in the chunk. `counts` has their number; -1 if the row was too short. `lowest`
+    is the bound for the next selection, and `spare` the excess candidates that it aims at, in units
+    of k.
     """
 
     def __init__(self, n: int, k: int, dtype: torch.dtype) -> None:
@@ -144,10 +125,7 @@ class Candidates:
     def _choose(
         self, every: Array, keys: Array, positions: Array, counts: Array
     ) -> tuple[int, Tensor]:
-        """Return the bits of the k-th largest magnitude, and the indices of the k largest.
-
-        `every` has all keys, one row after another. Their order changes.
-        """
+        """Return the bits of the k-th largest of `every`, which it sorts, and the indices."""
         rank = every.size - self.k
         every.partition(rank)
         threshold = every[rank]
@@ -156,11 +134,7 @@ class Candidates:
         return int(threshold), chosen
 
     def _collect(self, summands: tuple[Any, ...], bits: Array, bound: int) -> int:
-        """Collect the entries of magnitude `bound` or more, and return their number.
-
-        Return -1 if they do not fit into the rows. `summands` are three arrays, of which the last
-        receives the sum; or None three times.
-        """
+        """Collect the entries of magnitude `bound` or more; return how many, -1 for too many."""
         task = *summands, bits, bits.dtype.type(bound), *self.limits
         rows = self.ends, self.keys, self.positions, self.counts
         if self.counts.size == 1:
@@ -186,10 +160,7 @@ class Candidates:
         return int(np.partition(keys, count - rank)[count - rank])
 
     def _lower(self, threshold: int, bound: int, spare: int) -> None:
-        """Set the bound for the next selection below this one's threshold.
-
-        If the vector does not change, ``self.spare * k`` excess entries will pass the new bound.
-        """
+        """Set the next bound, for ``self.spare * k`` excess entries; `spare` passed `bound`."""
         # The number of entries is assumed to grow exponentially with the bits below the threshold,
         # as for a power law.
         octave = 1 << self.mantissa
@@ -209,10 +180,7 @@ class Candidates:
 
 
 def _number(value: Any) -> Any:
-    """Return a summand. bfloat16 comes as 16-bit integers: they are the high half of a float32.
-
-    Only compiled functions can call this: :func:`_choose_number` provides the implementation.
-    """
+    """Return a summand; bfloat16 comes as 16-bit integers. For compiled functions only."""
     raise NotImplementedError
 
 
@@ -259,11 +227,7 @@ _passing: Any = intrinsic(_make_passing)
 
 @kernel()
 def _collect(g, e, x, bits, bound, mask, infinity, ends, keys, positions, counts, chunk):
-    """Collect the entries of a chunk with magnitude `bound` (at most infinity) or more.
-
-    If `g` and `e` are not None, first write their sum to `x`, which has the memory of `bits`.
-    :class:`Candidates` describes the other arguments.
-    """
+    """Collect a chunk's entries of magnitude `bound` or more, after ``x = g + e`` if these exist."""
     key, position, begin, end = keys[chunk], positions[chunk], ends[chunk], ends[chunk + 1]
     count = 0
     for start in range(begin, end, _BLOCK):

@@ -1,7 +1,6 @@
 """Selecting: the entries of largest magnitude of the segments of a vector in Triton, for CUDA.
 
-Prepared once, with 8 launches in the first step and 7 in others. The kernels are in
-:mod:`.selection_triton`.
+8 launches in the first step and 7 in others, of kernels of :mod:`.selection_triton`.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -161,10 +160,7 @@ class Owners(Protocol):
 
 
 class Search(Selecting):
-    """The search for the entries that several owners keep together.
-
-    The arguments are those of :class:`torchcomp.routes.digits.DigitSearch`.
-    """
+    """The search for the entries that owners keep together; see :mod:`torchcomp.routes.digits`."""
 
     shared = True
 
@@ -194,10 +190,7 @@ class Search(Selecting):
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`torchcomp.routes.digits.DigitSearch` does.
-
-        In the indices, each vector has as many places as this owner can keep entries of it.
-        """
+        """Do as :class:`torchcomp.routes.digits.DigitSearch` does."""
         numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
         self._outcome = numbers, after
         return self._run(g, e, x, None, before), numbers

@@ -1,32 +1,21 @@
-"""Kernels that select entries and write their message. :mod:`.sparse_triton` launches them.
+"""Kernels that select entries and write their index code.
 
 For each segment:
 
 1. `collect`: one pass adds the summands, stores the sum, and collects as *candidates* the entries
-   whose magnitude reaches a bound. The bound is the last step's threshold, lowered by a margin.
-   Without a last step, it comes from a sample (`sample`).
+   whose magnitude reaches a bound: the last step's threshold, lowered by a margin. Without a last
+   step, the bound comes from a sample (`sample`).
 2. `count_digits`, four times: a radix search finds the k-th largest magnitude among the
    candidates. Each launch counts the next digit of the magnitudes' bits. The next one chooses it.
-3. `tally`: every block of the segment counts its candidates above the k-th largest magnitude and
-   those equal to it. It sets the bytes of the index code in the frame to zero.
+3. `tally`: every block counts its candidates above the k-th largest magnitude and those equal to
+   it. It sets the bytes of the index code in the frame to zero.
 4. `write`: the counts of the blocks before it tell a block where its entries are in the message,
    and how many equal ones it keeps. It writes their indices and sets their bits in the index code.
-5. `fill` of :mod:`.coding_triton` encodes the values at these indices, writes them to the frame,
-   and subtracts them.
 
-Owners of shards can select together, each from its own part of the segments. The counts of steps 1
-and 2 are then added up over them. After step 3, `share` of :mod:`.selecting_triton` tells each how
-many of the equal magnitudes it keeps. The k of a segment is that of all owners.
-
-If the bound was too high, there are fewer than k candidates. If it was far too low, they do not fit
-into their memory. Steps 2 to 4 then read the whole segment instead. The device decides this from
-the number of candidates. The result does not depend on the bound.
-
-Every counter is zero before the first step: `write` zeroes what the others have counted.
-
-Bytes moved per entry of a float32 vector: step 1 reads two summands and writes their sum, 12 in
-total, and writes 8 per candidate. Steps 2 to 4 read 28 per candidate and write 8 per selected
-entry. With 1 % selected and 1.4 candidates for each, this is 12.6, or 1.05 times the sum alone.
+If the bound was too high or far too low, the device sees that by the number of candidates, and
+steps 2 to 4 read the whole segment: the bound never changes the result. Owners of shards can select
+together: they add up the counts of steps 1 and 2, and `share` of :mod:`.selecting_triton` tells
+each how many equal ones it keeps. `write` zeroes every counter for the next step.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -73,12 +62,7 @@ def collect(
     g, e, x, work, bound, table, rows, margins, found, blocks, groups,
     ADD: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Add, store and collect.
-
-    `work` has a key and a position for each candidate, side by side. `blocks` has for each block
-    where its candidates begin, how many they are, how many of them are above the threshold, and how
-    many are equal to it. `groups` has sums of the last two over GROUPED blocks.
-    """
+    """Add, store and collect."""
     program = tl.program_id(0)
     row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
     segment, capacity, k = column(row, col.SEGMENT), column(row, col.CAPACITY), column(row, col.K)
@@ -119,10 +103,7 @@ def collect(
 
 @kernel()
 def entries(row, found, summed):
-    """Return whether to read the whole segment, and the number of entries to look at.
-
-    `summed` has the numbers of candidates of all owners, and `found` those of this one.
-    """
+    """Return whether to read the whole segment, and the number of entries to look at."""
     count = tl.load(found + column(row, col.SEGMENT))
     few = tl.load(summed + column(row, col.SEGMENT)) < column(row, col.K)
     whole = few | (count > column(row, col.CAPACITY))
@@ -131,10 +112,7 @@ def entries(row, found, summed):
 
 @kernel()
 def keys_from(row, x, work, first, stop, whole, SIZE: tl.constexpr):
-    """Return SIZE positions from `first` on, which of them are below `stop`, and their magnitudes.
-
-    They are positions in the whole segment, or in its list of candidates.
-    """
+    """Return SIZE positions from `first` on, which are below `stop`, and their magnitudes."""
     at = first + tl.arange(0, SIZE)
     value = tl.load(
         x + (column(row, col.START) + at), mask=at < tl.where(whole, stop, 0), other=0.0
@@ -149,11 +127,7 @@ def keys_from(row, x, work, first, stop, whole, SIZE: tl.constexpr):
 
 @kernel()
 def chosen(row, rows, counts, state, DONE: tl.constexpr, BINS: tl.constexpr):
-    """Return the digits of the k-th largest magnitude that DONE rounds have found.
-
-    Also return its rank among the magnitudes with these digits. State 2 i and 2 i + 1 are both
-    results after i rounds.
-    """
+    """Return the digits of the k-th largest magnitude that DONE rounds have found."""
     prefix, rank = 0, column(row, col.K)
     if DONE > 0:
         segment = column(row, col.SEGMENT)
@@ -220,12 +194,7 @@ def tally(
     SHARED: tl.constexpr, FRAME: tl.constexpr, DONE: tl.constexpr, BLOCK: tl.constexpr,
     CHUNK: tl.constexpr, BINS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Count a block's entries above and equal to the k-th largest magnitude.
-
-    The first block writes this magnitude, its rank among equal ones, and whether the whole segment
-    is read to `result`; and to `bound` what the next step starts from. If SHARED, `share` does
-    that, and `pairs` gets the sums of both counts for each segment.
-    """
+    """Count a block's entries above and equal to the k-th largest magnitude."""
     program = tl.program_id(0)
     row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
     block = program - column(row, col.BLOCK_PROGRAM)
@@ -269,10 +238,7 @@ def tally(
 
 @kernel("rows")
 def follow(row, rows, bound, found, threshold):
-    """Set the bound of the next step.
-
-    It follows the candidates: a wider margin if there were hardly enough of them.
-    """
+    """Set the bound of the next step."""
     segment, k = column(row, col.SEGMENT), column(row, col.K)
     excess, margin = tl.load(found + segment) - k, tl.load(bound + rows + segment)
     change = tl.where(excess > k // 2, -(margin >> 3), tl.where(excess < k // 4, margin >> 3, 0))
@@ -300,10 +266,7 @@ def write(
     FRAME: tl.constexpr, DONE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, GROUPED: tl.constexpr,
 ):  # fmt: skip
-    """Write the indices of the entries that a block keeps, in ascending order, and their code.
-
-    Of equal magnitudes, those of the lowest blocks are kept until the k are complete.
-    """
+    """Write the indices of the entries that a block keeps, in ascending order, and their code."""
     program = tl.program_id(0)
     row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
     segment, block = column(row, col.SEGMENT), program - column(row, col.BLOCK_PROGRAM)

@@ -1,15 +1,7 @@
 """Kernels of sparse messages: select entries of a tensor, encode them, subtract and add them.
 
-A message with k of n entries consists of these fields:
-
-1. the values, in ascending order of their index, in a format of :mod:`.quantize`;
-2. the Elias-Fano code of the indices.
-
-The fields have the lengths of their layout, which ``Frames.unpack`` checks.
-
-All segments of a tensor are handled at once. Kernels are chosen once: :func:`kernels_for` returns
-those for a device. An instance also has the workspaces of its tensor, so only one thread can use it
-at a time.
+A message with k of n entries has the values, in ascending order of their index and in a format of
+:mod:`.quantize`, and the Elias-Fano code of the indices.
 """
 
 from collections.abc import Sequence
@@ -51,24 +43,12 @@ class Sparse:
         self._on_host = host.can_read(torch.empty(0, device=vectors.device))
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the indices of the k largest magnitudes of each segment.
-
-        Args:
-            x: 1-D, fp16, bf16, fp32 or fp64.
-
-        Returns:
-            1-D int64, within `x`: those of the first segment, of the second, and so on. Ascending
-            in each of them.
-        """
+        """Return the indices of the k largest magnitudes of each segment, ascending in each."""
         largest = select.largest if self._on_host else select.largest_static
         return largest(x, self.segments)
 
     def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
-        """Compute ``torch.add(g, e, out=out)`` and :meth:`select` of `out`, at once if possible.
-
-        All three tensors are 1-D with equal length, and their dtypes can differ. `out` must not
-        share memory with `g` or `e`.
-        """
+        """Write ``g + e`` to `out`, in other memory, and :meth:`select` from it."""
         torch.add(g, e, out=out)
         return self.select(out)
 
@@ -86,10 +66,7 @@ class Sparse:
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
     ) -> tuple[Sequence[Parts], Tensor]:
-        """Encode ``g + e``, and write to `rest` what the message does not contain.
-
-        NaN and infinities stay in `rest`. It must not share memory with `g` or `e`.
-        """
+        """Encode ``g + e``, and write to `rest` what the message lacks; also return the indices."""
         index = self.add_and_select(g, e, rest)
         parts = self.encode(rest, index, noise)
         self.subtract(index, parts, rest)
@@ -98,10 +75,7 @@ class Sparse:
     def subtract(
         self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
     ) -> None:
-        """Subtract `weight` times a message, with these indices, from `x`, where it is finite.
-
-        That leaves out every entry of a quantized block that a NaN or an infinity has made NaN.
-        """
+        """Subtract `weight` times a message, with these indices, from `x`, where it is finite."""
         values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
         # Replace instead of masking: a boolean index would make the host wait for an accelerator.
         values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)

@@ -157,10 +157,7 @@ def _subtract_entries(x: Tensor, index: Tensor, parts: Parts, weight: float) -> 
 def _accumulate_entries(
     messages: Sequence[Sequence[Parts]], at: int, k: int, low: int, out: Tensor, weight: float
 ) -> bool:
-    """Add `weight` times one segment of each message. Return False if a code is damaged.
-
-    Then any entries can have been added.
-    """
+    """Add one segment of each message. Return False, with anything added, if a code is damaged."""
     n, count, kept = out.numel(), len(messages), []
     # Addresses of each message's scales, values and code. Numba compiles a kernel per signature:
     # a table of addresses has the same type for any number of messages. Copying the messages with

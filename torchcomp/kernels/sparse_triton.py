@@ -1,10 +1,7 @@
 """Sparse messages of the segments of a vector in Triton, for CUDA; prepared once.
 
-The number of launches does not grow with the number of segments or messages: 8 select, encode and
-subtract, and 3 decode and average the messages of all ranks. Shapes are static, the host never
-waits, and nothing is copied to the device after the preparation. Results equal those of plain torch
-bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton` and
-:mod:`.decoding_triton`.
+8 launches select, encode and subtract, and 3 decode and average, for any number of segments and
+messages. Shapes are static, and the host never waits. Results equal plain torch bit for bit.
 """
 
 from collections.abc import Sequence
@@ -35,17 +32,8 @@ DTYPES = tuple(TYPES)
 class SparseTriton:
     """Sparse messages of the segments of a vector. Workspaces are for one stream at a time.
 
-    A message is a run of bytes, 1-D uint8, that begins at a multiple of 4 bytes. It has the fields
-    of each segment: its values, then the code of its indices.
-
-    Args:
-        segments: disjoint parts of the vector, in ascending order.
-        numel: number of elements of the vector, below LIMIT.
-        fmt: format of the values; see :mod:`.quantize`. None sends values of `dtype`.
-        dtype: values are first rounded to this one of DTYPES.
-        device: device of the vector. Only the stream that is current now may use it.
-        offsets: for each segment, the byte of a message at which its fields begin. By default they
-            follow each other from 0 on.
+    A message is 1-D uint8, and begins at a multiple of 4 bytes. `offsets` has the byte of a message
+    at which the fields of each segment begin. By default they follow each other from 0 on.
     """
 
     def __init__(
@@ -123,10 +111,7 @@ class SparseTriton:
     # --- Decoding ---------------------------------------------------------------------------------
 
     def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`.
-
-        If an index code is damaged, all of `out` becomes NaN.
-        """
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         bits, tiles = self._table.programs["bit"], self._table.programs["tile"]
         if not tiles:
             return

@@ -72,10 +72,7 @@ def column(row, which: tl.constexpr):
 
 @kernel("rows")
 def row_of(program, table, rows, WIDTH: tl.constexpr):
-    """Return a pointer to the row of the segment that a program works on, by binary search.
-
-    The first column of a table has each segment's first program.
-    """
+    """Return the row of the segment of a program; the first column has the first programs."""
     below, above = 0, rows
     while above - below > 1:
         middle = (below + above) // 2

@@ -1,7 +1,6 @@
 """What the Triton kernels share. Import it only with Triton installed.
 
-The kernels run on CPU tensors as well, in Triton's interpreter, if the environment sets
-``TRITON_INTERPRET=1`` before the first import.
+With ``TRITON_INTERPRET=1`` before the first import, they run on CPU tensors, interpreted.
 """
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
@@ -23,12 +22,7 @@ EXACT = {"enable_fp_fusion": False}
 
 
 def kernel(*general: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function with ``triton.jit``.
-
-    Args:
-        general: names of integer arguments. Triton would compile one form for each of: the value 1,
-            multiples of 16, and the others. For these arguments, one form serves them all.
-    """
+    """Compile a function with ``triton.jit``, once for all values of the integers `general`."""
     return lambda function: triton.jit(function, do_not_specialize=general)
 
 
@@ -88,10 +82,7 @@ def within(x, largest):
 
 @kernel()
 def narrowed(x, source: tl.constexpr, dtype: tl.constexpr):
-    """Convert float32 values of dtype `source` as :func:`torchcomp.kernels.cast.narrow` does.
-
-    The result is in float32, with values of `dtype`.
-    """
+    """Convert float32 values of dtype `source` as :func:`.cast.narrow` does, in float32."""
     if source != dtype:
         x = number(rounded(clamped(x, source, dtype), dtype))
     return x

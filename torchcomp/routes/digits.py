@@ -1,12 +1,9 @@
 """Digits: the search for the k largest entries of all owners, decided on an accelerator.
 
 The host never waits, because the number of rounds is fixed. In each, the owners add up histograms
-of the next digit of their magnitudes' bits, among those with the digits that are decided. At the
-end, they all-gather how many of their magnitudes are above and equal to the threshold. Ties go to
-the lowest rank, and within a rank to the lowest index.
-
-This is plain torch. With Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs. Both send
-the same messages.
+of the next digit of those magnitudes' bits whose first digits are decided. At the end, they
+all-gather how many are above and equal to the threshold. Ties go to the lowest rank and index. With
+Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs, and sends the same messages.
 """
 
 from collections.abc import Sequence
@@ -21,10 +18,7 @@ from torchcomp.routes.threshold import order_bits
 
 
 class DigitSearch:
-    """The search for the entries of a bucket's downlink.
-
-    The arguments are those of :class:`torchcomp.kernels.selecting_triton.Search`.
-    """
+    """The search for the entries of a bucket's downlink."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """Exact selections: the entries of a whole bucket, with any number of them in a shard.
 
-Messages then have other lengths in every step, and a collective needs lengths on the host. So the
-host waits for the counts of entries: once for the uplink, and once more if the downlink is selected
-as well, since its entries depend on the mean of what arrived. Its messages could be padded to the
-most that an owner can send, but that is as much as all owners together send.
+A collective needs the lengths of messages, so the host waits for the counts of entries in every
+step: once for the uplink, and once for a downlink. Padding to the most that an owner can send would
+send as much as all owners together.
 """
 
 from collections.abc import Sequence
@@ -117,19 +116,10 @@ class ExactDownlink:
 
 
 class Messages:
-    """Messages of counted entries in plain torch or, on a CPU, in Numba.
+    """Messages of counted entries in plain torch or, on a CPU, in Numba: a frame for each owner.
 
-    Args:
-        direction: how entries are encoded.
-        sends: the owners of the shards from which this rank sends entries, a frame for each.
-        reads: the owners of the shards of which this rank receives entries, likewise.
-        bucket: the bucket.
-
-    Attributes:
-        search: the class of the search for entries on an accelerator.
-        outgoing: the frames that this rank sends.
-        sizes: their sizes in bytes.
-        arriving: the sizes of the frames that it receives.
+    `sends` and `reads` are the owners of the shards from which this rank sends and receives
+    entries. `sizes` and `arriving` are the bytes of those frames.
     """
 
     search = DigitSearch
@@ -184,10 +174,7 @@ class Messages:
         self._written.subtract(self._message, x, key, weight)
 
     def mean(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
-        """Check received frames, and write the sum of their messages, in order, to `out`.
-
-        It is divided by `divisor`.
-        """
+        """Check received frames, and write their sum, divided by `divisor`, to `out`."""
         rows, exchange = received.view(1, -1), self._exchange
         exchange.check(self._read.frames, rows, range(exchange.world_size))
         self._read.mean_of(rows, out, key, divisor)

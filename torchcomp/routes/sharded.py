@@ -1,14 +1,10 @@
 """ShardedRoute: send entries to the rank that owns their shard of a bucket, and send back the mean.
 
-Every rank owns one shard, a contiguous part of the bucket, and is its parameter server. A step is
-straight-line code:
-
 1. up:   all-to-all; every rank sends each owner the entries in that owner's shard
 2. own:  the owner averages them in rank order and adds its server residual, if there is one
 3. down: all-gather; the owners send their downlink messages to all ranks
 
-The traffic of a rank does not grow with the number of ranks. If shards are compressed separately,
-messages have fixed sizes. A selection from the whole bucket is in :mod:`.exact`.
+The traffic of a rank does not grow with the number of ranks.
 """
 
 import torch

@@ -1,8 +1,7 @@
 """Bytes of a sharded exchange, computed without listing its owners.
 
-Most shards lie inside one vector of the bucket, and their lengths differ by at most 1. They are
-counted together. Only shards with parts of several vectors are looked at one by one. The cost of
-a computation therefore depends on the number of vectors, and not on the number of ranks.
+Most shards lie inside one vector, and their lengths differ by at most 1: they are counted together.
+The cost of a computation depends on the number of vectors, and not on the number of ranks.
 """
 
 import math
@@ -76,10 +75,7 @@ def _pieces_of(direction: Direction, owners: range) -> int:
 
 
 def _frame(direction: Direction, shard: Pieces) -> Fraction:
-    """Return the bytes of a shard's frame. If `exact`, assume an even spread of the entries.
-
-    A piece that expects less than one entry counts as one entry in that share of the steps.
-    """
+    """Return the expected bytes of a shard's frame; if `exact`, for evenly spread entries."""
     nbytes, steps = Fraction(0), Fraction(0)
     for vector, size in shard:
         encoder, share = direction.compressor, Fraction(1)

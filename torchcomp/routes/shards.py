@@ -32,10 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Direction:
-    """How one bucket's shards are encoded for the uplink or the downlink.
-
-    Everything here depends only on the bucket's shape, so it is computed once per shape.
-    """
+    """How a bucket's shards are encoded for the uplink or the downlink; computed once."""
 
     role: str  # "up" or "down"; part of the key, so that the two draw different random numbers
     compressor: Compressor

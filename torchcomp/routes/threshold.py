@@ -1,15 +1,10 @@
 """Threshold: distributed selection of the k largest entries of vectors, by histograms.
 
-Each rank has a part of a vector. It contributes the candidates of its part, as integers with the
-order of the magnitudes.
-
-1. The ranks all-gather histograms of an interval that contains the k-th largest candidate.
-2. They narrow the interval to the bin of the k-th largest, and repeat from 1.
-3. When few candidates are left in the interval, the ranks all-gather those.
-
-The first histogram covers a window around the previous step's threshold, if there is one. A good
-guess takes two collectives, so CPUs do not use the six of :mod:`.digits`. Ties go to the lowest
-rank, and within a rank to the lowest index: the result is the same as on one rank.
+Each rank contributes the candidates of its part, as integers with the order of the magnitudes. The
+ranks all-gather histograms of an interval that contains the k-th largest, narrow it to one bin, and
+repeat until few candidates are left, which they all-gather. The first histogram covers a window
+around the previous step's threshold. A good guess takes two collectives, so CPUs do not use the six
+of :mod:`.digits`. Ties go to the lowest rank and index: the result is the same as on one rank.
 """
 
 from collections.abc import Iterable, Sequence
@@ -77,12 +72,7 @@ class Search:
         return torch.from_numpy(counts.astype(np.int32))
 
     def narrow(self, histograms: Tensor, rank: int) -> None:
-        """Narrow the interval to the bin of the k-th largest.
-
-        Args:
-            histograms: (world_size, bins), the histograms of all ranks.
-            rank: this rank.
-        """
+        """Narrow the interval to the bin of the k-th largest, from the histograms of all ranks."""
         counts = histograms.numpy()
         at_least = self.above.sum() + counts.sum(0)[::-1].cumsum()[::-1]
         found = int((at_least[1:] >= self._k).sum())
@@ -112,21 +102,14 @@ class Search:
         self._divide(self.low, max(0, (-(-width // self.bins) - 1).bit_length()))
 
     def _divide(self, start: int, shift: int) -> None:
-        """Divide the interval at multiples of 2^shift from `start`.
-
-        The first and the last bin go to the ends of the interval. A bad guess therefore costs
-        rounds, but never changes the result.
-        """
+        """Divide the interval at multiples of 2^shift from `start`, of which any will do."""
         edges = start + np.minimum(np.arange(self.bins + 1) << shift, self._high - start)
         edges[0], edges[-1] = self.low, self._high
         self._edges = edges.astype(self.candidates.dtype)
 
 
 def find_largest(exchange: Exchange, searches: Sequence[Search]) -> None:
-    """End the searches of all ranks, which are for the same vectors in the same order.
-
-    They share the messages, to save latency.
-    """
+    """End the searches for the same vectors on all ranks. They share messages, to save latency."""
     while wide := [search for search in searches if search.wide]:
         rows = exchange.all_gather_rows(torch.cat([search.histogram() for search in wide]))
         for search, columns in zip(wide, torch.split(rows, [s.bins for s in wide], 1), strict=True):
@@ -156,16 +139,9 @@ class HostSearch:
     ) -> tuple[Tensor, Tensor]:
         """Write ``g + e`` to `x`, and select from the whole bucket, together with all owners.
 
-        Args:
-            g: this owner's shard of the mean.
-            e: its server residual.
-            x: receives the sum.
-            before: the threshold of each vector in the last step, or 0.
-            after: receives those of this step, or 0 if no others were needed to find it.
-
-        Returns:
-            The indices of this owner's entries in `x`, and the number of entries in each piece of
-            all shards.
+        `before` has the threshold of each vector in the last step, and `after` receives those of
+        this one; 0 for none. Return the indices of this owner's entries in `x`, and the number of
+        entries in each piece of all shards.
         """
         down, rank = self._down, self._exchange.rank
         index = torch.empty(0, dtype=torch.int64)  # a shard can be empty

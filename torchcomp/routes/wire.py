@@ -100,10 +100,7 @@ def counted_signature(base: int, counts: Iterable[int]) -> int:
 
 
 def checksum(words: Tensor) -> Tensor:
-    """Return the sum of (2 i + 1) w[i] modulo 2^64 over the last dimension of `words` (int64).
-
-    The weights are odd, so every change of a single word changes the sum.
-    """
+    """Return the sum of (2 i + 1) w[i] modulo 2^64 over the last dimension of `words` (int64)."""
     # int64 wraps around silently, which is correct modulo 2^64.
     weights = torch.arange(1, 2 * words.shape[-1], 2, device=words.device)
     return (words * weights).sum(-1)
@@ -112,20 +109,9 @@ def checksum(words: Tensor) -> Tensor:
 class Frames:
     """The frames of some messages, one after another: all that is the same in every step.
 
-    A message is the concatenation of the messages of its vectors. An empty message has no frame.
-
-    Args:
-        layouts: the fields of each vector.
-        device: device of the frames.
-        checksum: whether frames contain the checksum of their message.
-        counts: number of vectors in each message. By default, each vector has its own.
-        signatures: of each message, if they are not those of the layouts.
-
-    Attributes:
-        lengths: size of each message in bytes.
-        sizes: size of each frame in bytes; 0 if its message is empty.
-        nbytes: size of all frames in bytes.
-        on_host: whether the host can read frames without waiting for an accelerator.
+    A message is the concatenation of the messages of its vectors, of which `layouts` has the fields
+    and `counts` the number in each message; by default one. An empty message has no frame.
+    `signatures` are used if they are not those of the layouts. `sizes` are the bytes of the frames.
     """
 
     def __init__(
@@ -184,17 +170,11 @@ class Frames:
     # --- Sending ---
 
     def outgoing(self) -> Tensor:
-        """Return the memory of the frames to send, the same in every step.
-
-        1-D uint8, aligned to 8 bytes. Padding and headers are written, without a checksum.
-        """
+        """Return the memory of the frames to send, with headers: the same in every step."""
         return self._outgoing
 
     def fields(self) -> list[Parts] | None:
-        """Return where the fields of each vector lie in :meth:`outgoing`; None if one is unaligned.
-
-        What is written there need not be copied: :meth:`pack` recognises these very tensors.
-        """
+        """Return where the fields of each vector lie in :meth:`outgoing`, if all are aligned."""
         return self._fields if self._aligned else None
 
     def pack(self, messages: Sequence[Parts]) -> Tensor:
@@ -219,10 +199,7 @@ class Frames:
 
     @property
     def placed(self) -> Sequence[Parts]:
-        """What a compressor returns that has written the fields in :meth:`outgoing` itself.
-
-        :meth:`pack` recognises these very tensors. They are bytes where a field is not aligned.
-        """
+        """What a compressor returns that has written the fields in :meth:`outgoing` itself."""
         return self._fields
 
     def seal(self, memory: Tensor) -> None:
