@@ -227,7 +227,7 @@ _passing: Any = intrinsic(_make_passing)
 
 @kernel()
 def _collect(g, e, x, bits, bound, mask, infinity, ends, keys, positions, counts, chunk):
-    """Collect a chunk's entries of magnitude `bound` or more, after ``x = g + e`` if these exist."""
+    """Collect a chunk's entries of magnitude `bound` or more, after ``x = g + e``, if any."""
     key, position, begin, end = keys[chunk], positions[chunk], ends[chunk], ends[chunk + 1]
     count = 0
     for start in range(begin, end, _BLOCK):
