@@ -138,6 +138,23 @@ def test_sums(form, n, gradient, residual):
 # --- Workspaces -----------------------------------------------------------------------------------
 
 
+def drift(n, steps):
+    """Yield gradients and residuals as in training with error feedback."""
+    e, out = torch.zeros(n), torch.empty(n)
+    for step in range(steps):
+        g = normal(n, seed=step) * 3.0 ** (step // 2)
+        yield g, e, out
+        e = out.clone()
+        e[sorted_out(out, n // 100)] = 0.0
+
+
+@pytest.mark.parametrize("n", [1000, 20_000, 140_003])
+def test_step_after_step(form, n):
+    kernels = sparse_kernels((0, n, n // 100))
+    for g, e, out in drift(n, 8):
+        assert torch.equal(kernels.add_and_select(g, e, out), sorted_out(g + e, n // 100))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bound", ["zero", "denormal", "median", "infinity", "nan"])
 @pytest.mark.parametrize("n", [20_000, 140_003])

@@ -140,7 +140,7 @@ LAUNCHES = {
 }
 
 
-PARTS = {"table", "fields", "selection", "coding", "decoding", "adding", "selecting", "frames"}
+PARTS = {"table", "fields", "selection", "coding", "decoding", "selecting", "frames"}
 """What others launch; and `frames`, which has no kernel of its own."""
 
 

@@ -102,7 +102,7 @@ def fill(
 
 @kernel()
 def less(x, value, weight, dtype: tl.constexpr):
-    """Return ``x - weight * value`` in `dtype`, each step rounded; `x` if the value is not finite."""
+    """Return ``x - weight * value`` in `dtype`, each step rounded; `x` if `value` is not finite."""
     value = number(rounded(value, dtype))
     finite = tl.abs(value) < float("inf")  # not true for NaN
     product = number(rounded(tl.where(finite, value, 0.0) * weight, dtype))
