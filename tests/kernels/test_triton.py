@@ -122,8 +122,7 @@ def launch_elementwise(form, dtype, n):
 
 
 def launch_swap(form, dtype, n):
-    form._swaps.clear()
-    form._fills.clear()
+    form._launch_of.cache_clear()
     condition = empty(dtype=torch.bool)
     form.swap_where(condition, empty(n, dtype=dtype), empty(n, dtype=dtype))
     form.fill_where(condition, empty(n, dtype=dtype), 0.0)

@@ -8,6 +8,7 @@ write and read the messages. The host waits for the lengths of the frames, for t
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -21,7 +22,7 @@ from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.selecting_triton import Owners, Search
+from torchcomp.kernels.selecting_triton import Search
 from torchcomp.kernels.sparse_triton import DTYPES, LIMIT, adding_up, filling, subtraction
 from torchcomp.kernels.table_triton import SIZES, Table, step_of
 from torchcomp.kernels.triton_jit import kernel
@@ -60,7 +61,7 @@ class Counted:
         messages: int,
         densest: float,
         dtype: torch.dtype,
-        exchange: Owners,
+        exchange: Any,
         device: torch.device,
         spaced: bool,
     ) -> None:

@@ -22,14 +22,6 @@ Array = NDArray[Any]
 trailing_zeros: Any = numbers.trailing_zeros
 """Zeros below the lowest set bit of a word."""
 
-_USUAL = 32
-"""Typical number of set bits in a 64-bit word of the high part. It rarely exceeds two thirds."""
-
-# Four low parts of at most 14 bits are at most 56 bits. A group starts at any of the 8 bits of a
-# byte, so one 64-bit read covers it.
-_GROUP = 4
-_NARROW = 14
-
 
 def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
     """Write the code of 0 < k < n indices to `out`; False if they do not ascend within [0, n)."""
@@ -205,13 +197,6 @@ def decode_below(raw, k, low, end, word, rank, index):
         # A damaged code can have more set bits than entries.
         if after > room:
             return -1, word, rank
-        # Use a fixed number of iterations. The end of a loop that depends on the bits would be
-        # mispredicted for every word. The next words overwrite what this writes in excess.
-        if count + _USUAL <= room:
-            for i in range(np.uint64(count), np.uint64(count + _USUAL)):
-                index[i] = base + np.int64(trailing_zeros(bits))
-                bits &= bits - np.uint64(1)
-            count += _USUAL
         for i in range(count, after):
             index[np.uint64(i)] = base + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
@@ -226,17 +211,7 @@ def _add_low_parts(raw, low, first, index):
     """Turn the positions of bits in the high part into indices. `first` is the first one's rank."""
     # Bit (x_i div 2^l) + i is set for entry i, so x_i = ((position - i) << l) | low part.
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
-    groups = 0
-    if low <= _NARROW:
-        groups = min(index.size, (raw.size - 8) * 8 // low - first) // _GROUP
-    for group in range(groups):
-        bit = (first + _GROUP * group) * low
-        word = _whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
-        for j in range(_GROUP):
-            i = np.uint64(_GROUP * group + j)
-            part = (word >> np.uint64(j * low)) & mask
-            index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part
-    for rank in range(max(groups, 0) * _GROUP, index.size):
+    for rank in range(index.size):
         i, bit = np.uint64(rank), (first + rank) * low
         part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
         index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part

@@ -19,9 +19,10 @@ from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 from torch import Tensor
 
-from torchcomp.kernels import pool
+from torchcomp.kernels import pool, select
 from torchcomp.kernels.elias_fano_numba import ones, trailing_zeros
 from torchcomp.kernels.numba_jit import kernel
+from torchcomp.kernels.segments import Segment
 
 Array = NDArray[Any]
 
@@ -105,33 +106,19 @@ class Candidates:
             total = self._collect(summands, bits, bound)
             summands = None, None, None  # `x` now contains the sum, even if the guess was bad
             if total >= k:
-                rows = zip(self.keys, self.counts.tolist(), strict=True)
+                kept = zip(self.keys, self.counts.tolist(), strict=True)
                 every = self.every[:total]
-                np.concatenate([row[:count] for row, count in rows], out=every)
-                threshold, chosen = self._choose(every, self.keys, self.positions, self.counts)
-                self._lower(threshold, bound, total - k)
+                np.concatenate([row[:count] for row, count in kept], out=every)
+                every.partition(total - k)
+                threshold, chosen = every[total - k], torch.empty(k, dtype=torch.int64)
+                rows = self.keys, self.positions, self.ends, self.counts
+                _write(*rows, threshold, chosen.numpy())
+                self._lower(int(threshold), bound, total - k)
                 return chosen
             if total >= 0:  # too few candidates: the bound was too high, so aim lower next time
                 self.spare = min(2 * self.spare, _LOOSE)
-        # Both guesses failed. The whole vector is one row of candidates.
-        keys = np.minimum(bits & self.limits[0], self.limits[1])
-        positions = np.arange(self.n, dtype=np.uint32 if self.n < 1 << 32 else np.int64)
-        threshold, chosen = self._choose(
-            keys.copy(), keys[None], positions[None], np.array([self.n])
-        )
-        self._lower(threshold, threshold, 0)
-        return chosen
-
-    def _choose(
-        self, every: Array, keys: Array, positions: Array, counts: Array
-    ) -> tuple[int, Tensor]:
-        """Return the bits of the k-th largest of `every`, which it sorts, and the indices."""
-        rank = every.size - self.k
-        every.partition(rank)
-        threshold = every[rank]
-        chosen = torch.empty(self.k, dtype=torch.int64)
-        _write(keys, positions, self.ends, counts, threshold, chosen.numpy())
-        return int(threshold), chosen
+        self.lowest = None  # both guesses failed
+        return select.largest(x, [Segment(0, self.n, k)])
 
     def _collect(self, summands: tuple[Any, ...], bits: Array, bound: int) -> int:
         """Collect the entries of magnitude `bound` or more; return how many, -1 for too many."""

@@ -6,7 +6,7 @@
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -19,7 +19,6 @@ from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.kernels.table_triton import SIZES, Table, tabled
 from torchcomp.kernels.triton_jit import kernel
-from torchcomp.routes.wire import Frames
 
 _MARGIN = 1 << 20
 """First margin below the last threshold, in units of float32's last place: 6 to 12 %."""
@@ -143,22 +142,6 @@ class Selecting:
         return made
 
 
-class Owners(Protocol):
-    """The exchange of the ranks that own shards."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce(self, values: Tensor) -> None:
-        """Replace `values` with their sum over the owners."""
-
-    def all_gather_rows(self, message: Tensor) -> Tensor:
-        """Return every owner's `message`, a row for each."""
-
-    def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
-        """Check the headers of frames from these ranks."""
-
-
 class Search(Selecting):
     """The search for the entries that owners keep together; see :mod:`torchcomp.routes.digits`."""
 
@@ -170,7 +153,7 @@ class Search(Selecting):
         at: Sequence[int],
         sizes: Sequence[int],
         searched: Sequence[bool],
-        exchange: Owners,
+        exchange: Any,
         device: torch.device,
     ) -> None:
         # Whatever the format: nothing is written to frames here.

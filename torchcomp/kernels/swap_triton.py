@@ -2,7 +2,7 @@
 
 # mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
 
-from typing import Any
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -13,32 +13,23 @@ from torchcomp.kernels.triton_jit import kernel
 
 _BLOCK = 8192
 
-_Launches = dict[tuple[int, int], Launch]
-# By number of elements and device. A model has few buckets, so these stay small.
-_swaps: _Launches = {}
-_fills: _Launches = {}
-
 
 def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
     """Swap the values of `a` and `b`, as :func:`torchcomp.kernels.swap.swap_where` does."""
     if a.numel():
-        _launch_of(_swap, _swaps, a)(a, b, condition.view(1))
+        _launch_of("swap", a.numel(), a.get_device())(a, b, condition.view(1))
 
 
 def fill_where(condition: Tensor, x: Tensor, value: float) -> None:
     """Fill `x`, as :func:`torchcomp.kernels.swap.fill_where` does."""
     if x.numel():
-        _launch_of(_fill, _fills, x)(x, condition.view(1), value)
+        _launch_of("fill", x.numel(), x.get_device())(x, condition.view(1), value)
 
 
-def _launch_of(function: Any, launches: _Launches, x: Tensor) -> Launch:
-    """Return the launch of a kernel for tensors like `x`."""
-    key = n, _ = x.numel(), x.get_device()
-    launch = launches.get(key)
-    if launch is None:
-        grid = (triton.cdiv(n, _BLOCK),)
-        launch = launches[key] = Launch(function, grid, n, warps=8, BLOCK=_BLOCK)
-    return launch
+@cache  # a model has few buckets
+def _launch_of(kind: str, n: int, device: int) -> Launch:
+    kernel = _swap if kind == "swap" else _fill
+    return Launch(kernel, (triton.cdiv(n, _BLOCK),), n, warps=8, BLOCK=_BLOCK)
 
 
 @kernel("n")
