@@ -111,14 +111,6 @@ def test_a_large_k_is_rehearsed_as_well(monkeypatch):
     assert chosen == [1000]
 
 
-def test_only_cuda_looks_for_triton(monkeypatch):
-    modules = []
-    monkeypatch.setattr(backend.importlib, "import_module", modules.append)
-    find = backend.fast_form.__wrapped__
-    assert [find("select", device) for device in ("cpu", "cuda", "meta")] == [None] * 3
-    assert modules == [f"torchcomp.kernels.select_{form}" for form in ("numba", "triton")]
-
-
 # As many training scripts do to silence all ranks but one: a nested function, in a module `utils`.
 REPLACED_PRINT = """
 import builtins, logging, sys, types

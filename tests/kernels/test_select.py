@@ -6,12 +6,9 @@ import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
-import hypothesis.extra.numpy as arrays
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.kernels.forms import sparse_kernels, use_form
 from tests.support.cases import thorough
@@ -88,36 +85,6 @@ def test_among_equals_the_lowest_indices_win(form, n, value, dtype):
     assert torch.equal(largest(x, n // 3 + 1), torch.arange(n // 3 + 1))
 
 
-def test_a_vector_mostly_of_zeros(form):
-    x = torch.zeros(300_000)
-    x[::1000] = normal(300)
-    assert torch.equal(largest(x, 3000), sorted_out(x, 3000))
-
-
-def test_a_pattern_that_would_mislead_a_regular_sample(form):
-    x = normal(1 << 20) * 1e-3
-    x[:: (1 << 20) // (1 << 15)] = 1.0
-    for k in (100, 1 << 15, 1 << 16):
-        assert torch.equal(largest(x, k), sorted_out(x, k))
-
-
-numbers = st.sampled_from([0.0, -0.0, 1.0, -1.0, 2.0, np.inf, -np.inf, np.nan, 1e-45, 1e-40])
-floats = st.one_of(numbers, st.floats(width=32))
-
-
-@given(arrays.arrays(np.float32, st.integers(1, 200), elements=floats), st.data())
-def test_any_numbers(values, data):
-    x = torch.from_numpy(values)
-    k = data.draw(st.integers(0, x.numel()))
-    assert torch.equal(largest(x, k), sorted_out(x, k))
-
-
-@pytest.mark.parametrize("view", [lambda x: x[::2], lambda x: x.view(2, -1)[:, 3:][1]])
-def test_any_strides(form, view):
-    x = view(awkward(4000, torch.float32))
-    assert torch.equal(largest(x, 40), sorted_out(x, 40))
-
-
 # --- Sums -----------------------------------------------------------------------------------------
 
 
@@ -176,14 +143,6 @@ def _integer(dtype):
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
 
 
-@pytest.mark.parametrize("n", [70, 140_003])
-def test_one_workspace_for_different_dtypes(form, n):
-    kernels = sparse_kernels((0, n, n // 7))
-    for dtype in [torch.float32, torch.float64, torch.bfloat16] * 2:
-        x = awkward(n, dtype)
-        assert torch.equal(kernels.select(x), sorted_out(x, n // 7))
-
-
 SEGMENTS = ((0, 5000, 50), (5000, 0, 0), (5000, 9, 9), (5010, 140_003, 1400), (145_013, 30, 0))
 
 
@@ -211,16 +170,6 @@ def passes(monkeypatch):
     spy = lambda self, *task: (bounds.append(task[-1]), collect(self, *task))[1]  # noqa: E731
     monkeypatch.setattr(select_numba.Candidates, "_collect", spy)
     return bounds
-
-
-@pytest.mark.parametrize("n", [100_003, 140_003])
-def test_from_the_second_step_on_one_pass_is_enough(n, passes):
-    kernels = sparse_kernels((0, n, n // 100))
-    for seed in range(5):
-        del passes[:]
-        kernels.add_and_select(normal(n, seed=seed), torch.zeros(n), torch.empty(n))
-        assert len(passes) == 1
-    assert n // 100 <= kernels._candidates[0].counts.sum() < 1.6 * (n // 100)
 
 
 @pytest.mark.parametrize("n", [100_003, 140_003])
@@ -252,21 +201,6 @@ def test_in_steady_state_only_the_result_is_allocated():
     assert peak < 50_000  # less than a byte per entry of the vector
     assert kernels._candidates[0] is kept
     assert addresses == [array.ctypes.data for array in (kept.keys, kept.positions, kept.counts)]
-
-
-def test_threads_do_not_disturb_each_other(form):
-    n = 140_003
-    jobs = [(normal(n, seed=seed), n // (10 + seed)) for seed in range(4)]
-    expected = [sorted_out(x, k) for x, k in jobs]
-
-    def rank(job):
-        x, k = job
-        kernels = sparse_kernels((0, n, k))
-        return [kernels.select(x) for _ in range(10)]
-
-    with ThreadPoolExecutor(4) as ranks:
-        for results, wanted in zip(ranks.map(rank, jobs), expected, strict=True):
-            assert all(torch.equal(result, wanted) for result in results)
 
 
 # --- Pool -----------------------------------------------------------------------------------------

@@ -195,21 +195,3 @@ def test_what_a_sum_leaves_is_the_sum_without_the_message(device, fmt, dtypes):
         values = decoded(own, k, residual)
         total[at] -= values.where(values.isfinite(), 0.0)
     torch.testing.assert_close(rest.cpu(), total, rtol=0, atol=0, equal_nan=True)
-
-
-def test_messages_can_be_written_where_they_are_sent_from(device):
-    x = normal(6450).to(device)
-    kernels = sparse_kernels(*SEGMENTS, device=device)
-    index = kernels.select(x)
-    expected = kernels.encode(x, index, None)
-    fields = [tuple(torch.zeros_like(part) for part in own) for own in expected]
-    kernels.vectors.fields = fields
-    for own, known in zip(kernels.encode(x, index, None), expected, strict=True):
-        assert all(map(torch.equal, own, known))
-    single = sparse_kernels((0, 6450, 70))
-    single.vectors.fields = [(torch.zeros(70), torch.zeros(elias_fano.nbytes(6450, 70)).byte())]
-    ((values, code),) = single.encode(x.cpu(), single.select(x.cpu()), None)
-    single.vectors.fields = None
-    ((plain, plain_code),) = single.encode(x.cpu(), single.select(x.cpu()), None)
-    assert values.equal(plain)
-    assert code.equal(plain_code)
