@@ -7,8 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from torchcomp.engine.bucket import (
-    DEFAULT_CAPS,
-    MIB,
     Bucket,
     BucketShape,
     memory_order,
@@ -149,12 +147,6 @@ def test_groups_are_filled_in_reverse_order_up_to_their_cap(sizes, groups):
     assert partition(parameters(*sizes), (40, 80)) == groups
 
 
-def test_default_caps_are_those_of_ddp():
-    third = MIB // 12
-    sizes = [4 * MIB, 8 * MIB, third, third, third + 4]
-    assert partition(parameters(*sizes), DEFAULT_CAPS) == (("p4", "p3", "p2"), ("p1",), ("p0",))
-
-
 def test_groups_hold_one_dtype_each():
     mixed = [
         *parameters(5, 5, dtype=torch.float32),
@@ -183,11 +175,6 @@ def test_every_parameter_is_in_one_group_and_groups_close_when_they_are_full(siz
         total = sum(nbytes[name] for name in group)
         assert total >= cap or group == groups[-1]
         assert total - nbytes[group[-1]] < cap
-
-
-def test_partition_depends_only_on_the_model():
-    named = parameters(7, 0, 11, 3, 20)
-    assert partition(iter(named), (40, 80)) == partition(named, (40, 80))
 
 
 def test_merged_groups_are_one_for_each_dtype_in_their_order():

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import torchcomp
 from tests.gpu.place import DEVICE, REHEARSAL, device_forms
-from tests.kernels.forms import quantize_form, sparse_kernels
+from tests.kernels.forms import sparse_kernels
 from tests.kernels.test_select import awkward, sorted_out
 from tests.support.codecs import codec_of
 from tests.support.outcomes import same
@@ -98,24 +98,6 @@ def test_sparse_messages(n: int, k: int, fmt: str | None) -> None:
     step(*on_device)  # compiles, which may wait
     with device_forms():
         found = step(*on_device)
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
-
-
-@pytest.mark.parametrize("fmt", quantize.FORMATS)
-@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 5000])
-def test_quantisation(fmt: str, count: int) -> None:
-    values = normal(count).pow(3)
-    (vector,) = there(values)
-
-    def through(values: Tensor) -> list[Tensor]:
-        form = quantize_form(values.device)
-        (parts,) = form.encode(values, [count], fmt, None)
-        return [*parts, *form.decode([parts], [count], torch.float32)]
-
-    expected = through(values)
-    with device_forms():
-        found = through(vector)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
 

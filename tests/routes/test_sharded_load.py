@@ -4,7 +4,6 @@ import math
 from fractions import Fraction
 from itertools import product
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -126,13 +125,6 @@ def test_fewer_entries_than_shards_send_what_random_entries_send_on_average():
     dense = 9 * wire.framed(400)
     frame = framed(entry.counted(0, [1]))
     assert sent == counts + round(0.9 * frame) - dense
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 70])
-def test_a_shard_is_one_of_the_shards(world_size):
-    shape = BucketShape(("a", "b", "c"), ((10,), (0,), (57,)), torch.float32)
-    shards = shape.shards(world_size)
-    assert tuple(shape.shard(world_size, rank) for rank in range(world_size)) == shards
 
 
 def test_an_empty_bucket_sends_nothing():

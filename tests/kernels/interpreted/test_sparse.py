@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.test_elias_fano import EXAMPLES, some_of
-from tests.kernels.test_select import awkward, drift, sorted_out
+from tests.kernels.test_elias_fano import some_of
+from tests.kernels.test_select import awkward, sorted_out
 from tests.support.cases import only, some, thorough
 from tests.support.vectors import normal
-from torchcomp.kernels import quantize, sparse_triton
+from torchcomp.kernels import quantize
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.segments import Segment
@@ -43,10 +43,6 @@ def decoded(fields, count, dtype):
     return quantize.decode([fields], [count], dtype)[0]
 
 
-def packed(bits):
-    return np.packbits(np.array(bits, dtype=np.uint8), bitorder="little").tolist()
-
-
 def specified(chosen, n):
     """The code, bit by bit."""
     k = len(chosen)
@@ -58,7 +54,10 @@ def specified(chosen, n):
     highs = [0] * (-(-(k + ((n - 1) >> low) if low else n) // 8) * 8)
     for i, value in enumerate(chosen):
         highs[(value >> low) + i if low else value] = 1
-    return packed(lows) + packed(highs)
+    parts = (
+        np.packbits(np.array(bits, dtype=np.uint8), bitorder="little") for bits in (lows, highs)
+    )
+    return [byte for part in parts for byte in part.tolist()]
 
 
 def chosen(x, segments):
@@ -130,32 +129,18 @@ def same(a, b):
 # --- Encoding -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven", "all, none and gaps"]))
-@pytest.mark.parametrize("dtype", some(DTYPES, of=3))
-def test_selection(case, dtype):
-    segments = segments_of(case)
-    numel = segments[-1].span.stop + 9
-    kernels = SparseTriton(segments, numel, None, dtype, CPU)
-    for step in range(2):  # from a sample, and from the last thresholds
-        x = awkward(numel, dtype)
-        index = kernels.select(x)
-        assert index.dtype == torch.int64
-        assert index.equal(chosen(x, segments))
-        g, e = awkward(numel, dtype), normal(numel, seed=step)
-        out = torch.empty(numel)
-        assert kernels.add_and_select(g, e, out).equal(chosen(g + e, segments))
-        same(out, g + e)
-
-
-def combinations():
+def cases(usual, others):
+    """All formats and dtypes with the usual segments, of which `make test` runs few; few others."""
     every = [(fmt, g, e) for fmt in FORMATS for g in DTYPES for e in DTYPES]
-    return only(every, now=every[::7])
+    usually = only([(usual, *each) for each in every], now=[(usual, *each) for each in every[::7]])
+    return [*usually, *thorough([(other, *each) for other in others for each in every[::13]])]
 
 
-@pytest.mark.parametrize("combination", combinations(), ids=str)
-@pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven"]))
-def test_a_step_of_error_feedback(case, combination):
-    (fmt, dtype, memory), segments = combination, segments_of(case)
+@pytest.mark.parametrize(
+    ("case", "fmt", "dtype", "memory"), cases("uneven", SEGMENTS.keys() - {"uneven"}), ids=str
+)
+def test_a_step_of_error_feedback(case, fmt, dtype, memory):
+    segments = segments_of(case)
     numel = segments[-1].span.stop + 9
     offsets, _ = offsets_of(segments, fmt, dtype)
     kernels = SparseTriton(segments, numel, fmt, dtype, CPU, offsets)
@@ -196,14 +181,6 @@ def check_frame(frame, content, segments, offsets, fmt, dtype):
     assert frame.equal(content)
 
 
-def test_step_after_step():
-    n = 900
-    segments = [Segment(0, n, n // 100)]
-    kernels = SparseTriton(segments, n, None, torch.float32, CPU)
-    for g, e, out in drift(n, 3):
-        assert kernels.add_and_select(g, e, out).equal(sorted_out(g + e, n // 100))
-
-
 BOUNDS = {  # a threshold and a margin
     "zero": (0, 0),
     "negative": (0, 1 << 26),
@@ -228,30 +205,6 @@ def test_no_bound_changes_the_result(bound):
             assert kernels.select(x).equal(expected)
         # Whatever the bound was, the threshold of this step is the next one's.
         assert int(kernels._selecting._bound[0]) == int(x.abs()[expected].min().view(torch.int32))
-
-
-@pytest.mark.parametrize("value", [torch.nan, *thorough([0.0, -3.0, torch.inf, -0.0, 1e-45])])
-def test_among_equals_the_lowest_indices_win(value):
-    x = torch.full((1500,), value)
-    for k in (1, 700, 1499):
-        kernels = SparseTriton([Segment(0, 1500, k)], 1500, None, torch.float32, CPU)
-        assert kernels.select(x).equal(torch.arange(k))
-
-
-@pytest.mark.parametrize("k", [10, *thorough([1000])])
-def test_a_vector_mostly_of_zeros(k):
-    x = torch.zeros(3000)
-    x[::100] = normal(30)
-    kernels = SparseTriton([Segment(0, 3000, k)], 3000, None, torch.float32, CPU)
-    assert kernels.select(x).equal(sorted_out(x, k))
-
-
-def test_all_of_the_largest_in_one_block():
-    x = normal(2000)
-    x[512:768] *= 1e6
-    kernels = SparseTriton([Segment(0, 2000, 256)], 2000, None, torch.float32, CPU)
-    for _ in range(2):
-        assert kernels.select(x).equal(sorted_out(x, 256))
 
 
 def test_the_margin_grows_when_there_were_too_few_candidates_and_shrinks_after_too_many():
@@ -312,24 +265,16 @@ def added(out, index, values):
     return out
 
 
-@pytest.mark.parametrize("combination", combinations(), ids=str)
-@pytest.mark.parametrize("case", only(SEGMENTS, now=["uneven"]))
-@pytest.mark.parametrize("gap", [0, *thorough([5])])
-def test_means(case, combination, gap):
-    (fmt, dtype, to), segments, ranks = combination, segments_of(case), 3
+@pytest.mark.parametrize(
+    ("case", "fmt", "dtype", "to"), cases("uneven", SEGMENTS.keys() - {"uneven"}), ids=str
+)
+def test_means(case, fmt, dtype, to):
+    segments, ranks, gap = segments_of(case), 3, 0 if case == "uneven" else 5
     kernels, rows, index, values = received(segments, fmt, dtype, ranks, gap)
     numel = segments[-1].span.stop + 9
     out = torch.full((numel,), torch.nan, dtype=to)
     kernels.mean(rows, out, ranks)
     same(out, added(torch.zeros(numel, dtype=to), index, values).div_(ranks))
-
-
-def test_one_row_of_frames():
-    segments = segments_of("shards")
-    kernels, rows, index, values = received(segments, "int8", torch.bfloat16, 1, 4)
-    out = torch.empty(segments[-1].span.stop + 9)
-    kernels.mean(rows, out, 1)
-    same(out, added(torch.zeros_like(out), index, values))
 
 
 def test_rows_that_are_not_aligned():
@@ -352,13 +297,6 @@ def test_any_number_of_messages(ranks):
 
 
 # --- Index codes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("indices", "n", "expected"), EXAMPLES)
-def test_worked_examples(indices, n, expected):
-    assert bytes(specified(indices, n)) == bytes.fromhex(expected)
-    if n < sparse_triton.LIMIT:
-        check_code(torch.tensor(indices, dtype=torch.int64), n)
 
 
 @pytest.mark.parametrize("width", some(range(2, 12), of=4))
