@@ -386,6 +386,15 @@ def test_ratio_counts_in_decimals_and_rounds_up(sparsifier, ratio, numel, kept):
     assert sparsifier(ratio).kept(numel) == kept
 
 
+@pytest.mark.parametrize("steps", [1, 2, 5, 6, 100])
+def test_a_warm_up_changes_where_its_stages_begin(steps):
+    warmup = Warmup(TopK(0.01), steps=steps)
+    used = [warmup.at(step) for step in range(steps + 2)]
+    changes = [step for step in range(1, steps + 2) if used[step] != used[step - 1]]
+    assert warmup.stages == (0, *changes)
+    assert used[steps] == TopK(0.01)
+
+
 # --- Dense methods --------------------------------------------------------------------------------
 
 

@@ -91,7 +91,7 @@ EXCEPTIONS = {
     "routes/sharded_load.py _down_load": "sizes",
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",
-    "routes/threshold.py HostSearch.__call__": "thresholds, on the CPU",
+    "routes/searches.py HostSearch.__call__": "thresholds, on the CPU",
     "routes/wire.py Frames.__init__": "the headers that the host expects",
     "routes/wire.py Frames.headers": "NumPy, for frames that the host can read",
     "routes/wire.py Frames.seal": "numbers of the host",

@@ -123,7 +123,7 @@ def test_step_after_step(form, n):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bound", ["zero", "denormal", "median", "infinity", "nan"])
+@pytest.mark.parametrize("bound", ["zero", "denormal", "median", "infinity"])
 @pytest.mark.parametrize("n", [20_000, 140_003])
 @pytest.mark.parametrize("share", [100, 50])
 def test_no_bound_changes_the_result(n, bound, dtype, share):
@@ -134,7 +134,7 @@ def test_no_bound_changes_the_result(n, bound, dtype, share):
     infinity = int(torch.tensor(torch.inf, dtype=dtype).view(_integer(dtype)))
     median = int(x.abs().median().view(_integer(dtype)))
     bounds = {"zero": 0, "denormal": 1, "median": median, "infinity": infinity}
-    kernels._candidates[0].lowest = bounds.get(bound, infinity + 1)
+    kernels._candidates[0].lowest = bounds[bound]
     for _ in range(2):
         assert torch.equal(kernels.select(x), expected)
 

@@ -11,9 +11,8 @@ from torchcomp.compressors import TopK
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.kernels import select
 from torchcomp.kernels.segments import Segment
-from torchcomp.routes.digits import DigitSearch
+from torchcomp.routes.searches import DigitSearch, HostSearch, order_bits, search_load
 from torchcomp.routes.shards import direction
-from torchcomp.routes.threshold import HostSearch, order_bits, search_load
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
 HISTOGRAM, CANDIDATES = "all_gather_rows", "all_gather_v"

@@ -13,9 +13,9 @@ from torchcomp.engine.bucket import BucketShape
 from torchcomp.exchange.traffic import Load
 from torchcomp.routes import wire
 from torchcomp.routes.codec import nbytes_of
+from torchcomp.routes.searches import search_load
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.routes.shards import direction
-from torchcomp.routes.threshold import search_load
 
 SELECTING = [TopK(0.1), TopK(k=3, scope="tensor"), TopK(0.5, scope="tensor", values="int4")]
 OTHERS = [Identity(), Cast("bf16"), Quantize("int8"), RandK(0.3, scope="tensor")]

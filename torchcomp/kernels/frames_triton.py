@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchcomp.kernels import elementwise_triton, sparse_triton
 from torchcomp.kernels.elementwise_triton import ElementwiseTriton
-from torchcomp.kernels.quantizer import Quantizer
+from torchcomp.kernels.quantize import Quantizer
 from torchcomp.kernels.segments import Prepared
 from torchcomp.kernels.sparse import Sparse
 from torchcomp.kernels.sparse_triton import SparseTriton
@@ -111,7 +111,7 @@ class SparseFrames(_InFrames, Sparse):
 
 
 class QuantizedFrames(_InFrames, Quantizer):
-    """The kernels of quantized messages; see :class:`.quantizer.Quantizer`."""
+    """The kernels of quantized messages; see :class:`.quantize.Quantizer`."""
 
     form = elementwise_triton
 

@@ -100,9 +100,8 @@ class Candidates:
             first = g.view(torch.uint16) if g.dtype == torch.bfloat16 else g
             summands = first.numpy(), e.numpy(), x.numpy()
         for sampling in (False, True) if self.lowest is not None else (True,):
-            guess = self._sampled(summands, bits) if sampling else self.lowest
-            # NaN has larger bits than infinity but ranks equal: a larger bound would miss infinity.
-            bound = min(guess or 0, self.infinity)
+            # At most infinity: NaN has larger bits but ranks equal.
+            bound = self._sampled(summands, bits) if sampling else self.lowest or 0
             total = self._collect(summands, bits, bound)
             summands = None, None, None  # `x` now contains the sum, even if the guess was bad
             if total >= k:

@@ -143,7 +143,7 @@ class Selecting:
 
 
 class Search(Selecting):
-    """The search for the entries that owners keep together; see :mod:`torchcomp.routes.digits`."""
+    """The search for the entries that owners keep together; see :mod:`.searches`."""
 
     shared = True
 
@@ -173,7 +173,7 @@ class Search(Selecting):
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`torchcomp.routes.digits.DigitSearch` does."""
+        """Do as :class:`torchcomp.routes.searches.DigitSearch` does."""
         numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
         self._outcome = numbers, after
         return self._run(g, e, x, None, before), numbers

@@ -22,9 +22,8 @@ from torchcomp.engine.profiling import OFF, span
 from torchcomp.engine.state import Kind
 from torchcomp.kernels.cast import narrow
 from torchcomp.routes.codec import Codec
-from torchcomp.routes.digits import DigitSearch
+from torchcomp.routes.searches import DigitSearch, HostSearch
 from torchcomp.routes.shards import Direction
-from torchcomp.routes.threshold import HostSearch
 from torchcomp.routes.wire import counted_signature
 
 _END = 2**63 - 1

@@ -15,8 +15,8 @@ from itertools import accumulate
 from torchcomp.engine.bucket import cut
 from torchcomp.exchange.traffic import Load, gathered
 from torchcomp.routes import wire
+from torchcomp.routes.searches import search_load
 from torchcomp.routes.shards import Direction
-from torchcomp.routes.threshold import search_load
 
 Pieces = tuple[tuple[int, int], ...]
 """What a shard contains: index of a vector, and number of its elements; none of them empty."""

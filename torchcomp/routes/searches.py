@@ -1,10 +1,16 @@
-"""Threshold: distributed selection of the k largest entries of vectors, by histograms.
+"""Searches: distributed selection of the k largest entries of vectors.
 
-Each rank contributes the candidates of its part, as integers with the order of the magnitudes. The
-ranks all-gather histograms of an interval that contains the k-th largest, narrow it to one bin, and
-repeat until few candidates are left, which they all-gather. The first histogram covers a window
-around the previous step's threshold. A good guess takes two collectives, so CPUs do not use the six
-of :mod:`.digits`. Ties go to the lowest rank and index: the result is the same as on one rank.
+Each rank contributes the candidates of its part, as integers with the order of the magnitudes. Ties
+go to the lowest rank and index: the result is the same as on one rank.
+
+CPUs: the ranks all-gather histograms of an interval that contains the k-th largest, narrow it to
+one bin, and repeat until few candidates are left, which they all-gather. The first histogram covers
+a window around the previous step's threshold. With a good guess, this takes two collectives.
+
+Accelerators: the number of rounds is fixed, so that the host never waits. In each, the ranks add up
+histograms of the next digit of those magnitudes' bits whose first digits are decided. At the end,
+they all-gather how many are above and equal to the threshold. This takes six collectives or more.
+With Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs, and sends the same messages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,8 +21,10 @@ import torch
 from torch import Tensor
 
 from torchcomp.compressors.base import Vector, Vectors
+from torchcomp.engine import host
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Load, gathered
+from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.routes.shards import Direction
 
 _WINDOW_BITS = {4: 24, 8: 53}
@@ -50,8 +58,7 @@ class Search:
         self.bins = _bins(k, len(sizes))
         if guess:
             shift = _WINDOW_BITS[self.candidates.itemsize] - self.bins.bit_length() + 1
-            start = min(guess, self._high - 1) - (self.bins // 2 << shift)
-            self._divide(max(0, start), shift)
+            self._divide(max(0, guess - (self.bins // 2 << shift)), shift)
         else:
             self._fill_interval()
 
@@ -173,6 +180,77 @@ def _chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
     selected = above | (tied & (tied.cumsum(0) <= count - above.sum()))
     # As many as announced: counts that were damaged on the way must not lead outside.
     return torch.nonzero_static(selected, size=count, fill_value=0)[:, 0]
+
+
+class DigitSearch:
+    """The search for the entries of a bucket's downlink, decided on an accelerator."""
+
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        at: Sequence[int],
+        sizes: Sequence[int],
+        searched: Sequence[bool],
+        exchange: Exchange,
+        device: torch.device,
+    ) -> None:
+        self._segments, self._exchange = segments, exchange
+        self._bits = digit_bits(len(segments))
+        numbers = [at, [segment.k for segment in segments], list(map(int, searched))]
+        self._at, self._k, self._searched = (
+            host.copy_to(torch.tensor(each, dtype=torch.int64), device) for each in numbers
+        )
+        self._digits = torch.arange(1 << self._bits, device=device)
+        self._none = torch.zeros(len(segments), dtype=torch.int32, device=device)
+        self._room = sum(min(segment.n, segment.k) for segment in segments)
+
+    def __call__(
+        self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Do as :class:`.threshold.HostSearch` does. There can be more indices than entries."""
+        torch.add(g, e, out=x)
+        exchange = self._exchange
+        if not self._segments:
+            return self._at, self._at
+        keys = [order_bits(x[segment.span]) for segment in self._segments]
+        # Those with Triton look at few candidates, if all owners together have enough. So that they
+        # look at all magnitudes, this rank has none, and takes away those of the others.
+        exchange.all_reduce(self._none.fill_(-(2**30)))
+        left, prefix = self._k, torch.zeros_like(self._k)
+        for shift in range(8 * keys[0].itemsize - self._bits, -1, -self._bits):
+            counts = self._count(keys, prefix, shift)
+            exchange.all_reduce(counts.view(-1))
+            larger = counts.sum(1, keepdim=True) - counts.cumsum(1)
+            # Not of the lowest: it is chosen if no other is, also if counts were damaged.
+            digit = (larger + counts >= left[:, None])[:, 1:].sum(1)
+            left = left - larger.gather(1, digit[:, None])[:, 0]
+            prefix = (prefix << self._bits) + digit
+        torch.mul(prefix, self._searched, out=after)
+        pairs = zip(keys, prefix, strict=True)
+        own = torch.stack([torch.stack([(k > t).sum(), (k == t).sum()]) for k, t in pairs])
+        above, tied = exchange.all_gather_rows(own.int().view(-1)).view(-1, len(keys), 2).unbind(2)
+        taken = torch.minimum((left - (tied.cumsum(0) - tied)).clamp(min=0), tied)
+        index = self._chosen(keys, prefix, taken[exchange.rank])
+        return index, (above + taken).view(-1).index_select(0, self._at)
+
+    def _count(self, keys: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
+        """Return the number of this rank's magnitudes by vector and digit."""
+        counts = self._digits.new_zeros(len(keys), len(self._digits), dtype=torch.int32)
+        for own, key, known in zip(counts, keys, prefix, strict=True):
+            # In two steps: a shift by all bits of a number is not defined.
+            digits = key >> shift
+            matches = (digits >> self._bits) == known
+            own.index_add_(0, digits & (len(self._digits) - 1), matches.int())
+        return counts
+
+    def _chosen(self, keys: Sequence[Tensor], thresholds: Tensor, taken: Tensor) -> Tensor:
+        """Return the ascending indices of this rank's entries, and others after them."""
+        masks = []
+        for key, threshold, count in zip(keys, thresholds, taken, strict=True):
+            tied = key == threshold
+            masks.append((key > threshold) | (tied & (tied.cumsum(0) <= count)))
+        # Static shapes, because nonzero() would make the host wait.
+        return torch.nonzero_static(torch.cat(masks), size=self._room, fill_value=0)[:, 0]
 
 
 def search_load(
