@@ -179,13 +179,3 @@ def test_a_compiled_model(spec: str) -> None:
     eager = trained(spec, STEPS, bucket_cap_mb=None)
     assert_near(compiled.weights(), eager)
     compiled.close()
-
-
-def test_many_steps_without_a_wait_between_them() -> None:
-    """The host runs far ahead of the device, with several steps in the queue."""
-    for spec in ("mean", "ef(topk(0.1))"):
-        run = Run(spec)
-        with delayed("exchange", run.model):
-            run.train(0, 30)
-        assert torch.equal(run.weights(), trained(spec, 30))
-        run.close()

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from tests.kernels.forms import quantize_form, use_form
-from tests.support.cases import thorough
 from tests.support.codecs import message_of, received
 from tests.support.vectors import normal
 from torchcomp.kernels import quantize
@@ -78,44 +77,6 @@ def test_worked_examples(fmt, values, expected):
 
 
 # --- The error ------------------------------------------------------------------------------------
-
-
-def fractional(fmt, count):
-    """All values of a block but one are the same fraction of a level.
-
-    One of the fractions is the worst case of the bound.
-    """
-    for level in torch.linspace(0.02, 0.98, 25):
-        values = torch.full((count,), float(level))
-        values[::BLOCK] = LEVELS.get(fmt, 1)
-        yield values
-
-
-def hard(fmt, count):
-    yield from fractional(fmt, count)
-    yield normal(count)
-    yield normal(count).pow(5)
-    for scale in [4 * LEVELS.get(fmt, 1) * SMALLEST, 1e-3, 1e30]:
-        yield scale * normal(count).clamp(-3, 3).add(4)
-
-
-def mean_square_error(values, fmt, noise):
-    """The mean over 200 encodings if they are random, otherwise of one."""
-    rounds = 1 if noise is None else 200
-    errors = [(through(values, fmt, noise).double() - values).norm() ** 2 for _ in range(rounds)]
-    return float(sum(errors)) / rounds
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-@pytest.mark.parametrize("count", [300, *thorough([1, 2, 127])])
-def test_the_error_is_within_the_bound(fmt, count):
-    for values in hard(fmt, count):
-        if fmt == "fp16" and not 2**-14 < values.abs().min() <= values.abs().max() < 65504:
-            continue
-        for noise in roundings(fmt):
-            error, allowed = mean_square_error(values, fmt, noise), quantize.error_bound(fmt, count)
-            sampled = 1.0 if noise is None else 1.1
-            assert error <= sampled * allowed * float(values.double().norm()) ** 2
 
 
 def test_the_bounds_have_the_proved_values():

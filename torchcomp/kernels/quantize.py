@@ -201,7 +201,8 @@ class Quantizer:
         self.vectors, self.fmt = vectors, fmt
         self._counts = [segment.n for segment in vectors.segments]
         form: Any = backend.host_form("quantize", torch.empty(0, device=vectors.device))
-        self._encode, self._decode = (form.encode, form.decode) if form else (encode, decode)
+        self._encode: Any = form.encode if form else encode
+        self._decode: Any = form.decode if form else decode
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         """Return the fields of each vector of `x`."""

@@ -108,20 +108,6 @@ def test_means(case, fmt, dtype, to):
     same(out, expected.div_(ranks))
 
 
-def test_rows_that_are_not_aligned():
-    segments, numel = segments_of("one")
-    fields, parts = message(normal(numel), segments, "int8", torch.float32)
-    offsets, content = framed(fields)
-    memory = torch.zeros(len(content) + 9, dtype=torch.uint8)
-    memory[3 : 3 + len(content)] = content
-    kernels, out = (
-        ElementwiseTriton(segments, "int8", torch.float32, CPU, offsets),
-        torch.ones(numel),
-    )
-    kernels.mean(memory[None, 3 : 3 + len(content)], out, 1)
-    same(out, decoded(parts, segments, "int8", torch.float32))
-
-
 CASTS = [(g, w, e) for g in DTYPES for w in quantize.CASTS.values() for e in DTYPES]
 
 

@@ -6,7 +6,7 @@ import torch
 
 from tests.kernels.test_elias_fano import some_of
 from tests.kernels.test_select import awkward, sorted_out
-from tests.support.cases import only, some, thorough
+from tests.support.cases import only, thorough
 from tests.support.vectors import normal
 from torchcomp.kernels import quantize
 from torchcomp.kernels.cast import narrow
@@ -207,16 +207,6 @@ def test_no_bound_changes_the_result(bound):
         assert int(kernels._selecting._bound[0]) == int(x.abs()[expected].min().view(torch.int32))
 
 
-def test_the_margin_grows_when_there_were_too_few_candidates_and_shrinks_after_too_many():
-    x, margins = normal(1400), []
-    kernels = SparseTriton([Segment(0, 1400, 50)], 1400, None, torch.float32, CPU)
-    for scale in (1.0, 0.25, 4.0):
-        kernels.select(x * scale)
-        margins.append(int(kernels._selecting._bound[1]))
-    assert margins[1] == 4 * margins[0]
-    assert margins[2] < margins[1]
-
-
 def test_after_a_step_that_did_not_end():
     x = normal(600)
     kernels = SparseTriton([Segment(0, 600, 9)], 600, None, torch.float32, CPU)
@@ -297,27 +287,6 @@ def test_any_number_of_messages(ranks):
 
 
 # --- Index codes ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("width", some(range(2, 12), of=4))
-def test_low_parts_of_every_width(width):
-    n, k = (10 << width) + 3, 5
-    assert low_bits(n, k) == width
-    for seed in range(2):
-        check_code(some_of(n, k, seed), n)
-
-
-def check_code(index, n):
-    """Encode ones at these indices, and decode them."""
-    k = len(index)
-    kernels = SparseTriton([Segment(0, n, k)], n, "int8", torch.float32, CPU)
-    before = sum(field.nbytes for field in quantize.layout("int8", k, torch.float32))
-    frame, x = torch.zeros(-(-(before + nbytes(n, k)) // 4) * 4, dtype=torch.uint8), torch.ones(n)
-    kernels.encode(x, index, frame)
-    assert frame[before : before + nbytes(n, k)].tolist() == specified(index.tolist(), n)
-    out = torch.empty(n)
-    kernels.mean(frame[None], out, 1)
-    assert out.nonzero().view(-1).equal(index)
 
 
 def is_code(raw, n, k):
