@@ -6,8 +6,8 @@ from torch import Tensor
 
 import torchcomp
 from tests.gpu.place import DEVICE, REHEARSAL, device_forms
+from tests.kernels.definitions import awkward, sorted_out
 from tests.kernels.forms import sparse_kernels
-from tests.kernels.test_select import awkward, sorted_out
 from tests.support.codecs import codec_of
 from tests.support.outcomes import same
 from tests.support.vectors import normal

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.kernels.definitions import BIG, EXAMPLES, some_of
 from tests.kernels.forms import sparse_kernels, use_form
 from torchcomp.kernels import backend, elias_fano
 from torchcomp.kernels.segments import Segment
 
 BACKENDS = ["torch", "numba"]
-BIG = 2**31 + 5
 
 
 @pytest.fixture(params=[*BACKENDS, *(["cuda"] if torch.cuda.is_available() else [])])
@@ -60,13 +60,6 @@ def raw(content, device="cpu"):
     return torch.tensor(list(content), dtype=torch.uint8, device=device)
 
 
-def some_of(n, k, seed=0):
-    """Draw k of n indices, also if n is too large to permute."""
-    generator = np.random.default_rng(seed)
-    drawn = np.unique(generator.integers(0, n, 2 * k + 8)) if k < n // 100 else np.arange(n)
-    return torch.from_numpy(np.sort(generator.choice(drawn, k, replace=False)))
-
-
 def bound(n, k):
     """log2 C(n, k)."""
     nats = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
@@ -74,16 +67,6 @@ def bound(n, k):
 
 
 # --- The bytes ------------------------------------------------------------------------------------
-
-
-EXAMPLES = [
-    ([5, 40, 41, 120], 128, "85 89 19 04"),  # the example of the module's docstring, l = 4
-    ([1, 200, 255], 256, "01 7d 81 02"),  # l = 5: a low part spans two bytes
-    ([0, 2, 3, 9], 10, "0d 02"),  # l = 0, a bitmap
-    ([BIG - 1], BIG, "04 00 00 00 10"),  # l = 29
-    ([], 1000, ""),
-    ([0, 1, 2], 3, ""),
-]
 
 
 @pytest.mark.parametrize(("chosen", "n", "expected"), EXAMPLES)

@@ -6,41 +6,31 @@ import threading
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
-import numpy as np
 import pytest
 import torch
 
+from tests.kernels.definitions import awkward, drift, sorted_out
 from tests.kernels.forms import sparse_kernels, use_form
-from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from tests.support.threads import torch_threads
 from tests.support.vectors import normal
-from torchcomp.kernels import backend, pool, select
-from torchcomp.kernels.segments import Segment
+from torchcomp.kernels import backend, pool
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 # One and several chunks, and lengths around the kernels' words of 64 and blocks of 2048.
 SIZES = [1, 2, 63, 64, 65, 2049, 20_000, 140_003]
 
 
-def sorted_out(x, k):
-    """The specification: a stable sort by magnitude, NaN and infinities first."""
-    magnitude = x.double().abs().nan_to_num(nan=torch.inf, posinf=torch.inf).numpy()
-    return torch.from_numpy(np.sort(np.argsort(-magnitude, kind="stable")[:k]))
-
-
 def largest(x, k):
     return sparse_kernels((0, x.numel(), k)).select(x)
 
 
-def add_and_select(g, e, out, k):
-    return sparse_kernels((0, out.numel(), k)).add_and_select(g, e, out)
-
-
-@pytest.fixture(params=["torch", "numba"])
+@pytest.fixture(params=["torch", "numba", "device"])
 def form(request, monkeypatch):
-    """Run a test on each form for the CPU."""
-    use_form(request.param, "sparse", monkeypatch)
+    """Run a test on each form. That for devices is plain torch with static shapes."""
+    use_form("numba" if request.param == "numba" else "torch", "sparse", monkeypatch)
+    if request.param == "device":
+        monkeypatch.setattr("torchcomp.engine.host.can_read", lambda x: False)
     return request.param
 
 
@@ -50,16 +40,6 @@ def _several_chunks(monkeypatch):
     if backend.fast_form("sparse", "cpu"):
         monkeypatch.setattr("torchcomp.kernels.select_numba._INLINE", 1 << 17)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-
-
-def awkward(n, dtype):
-    """Ties, both zeros, denormals, infinities of both signs and NaN among ordinary numbers."""
-    x = normal(n, dtype=dtype)
-    tiny = torch.finfo(dtype).smallest_normal / 4
-    odd = [0.0, -0.0, tiny, -tiny, 1.5, -1.5, torch.inf, -torch.inf, torch.nan, -torch.nan]
-    for at, value in enumerate(odd):
-        x[at::23] = value
-    return x
 
 
 def ks(n):
@@ -85,34 +65,7 @@ def test_among_equals_the_lowest_indices_win(form, n, value, dtype):
     assert torch.equal(largest(x, n // 3 + 1), torch.arange(n // 3 + 1))
 
 
-# --- Sums -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("residual", DTYPES)
-@pytest.mark.parametrize("gradient", DTYPES)
-@pytest.mark.parametrize("n", [0, 65, *thorough([140_003])])
-def test_sums(form, n, gradient, residual):
-    g, e = awkward(n, gradient), normal(n, dtype=residual, seed=1)
-    out, expected = torch.full((n,), 7.0, dtype=residual), torch.empty(n, dtype=residual)
-    torch.add(g, e, out=expected)
-    for k in {0, n // 50, n}:
-        chosen = add_and_select(g, e, out.fill_(7.0), k)
-        torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(out.signbit(), expected.signbit()) or expected.isnan().any()
-        assert torch.equal(chosen, sorted_out(expected, k)), k
-
-
 # --- Workspaces -----------------------------------------------------------------------------------
-
-
-def drift(n, steps):
-    """Yield gradients and residuals as in training with error feedback."""
-    e, out = torch.zeros(n), torch.empty(n)
-    for step in range(steps):
-        g = normal(n, seed=step) * 3.0 ** (step // 2)
-        yield g, e, out
-        e = out.clone()
-        e[sorted_out(out, n // 100)] = 0.0
 
 
 @pytest.mark.parametrize("n", [1000, 20_000, 140_003])
@@ -141,23 +94,6 @@ def test_no_bound_changes_the_result(n, bound, dtype, share):
 
 def _integer(dtype):
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-
-
-SEGMENTS = ((0, 5000, 50), (5000, 0, 0), (5000, 9, 9), (5010, 140_003, 1400), (145_013, 30, 0))
-
-
-@pytest.mark.parametrize("step", range(2))
-def test_several_segments(form, step):
-    n, kernels = 145_043, sparse_kernels(*SEGMENTS)
-    for seed in range(step + 1):
-        g, e, out = awkward(n, torch.float32), normal(n, seed=seed), torch.empty(n)
-        chosen = kernels.add_and_select(g, e, out)
-        parts = [sorted_out(out[at : at + size], k) + at for at, size, k in SEGMENTS]
-        covered = torch.ones(n, dtype=torch.bool)
-        covered[5009] = False  # in no segment
-        torch.testing.assert_close(out[covered], (g + e)[covered], rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(chosen, torch.cat(parts))
-        assert torch.equal(kernels.select(out), chosen)
 
 
 @pytest.fixture
@@ -271,14 +207,3 @@ if not child:
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=PATIENCE)
-
-
-# --- Other forms ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("n", SIZES)
-def test_the_form_for_any_device(n, dtype):
-    x = awkward(n, dtype)
-    for k in set(ks(n)) - {0}:
-        assert torch.equal(select.largest_static(x, [Segment(0, n, k)]), sorted_out(x, k))

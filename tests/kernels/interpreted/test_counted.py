@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.kernels.definitions import same
 from tests.kernels.interpreted.test_steps import triton_on_the_cpu
 from tests.support.cases import only, some, thorough
 from tests.support.vectors import normal
@@ -71,10 +72,6 @@ def chosen(pieces, share, seed):
         index.append(torch.randperm(piece.n, generator=draws)[:k].sort().values + piece.start)
         counts.append(k)
     return torch.cat(index), torch.tensor(counts)
-
-
-def same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 CASES = [

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.definitions import awkward, same
 from tests.kernels.interpreted.test_sparse import (
     CPU,
     cases,
@@ -10,9 +11,7 @@ from tests.kernels.interpreted.test_sparse import (
     encoded,
     framed,
     raw,
-    same,
 )
-from tests.kernels.test_select import awkward
 from tests.support.cases import only, thorough
 from tests.support.vectors import normal
 from torchcomp.kernels import elementwise_triton, quantize

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from tests.kernels.test_elias_fano import some_of
-from tests.kernels.test_select import awkward, sorted_out
+from tests.kernels.definitions import awkward, is_code, same, some_of, sorted_out, specified
 from tests.support.cases import only, thorough
 from tests.support.vectors import normal
 from torchcomp.kernels import quantize
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.elias_fano import low_bits, nbytes
+from torchcomp.kernels.elias_fano import nbytes
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.sparse_triton import DTYPES, SparseTriton
 from torchcomp.kernels.table_triton import SIZES
@@ -41,23 +40,6 @@ def encoded(values, fmt, dtype, noise=None):
 
 def decoded(fields, count, dtype):
     return quantize.decode([fields], [count], dtype)[0]
-
-
-def specified(chosen, n):
-    """The code, bit by bit."""
-    k = len(chosen)
-    if k in (0, n):
-        return []
-    low = low_bits(n, k)
-    lows = [value >> bit & 1 for value in chosen for bit in range(low)]
-    # With the padding, so that invalid indices have a code as well.
-    highs = [0] * (-(-(k + ((n - 1) >> low) if low else n) // 8) * 8)
-    for i, value in enumerate(chosen):
-        highs[(value >> low) + i if low else value] = 1
-    parts = (
-        np.packbits(np.array(bits, dtype=np.uint8), bitorder="little") for bits in (lows, highs)
-    )
-    return [byte for part in parts for byte in part.tolist()]
 
 
 def chosen(x, segments):
@@ -120,10 +102,6 @@ SEGMENTS = {
 
 def segments_of(case):
     return [Segment(*numbers) for numbers in SEGMENTS[case]]
-
-
-def same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
 
 
 # --- Encoding -------------------------------------------------------------------------------------
@@ -287,19 +265,6 @@ def test_any_number_of_messages(ranks):
 
 
 # --- Index codes ----------------------------------------------------------------------------------
-
-
-def is_code(raw, n, k):
-    """The specification: whether bytes are the code of some k of n indices."""
-    low = low_bits(n, k)
-    bits = np.unpackbits(np.array(raw, dtype=np.uint8), bitorder="little").astype(np.int64)
-    cut = (k * low + 7) // 8 * 8
-    places = np.flatnonzero(bits[cut:])
-    if len(places) != k or bits[k * low : cut].any():
-        return False
-    lows = bits[: k * low].reshape(k, low) @ (1 << np.arange(low)) if low else 0
-    index = ((places - np.arange(k)) << low) + lows if low else places
-    return bool((np.diff(index) > 0).all() and index[-1] < n)
 
 
 def damaged(n, k, generator):
