@@ -1,7 +1,5 @@
 """Kernels that write the messages of given entries. :mod:`.sparse_triton` launches them."""
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 import triton.language as tl
 
 from torchcomp.kernels import table_triton as col

@@ -4,8 +4,6 @@
 write and read the messages. The host waits for the lengths of the frames, for the collective.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
@@ -159,9 +157,6 @@ class Counted:
         self._decode(received, work, index, programs=bits)
         if tiles:
             self._add_up(received, work, index, out, float(divisor))
-
-
-# --- The kernel -----------------------------------------------------------------------------------
 
 
 @kernel("rows_sent", "rows_read", "sent", "read")

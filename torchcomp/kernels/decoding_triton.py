@@ -13,8 +13,6 @@ blocks); then, in their place, each message's first and last entry of each tile.
 knows the numbers of entries, each message has segments of its own, and `decode` sees one message.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 import triton.language as tl
 
 from torchcomp.kernels import table_triton as col

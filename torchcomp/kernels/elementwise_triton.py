@@ -4,8 +4,6 @@ Results equal those of plain torch bit for bit. Bytes moved per float32 element:
 summands and writes rest and message, 13 for int8. A mean reads all messages and writes 4.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 from collections.abc import Sequence
 from math import gcd
 from typing import Any
@@ -176,9 +174,6 @@ def _limit(source: torch.dtype, dtype: torch.dtype, share: float) -> float:
     """Return the largest magnitude of values of `source` before they are converted to `dtype`."""
     largest = torch.finfo(dtype).max
     return largest * share if largest < torch.finfo(source).max else float("inf")
-
-
-# --- Kernels --------------------------------------------------------------------------------------
 
 
 @kernel("rows", "largest_scale")

@@ -5,8 +5,6 @@ writes the positions of the set bits, turns them into indices with the low parts
 they ascend. Each step is a short loop, of which the processor overlaps several iterations.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
-
 from typing import Any
 
 import numpy as np
@@ -33,9 +31,6 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
     else:
         pool.each(lambda chunk: _encode(*task, chunk), chunks)
     return bool(ascending.all())
-
-
-# --- Words ----------------------------------------------------------------------------------------
 
 
 # LLVM compiles each loop over 8 bytes, and `ones`, to one instruction. For the loops it does so
@@ -79,9 +74,6 @@ def ones(word):
     word = (word & pairs) + ((word >> np.uint64(2)) & pairs)
     word = (word + (word >> np.uint64(4))) & np.uint64(0x0F0F0F0F0F0F0F0F)
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
-
-
-# --- Encode and decode ----------------------------------------------------------------------------
 
 
 @kernel()

@@ -3,8 +3,6 @@
 The formats are those of :mod:`.quantize`. Fields can begin at any byte of a frame.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 import torch
 import triton.language as tl
 from torch import Tensor

@@ -179,9 +179,6 @@ def error_bound(fmt: str | None, count: int) -> float:
     return (math.sqrt(exact) + 2.0**-20) ** 2
 
 
-# --- Kernels of messages of all values of a tensor ------------------------------------------------
-
-
 def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
     """Return the fastest kernels for the vectors of a tensor."""
     if backend.device_form("elementwise", torch.empty(0, device=vectors.device)):

@@ -1,7 +1,5 @@
 """Block quantization in Numba, for the CPU. Results equal those of plain torch bit for bit."""
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
-
 from collections.abc import Sequence
 from typing import Any
 

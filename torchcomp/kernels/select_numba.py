@@ -6,8 +6,6 @@ or from a sample. If both fail, all entries are candidates: a bound never change
 Magnitudes are compared by their bits, which have the same order. NaN counts as infinity.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
-
 import math
 from typing import Any
 
@@ -160,9 +158,6 @@ class Candidates:
         # and otherwise falls slowly.
         self.spare = max(0.98 * self.spare, _TIGHT)
         self.lowest = max(threshold - min(max(step, octave // 256), octave // 2), 0)
-
-
-# --- Kernels --------------------------------------------------------------------------------------
 
 
 def _number(value: Any) -> Any:

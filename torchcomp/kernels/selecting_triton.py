@@ -3,8 +3,6 @@
 8 launches in the first step and 7 in others, of kernels of :mod:`.selection_triton`.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -18,16 +18,12 @@ together: they add up the counts of steps 1 and 2, and `share` of :mod:`.selecti
 each how many equal ones it keeps. `write` zeroes every counter for the next step.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 import triton.language as tl
 
 from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.coding_triton import set_bits
 from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
-
-# --- Candidates -----------------------------------------------------------------------------------
 
 
 @kernel("rows", "margin")
@@ -122,9 +118,6 @@ def keys_from(row, x, work, first, stop, whole, SIZE: tl.constexpr):
     return at, at < stop, tl.where(whole, magnitude(value), key)
 
 
-# --- The k-th largest magnitude -------------------------------------------------------------------
-
-
 @kernel()
 def chosen(row, rows, counts, state, DONE: tl.constexpr, BINS: tl.constexpr):
     """Return the digits of the k-th largest magnitude that DONE rounds have found."""
@@ -172,9 +165,6 @@ def count_digits(
             # The mask saves the atomics of empty bins.
             bins = counts + (DONE * rows + segment) * BINS + digits
             tl.atomic_add(bins, found_here, mask=found_here > 0, sem="relaxed")
-
-
-# --- The entries of each block --------------------------------------------------------------------
 
 
 @kernel()

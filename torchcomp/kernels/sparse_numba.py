@@ -5,8 +5,6 @@ message are decoded and checked and its values added, while the block is in the 
 threads take a chunk of the vector each. A first look at the codes finds where each chunk starts.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-untyped-calls=False
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -184,9 +182,6 @@ def _accumulate_entries(
         pool.each(lambda i: _find_starts(table, like, k, low, ends, starts, i), count)
         pool.each(lambda chunk: _add_up(*task, chunk), chunks)
     return bool(intact.all())
-
-
-# --- Kernels --------------------------------------------------------------------------------------
 
 
 @kernel()

@@ -54,8 +54,6 @@ class SparseTriton:
         self._selecting = Selecting(self._table)
         self._launches: dict[object, Any] = {}
 
-    # --- Encoding ---------------------------------------------------------------------------------
-
     def select(self, x: Tensor) -> Tensor:
         """Return the indices of the entries of largest magnitude of each segment."""
         return self._selecting.select(x, x, x)
@@ -108,8 +106,6 @@ class SparseTriton:
         ]
         return made
 
-    # --- Decoding ---------------------------------------------------------------------------------
-
     def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         bits, tiles = self._table.programs["bit"], self._table.programs["tile"]
@@ -149,9 +145,6 @@ class SparseTriton:
             ),
         ]  # fmt: skip
         return made
-
-
-# --- Launches that others prepare as well ---------------------------------------------------------
 
 
 def filling(table: Table, values: Format, aligned: bool, subtract: bool, random: bool) -> Launch:

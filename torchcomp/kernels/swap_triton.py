@@ -1,7 +1,5 @@
 """The conditional swap and fill in Triton. If the condition is false, a program reads one byte."""
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 from functools import cache
 
 import triton

@@ -1,7 +1,5 @@
 """The table of a vector's segments, in memory of the device: what kernels need to know of each."""
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, sqrt

@@ -3,8 +3,6 @@
 With ``TRITON_INTERPRET=1`` before the first import, they run on CPU tensors, interpreted.
 """
 
-# mypy: disallow-untyped-defs=False, disallow-incomplete-defs=False, disallow-untyped-calls=False
-
 from collections.abc import Callable
 from typing import Any
 
