@@ -71,22 +71,23 @@ def flat(found):
         yield from (index, rest, *fields, *more)
 
 
-@pytest.mark.parametrize(("case", "fmt", "dtype"), only(CASES, now=NOW), ids=str)
+@pytest.mark.parametrize("case", only(CASES, now=NOW), ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_computes_the_bits_of_plain_torch(form, case, fmt, dtype):
+def test_every_form_computes_the_bits_of_plain_torch(form, case):
     with using("torch"):
-        expected = through(case, fmt, dtype)
+        expected = through(*case)
     with using(form) as device:
-        found = through(case, fmt, dtype, device)
+        found = through(*case, device)
     assert all(same_bits(a, b) for a, b in zip(flat(found), flat(expected), strict=True))
 
 
-@pytest.mark.parametrize(("case", "fmt", "dtype"), only(CASES, now=NOW), ids=str)
-def test_plain_torch_does_what_is_defined(case, fmt, dtype):
-    segments, memory = SEGMENTS[case], torch.promote_types(dtype, torch.float32)
+@pytest.mark.parametrize("case", only(CASES, now=NOW), ids=str)
+def test_plain_torch_does_what_is_defined(case):
+    name, _, dtype = case
+    segments, memory = SEGMENTS[name], torch.promote_types(dtype, torch.float32)
     numel = segments[-1][0] + segments[-1][1]
     with using("torch"):
-        index, rest, parts, others, y, out, mean = through(case, fmt, dtype)[0]
+        index, rest, parts, others, y, out, mean = through(*case)[0]
     total = torch.add(
         awkward(numel, dtype), normal(numel, dtype=memory, seed=1), out=torch.empty_like(rest)
     )

@@ -60,10 +60,9 @@ def decoded(parts, segments, fmt, dtype):
     return torch.cat(values)
 
 
-@pytest.mark.parametrize(
-    ("case", "fmt", "dtype", "memory"), cases("several", LENGTHS.keys() - {"several"}), ids=str
-)
-def test_a_step_of_error_feedback(case, fmt, dtype, memory):
+@pytest.mark.parametrize("combination", cases("several", LENGTHS.keys() - {"several"}), ids=str)
+def test_a_step_of_error_feedback(combination):
+    case, fmt, dtype, memory = combination
     (segments, numel), gap = segments_of(case), 4 if case == "several" else 5
     for noise in (None, torch.rand(numel))[: 2 if fmt in quantize.LEVELS else 1]:
         g, e = awkward(numel, dtype), normal(numel, dtype=memory, seed=1)
@@ -84,10 +83,9 @@ def test_a_step_of_error_feedback(case, fmt, dtype, memory):
         same(rest, expected)
 
 
-@pytest.mark.parametrize(
-    ("case", "fmt", "dtype", "to"), cases("wide", LENGTHS.keys() - {"wide"}), ids=str
-)
-def test_means(case, fmt, dtype, to):
+@pytest.mark.parametrize("combination", cases("wide", LENGTHS.keys() - {"wide"}), ids=str)
+def test_means(combination):
+    case, fmt, dtype, to = combination
     (segments, numel), ranks, gap = segments_of(case), 3, 0 if case == "wide" else 5
     rows, parts = [], []
     for rank in range(ranks):

@@ -114,10 +114,9 @@ def cases(usual, others):
     return [*usually, *thorough([(other, *each) for other in others for each in every[::13]])]
 
 
-@pytest.mark.parametrize(
-    ("case", "fmt", "dtype", "memory"), cases("uneven", SEGMENTS.keys() - {"uneven"}), ids=str
-)
-def test_a_step_of_error_feedback(case, fmt, dtype, memory):
+@pytest.mark.parametrize("combination", cases("uneven", SEGMENTS.keys() - {"uneven"}), ids=str)
+def test_a_step_of_error_feedback(combination):
+    case, fmt, dtype, memory = combination
     segments = segments_of(case)
     numel = segments[-1].span.stop + 9
     offsets, _ = offsets_of(segments, fmt, dtype)
@@ -233,10 +232,9 @@ def added(out, index, values):
     return out
 
 
-@pytest.mark.parametrize(
-    ("case", "fmt", "dtype", "to"), cases("uneven", SEGMENTS.keys() - {"uneven"}), ids=str
-)
-def test_means(case, fmt, dtype, to):
+@pytest.mark.parametrize("combination", cases("uneven", SEGMENTS.keys() - {"uneven"}), ids=str)
+def test_means(combination):
+    case, fmt, dtype, to = combination
     segments, ranks, gap = segments_of(case), 3, 0 if case == "uneven" else 5
     kernels, rows, index, values = received(segments, fmt, dtype, ranks, gap)
     numel = segments[-1].span.stop + 9
