@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.kernels.definitions import same
-from tests.kernels.interpreted.test_steps import triton_on_the_cpu
+from tests.kernels.interpreted.place import small_blocks, triton_on_the_cpu
 from tests.support.cases import only, some, thorough
 from tests.support.vectors import normal
 from torchcomp import run_in_process
@@ -15,7 +15,6 @@ from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
 from torchcomp.kernels.counted_triton import Counted, Search
-from torchcomp.kernels.table_triton import SIZES
 from torchcomp.routes.exact import Messages, _messages
 from torchcomp.routes.searches import DigitSearch
 from torchcomp.routes.shards import direction
@@ -27,10 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    sizes = {"block": 512, "count": 256, "chunk": 128, "group": 2, "fill": 128}
-    for name, size in {**sizes, "bit": 32, "decode": 128, "tile": 512, "part": 256}.items():
-        monkeypatch.setitem(SIZES, name, size)
+def _small_blocks():
+    with small_blocks():
+        yield
 
 
 def shape_of(dtype=torch.float32):
