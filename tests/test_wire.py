@@ -14,7 +14,6 @@ from tests.support.codecs import (
     inspected,
     message_of,
     nbytes_of,
-    packed,
 )
 from tests.support.vectors import normal
 from tests.test_compressors import COMPRESSOR_EXAMPLES
@@ -119,33 +118,6 @@ def test_length_equals_a_hand_calculation(compressor, sizes, dtype, nbytes):
 
 
 # --- The bytes ------------------------------------------------------------------------------------
-
-
-def decode_topk(raw, n, k, low, values):
-    """Decode a message of topk as documented in docs/wire.md, for low parts of `low` bits."""
-    width = np.dtype(values).itemsize * k
-    lows = np.unpackbits(np.frombuffer(raw[width:], np.uint8), bitorder="little")
-    highs = lows[8 * -(-k * low // 8) :]
-    dense = np.zeros(n, dtype=values)
-    for i, position in enumerate(np.flatnonzero(highs)):
-        bits = lows[i * low : (i + 1) * low]
-        index = (position - i) * 2**low + sum(int(bit) << power for power, bit in enumerate(bits))
-        dense[index] = np.frombuffer(raw[:width], dtype=values)[i]
-    return dense
-
-
-@pytest.mark.parametrize(("n", "low"), [(64, 3), (65535, 14), (65536, 14), (65537, 12)])
-@pytest.mark.parametrize(("dtype", "values"), [(torch.float32, "<f4"), (torch.float16, "<f2")])
-def test_topk_message_is_read_by_an_independent_decoder(n, low, dtype, values):
-    x = normal(n, dtype=dtype)
-    # The last element is the largest, so it is sent: its index needs every bit of the code.
-    x[-1] = 60_000
-    codec = codec_of(TopK(k=5), [n], dtype)
-    raw = packed(codec, codec.encode(x, KEY)).numpy().tobytes()
-    expected = np.zeros(n, dtype=values)
-    top = np.argsort(-np.abs(x.numpy()), kind="stable")[:5]
-    expected[top] = x.numpy()[top]
-    assert decode_topk(raw, n, 5, low, values).tobytes() == expected.tobytes()
 
 
 # --- Wrong lengths, parts and alignments ----------------------------------------------------------

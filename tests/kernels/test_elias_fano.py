@@ -6,11 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.kernels.definitions import BIG, EXAMPLES, some_of
 from tests.kernels.forms import sparse_kernels, use_form
+from tests.support.cases import thorough
 from torchcomp.kernels import backend, elias_fano
 from torchcomp.kernels.segments import Segment
 
@@ -101,54 +100,18 @@ def test_it_never_takes_more_than_a_bitmap(k):
 # --- Sets and intact strings match one to one -----------------------------------------------------
 
 
-TINY = [(n, k) for n in range(9) for k in range(n + 1)] + [(40, 2)]
+TINY = [(n, k) for n in range(9) for k in range(n + 1)]
 
 
-@pytest.mark.thorough
-def test_of_all_strings_exactly_the_codes_are_intact(device):
-    # Only the last shape has a low part. It covers all 65,536 strings of two bytes.
-    assert (elias_fano.nbytes(40, 2), elias_fano.low_bits(40, 2)) == (2, 3)
-    for n, k in TINY[: None if device == "cpu" else -1]:
+@pytest.mark.parametrize("shapes", [TINY, *thorough([[(40, 2)]])], ids=["bitmaps", "low parts"])
+def test_of_all_strings_exactly_the_codes_are_intact(device, shapes):
+    for n, k in shapes:
         sets = map(list, itertools.combinations(range(n), k))
         codes = {bytes(encode(indices(*s, device=device), n).tolist()) for s in sets}
         assert len(codes) == math.comb(n, k)
         strings = map(bytes, itertools.product(range(256), repeat=elias_fano.nbytes(n, k)))
         intact = {s for s in strings if decode(raw(s, device), n, k)[1]}
         assert intact == codes, (n, k)
-
-
-@st.composite
-def subsets(draw):
-    """Draw (n, ascending indices). In most cases, k is at or next to a limit."""
-    n = draw(st.one_of(st.integers(1, 40), st.integers(41, 3000)))
-    k = draw(st.one_of(st.sampled_from([0, min(1, n), n - 1, n]), st.integers(0, n)))
-    return n, some_of(n, k, draw(st.integers(0, 2**32)))
-
-
-@pytest.mark.parametrize("form", BACKENDS)
-@given(subsets())
-@settings(max_examples=150)
-def test_every_set_survives(form, subset):
-    n, chosen = subset
-    with pytest.MonkeyPatch.context() as patch:
-        use_form(form, "sparse", patch)
-        code = encode(chosen, n)
-        index, intact = decode(code, n, chosen.numel())
-    assert code.numel() == elias_fano.nbytes(n, chosen.numel())
-    assert intact
-    assert index.equal(chosen)
-
-
-def check_decoded(content, n, k):
-    """Check that bytes decode to valid indices, and are intact if and only if they are a code."""
-    index, intact = decode(content, n, k)
-    assert (index.dtype, index.numel()) == (torch.int64, k)
-    assert index.min() >= 0
-    assert index.max() < n
-    if intact:
-        assert (index[1:] > index[:-1]).all()
-        assert encode(index, n).equal(content)
-    return index, bool(intact)
 
 
 SHAPES = [(64, 9), (100, 1), (100, 60), (1000, 10), (4096, 64), (70_000, 3), (BIG, 4)]
@@ -162,7 +125,10 @@ def test_every_flipped_bit_gives_another_set_or_is_found(device, n, k):
     for bit in range(8 * code.numel()):
         flipped = code.clone()
         flipped[bit // 8] ^= 1 << bit % 8
-        index, intact = check_decoded(flipped, n, k)
+        index, intact = decode(flipped, n, k)
+        assert index.min() >= 0
+        assert index.max() < n
+        assert not intact or encode(index, n).equal(flipped)
         assert not (intact and index.equal(chosen))
         assert not (intact and bit >= low_part), "the number of set bits has changed"
 

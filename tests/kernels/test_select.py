@@ -156,14 +156,6 @@ def test_the_pool_uses_the_caller_and_another_thread(two_threads):
     assert len(set(names)) == 2
 
 
-def test_one_thread_submits_to_no_pool(monkeypatch):
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    monkeypatch.setattr(pool, "_shared", lambda: pytest.fail("the pool was used"))
-    names = set()
-    pool.each(lambda number: names.add(threading.current_thread()), 10)
-    assert names == {threading.current_thread()}
-
-
 def test_no_caller_waits_for_a_busy_pool(two_threads, monkeypatch):
     with ThreadPoolExecutor(1) as busy:
         done = threading.Event()
