@@ -72,23 +72,20 @@ class ElementwiseTriton:
         self._table, self._rows = torch.tensor(rows, dtype=torch.int64).to(device), len(rows)
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
-    def encode_sum(
-        self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
-    ) -> None:
-        """Write the message of ``g + e`` to `frame`, and the sum less the message to `rest`."""
-        self._encode(g, e, rest, frame, noise)
-
     def encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
-        """Write the message of `x` to `frame`; see :meth:`encode_sum`."""
-        self._encode(x, x, x, frame, noise)
+        """Write the message of `x` to `frame`."""
+        self.encode_sum(x, x, x, frame, noise)
 
-    def _encode(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None) -> None:
+    def encode_sum(
+        self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None = None
+    ) -> None:
+        """Write the message of ``g + e`` to `frame`, and the sum less the message to `x`."""
         kind = "encode", g is not x, noise is not None
         launch = self._launches.get(kind)
         if launch is None:
             levels = self._format.levels
             launch = self._prepared(
-                kind, _encode, largest_scale(levels) if levels else 0.0, ADD=kind[1],
+                kind, _encode, largest_scale(levels), ADD=kind[1],
                 RANDOM=kind[2], SOURCE=TYPES[self._format.dtype],
             )  # fmt: skip
         if self._programs:
@@ -207,16 +204,11 @@ def _encode(
         drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
     )  # fmt: skip
     if ADD:
-        tl.store(x + low_at, _less(low, sent_low, dtype, LEVELS), mask=even < k)
-        tl.store(x + high_at, _less(high, sent_high, dtype, LEVELS), mask=odd < k)
-
-
-@kernel()
-def _less(x, value, dtype: tl.constexpr, LEVELS: tl.constexpr):
-    """Return ``x - value`` in `dtype`. Values with scales are first rounded to it."""
-    if LEVELS > 0:
-        value = number(rounded(value, dtype))
-    return rounded(x - value, dtype)
+        # Values are first rounded to the dtype that they are subtracted in, as in plain torch.
+        low -= number(rounded(sent_low, dtype))
+        high -= number(rounded(sent_high, dtype))
+        tl.store(x + low_at, rounded(low, dtype), mask=even < k)
+        tl.store(x + high_at, rounded(high, dtype), mask=odd < k)
 
 
 @kernel("rows", "count", "stride")
@@ -240,8 +232,7 @@ def _add_up(
     second = tl.multiple_of(tl.load(row + 4), STEP)
     for _ in range(0, count):
         value = values_of(raw + first, raw + second, i, inside, LEVELS, VALUE, ALIGNED)
-        if LEVELS > 0:
-            value = number(rounded(value, dtype))
+        value = number(rounded(value, dtype))
         if not MEAN:
             value = value * factor
         total = number(rounded(total + value, dtype))
