@@ -86,7 +86,7 @@ def test_a_site_is_the_innermost_frame_of_the_package() -> None:
         first = count.by_site()
         torch.ones(3, device=DEVICE).cpu()
     assert first
-    assert all(site.startswith("wire.py:") and site.endswith(" checksum") for site in first)
+    assert all(site.startswith("routes/wire.py:") and site.endswith(" checksum") for site in first)
     own = {site: costs for site, costs in count.by_site().items() if site not in first}
     (site,) = own
     assert site.startswith("test_launches.py:")
