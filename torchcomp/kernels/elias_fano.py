@@ -166,7 +166,9 @@ def _encode(index: Tensor, shape: _Shape) -> Tensor:
         values = torch.empty(at.shape, dtype=torch.uint8, device=index.device)
         torch.bitwise_and(local[..., None] >> each, 1, out=values)
         bits.index_copy_(0, at.view(-1), values.view(-1))
-    packed = (bits.view(-1, 8) << _bit_positions(bits)).sum(1, dtype=torch.uint8)
+    packed = (bits.view(-1, 8) << torch.arange(8, dtype=torch.uint8, device=bits.device)).sum(
+        1, dtype=torch.uint8
+    )
     return packed[:-1]
 
 
@@ -181,7 +183,8 @@ def _decode(codes: Sequence[Tensor], shape: _Shape) -> tuple[Tensor, Tensor]:
     low_line, high_line, low, n, start, base = shape.lines(
         device, begin, high_begin, shape.n, shape.start, _apart(shape)
     )
-    bits = raw[low_bytes : low_bytes + sum(shape.high_bytes), None] & _single_bits(device)
+    single = torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8)
+    bits = raw[low_bytes : low_bytes + sum(shape.high_bytes), None] & host.copy_to(single, device)
     # nonzero() would make the host wait for the number of set bits. A damaged code can have another
     # number of them, so look for one more.
     total = sum(shape.k)
@@ -228,11 +231,3 @@ def _padding(raw: Tensor, shape: _Shape) -> list[Tensor]:
     padded = [(end - 1, bits) for end, bits in zip(ends, used, strict=True) if bits]
     last, shift = host.copy_to(torch.tensor(padded).T.contiguous(), raw.device)
     return [raw.index_select(0, last) >> shift != 0]
-
-
-def _single_bits(device: torch.device) -> Tensor:
-    return host.copy_to(torch.tensor([1 << bit for bit in range(8)], dtype=torch.uint8), device)
-
-
-def _bit_positions(like: Tensor) -> Tensor:
-    return torch.arange(8, dtype=torch.uint8, device=like.device)

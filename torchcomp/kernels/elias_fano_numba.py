@@ -38,20 +38,13 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
 
 
 @kernel(inline="always")
-def _whole_word_at(raw, byte):
-    """Read 64 bits starting at a byte. All 8 bytes must exist."""
-    at, word = np.uint64(byte), np.uint64(0)
-    for i in range(np.uint64(8)):
-        word |= np.uint64(raw[at + i]) << (i << np.uint64(3))
-    return word
-
-
-@kernel(inline="always")
 def _word_at(raw, byte):
     """Read 64 bits starting at a byte, with zeros beyond the end."""
+    at, word = np.uint64(byte), np.uint64(0)
     if byte + 8 <= raw.size:
-        return _whole_word_at(raw, byte)
-    word = np.uint64(0)
+        for i in range(np.uint64(8)):
+            word |= np.uint64(raw[at + i]) << (i << np.uint64(3))
+        return word
     for i in range(raw.size - byte):
         word |= np.uint64(raw[byte + i]) << np.uint64(8 * i)
     return word

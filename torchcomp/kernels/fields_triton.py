@@ -90,17 +90,11 @@ def values_of(
     else:
         if LEVELS == 7:
             pair = tl.load(second + i // 2, mask=mask, other=0).to(tl.int32)
-            code = extended((pair >> (4 * (i & 1)).to(tl.int32)) & 15)
+            code = (((pair >> (4 * (i & 1)).to(tl.int32)) & 15) ^ 8) - 8  # with its sign
         else:
             code = tl.load(second + i, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.int32)
         scale = get(first, i // 128, mask, tl.float32, ALIGNED)
         return code.to(tl.float32) * scale
-
-
-@kernel()
-def extended(nibble):
-    """Extend the sign of 4-bit two's complement numbers."""
-    return (nibble ^ 8) - 8
 
 
 @kernel()

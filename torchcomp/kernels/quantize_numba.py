@@ -76,7 +76,9 @@ def _encode(x, levels, cap, uniform, scales, codes):
         else:
             _at_random(part, step, np.float32(levels), uniform[start:stop], line)
         if levels == 7:
-            _store_pairs(singles, codes[start >> 1 : (stop + 1) >> 1])
+            pairs = codes[start >> 1 : (stop + 1) >> 1]
+            for i in range(pairs.size):
+                pairs[i] = (singles[2 * i] & 15) | ((singles[2 * i + 1] & 15) << 4)
 
 
 @kernel(error_model="numpy")
@@ -108,12 +110,6 @@ def _at_random(values, step, levels, uniform, line):
         quotient = min(max(values[i] / step, -levels), levels)
         lower = np.floor(quotient)
         line[i] = np.int8(lower) + (uniform[i] < quotient - lower)
-
-
-@kernel()
-def _store_pairs(line, codes):
-    for i in range(codes.size):
-        codes[i] = (line[2 * i] & 15) | ((line[2 * i + 1] & 15) << 4)
 
 
 def value_at(values: Any, scale: Any, i: Any) -> Any:

@@ -79,7 +79,7 @@ def _largest_of_group(x: Tensor, segments: Sequence[Segment]) -> Tensor:
             parts += [mask.new_zeros(segment.start - at), row[: segment.n]]
             at = segment.span.stop
         chosen = torch.cat(parts)
-    return add(_positions(chosen, sum(counts)), first)
+    return add(torch.nonzero_static(chosen, size=sum(counts)).view(-1), first)
 
 
 def _largest_of_rows(magnitude: Tensor, k: Sequence[int]) -> Tensor:
@@ -94,8 +94,3 @@ def _largest_of_rows(magnitude: Tensor, k: Sequence[int]) -> Tensor:
     above, tied = magnitude > threshold, magnitude == threshold
     # The running count of ties keeps those with the lowest indices.
     return above | (tied & (tied.cumsum(1) <= room - above.sum(1, keepdim=True)))
-
-
-def _positions(chosen: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` elements that are true."""
-    return torch.nonzero_static(chosen, size=count).view(-1)

@@ -52,7 +52,18 @@ class SparseTriton:
         self._densest = max((s.k / s.n for s in segments if s.n), default=0.0)
         self._table = tabled(covering(segments, offsets, numel), self._format, device)
         self._selecting = Selecting(self._table)
-        self._launches: dict[object, Any] = {}
+        place = (self._table.programs["fill"],), self._table.rows, self._table.count
+        self._clear = Launch(coding.clear, *place, CHUNK=SIZES["chunk"])
+        rows, block = self._table.rows, SIZES["fill"]
+        self._code = Launch(coding.code, *place, rows, 0, BLOCK=block, FRAMES=0)
+        values = self._table, self._format, self._aligned
+        self._fills = {
+            (subtract, random): filling(*values, subtract, random)
+            for subtract in (False, True)
+            for random in (False, True)
+        }
+        self._subtract = subtraction(*values)
+        self._launches: dict[object, list[Launch]] = {}  # of means
 
     def select(self, x: Tensor) -> Tensor:
         """Return the indices of the entries of largest magnitude of each segment."""
@@ -64,10 +75,9 @@ class SparseTriton:
 
     def encode(self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
         """Write the message of given entries to `frame`."""
-        clear, code = self._launches.get("code") or self._coding()
         if self._table.entries:
-            clear(frame)
-            code(frame, index)
+            self._clear(frame)
+            self._code(frame, index)
         self._fill(x, index, frame, noise, False)
 
     def encode_sum(
@@ -80,31 +90,15 @@ class SparseTriton:
 
     def subtract(self, frame: Tensor, index: Tensor, x: Tensor, weight: float = 1.0) -> None:
         """Subtract `weight` times the finite values of a message from `x`, at the indices."""
-        launch = self._launches.get("subtract")
-        if launch is None:
-            launch = subtraction(self._table, self._format, self._aligned)
-            self._launches["subtract"] = launch
         if self._table.entries:
-            launch(x, frame, index, float(weight))
+            self._subtract(x, frame, index, float(weight))
 
     def _fill(
         self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None, subtract: bool
     ) -> None:
-        kind = "fill", subtract, noise is not None
-        fill = self._launches.get(kind)
-        if fill is None:
-            fill = filling(self._table, self._format, self._aligned, subtract, noise is not None)
-            self._launches[kind] = fill
         if self._table.entries:
+            fill = self._fills[subtract, noise is not None]
             fill(x, frame, index, index if noise is None else noise)
-
-    def _coding(self) -> list[Launch]:
-        place = (self._table.programs["fill"],), self._table.rows, self._table.count
-        made = self._launches["code"] = [
-            Launch(coding.clear, *place, CHUNK=SIZES["chunk"]),
-            Launch(coding.code, *place, self._table.rows, 0, BLOCK=SIZES["fill"], FRAMES=0),
-        ]
-        return made
 
     def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`."""

@@ -24,23 +24,20 @@ Pieces = tuple[tuple[int, int], ...]
 
 def sharded_load(up: Direction, down: Direction, rank: int, node: int = 1) -> Load:
     """Return the bytes of one bucket per step; an estimate for exact selections."""
-    ranks, own = up.world_size, _node(rank, node)
-    others = ranks - node
+    ranks, first = up.world_size, rank - rank % node
+    own, others = range(first, first + node), ranks - node
     up_all, up_own = (_total(_frames(up, owners)) for owners in (range(ranks), own))
     load = Load(sent=round(node * (up_all - up_own)), received=round(others * up_own))
     load.add(_down_load(down, own))
     if up.exact:  # the counts, which are int32
-        pieces, owned = (_pieces_of(up, owners) for owners in (range(ranks), own))
-        load.add(Load(sent=4 * node * (pieces - owned), received=4 * others * owned))
+        pieces, mine = (_pieces_of(up, owners) for owners in (range(ranks), own))
+        load.add(Load(sent=4 * node * (pieces - mine), received=4 * others * mine))
     if down.exact:
-        load.add(_search_load(down, own))
+        total, owned = (_candidates(down, owners) for owners in (range(ranks), own))
+        # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
+        itemsize = max(4, down.shape.dtype.itemsize)
+        load.add(search_load(zip(owned, total, down.kept, strict=True), itemsize, ranks, node))
     return load
-
-
-def _node(rank: int, node: int) -> range:
-    """Return the ranks of the node of `rank`, for nodes of `node` consecutive ranks."""
-    first = rank - rank % node
-    return range(first, first + node)
 
 
 def _down_load(down: Direction, own: range) -> Load:
@@ -85,15 +82,6 @@ def _frame(direction: Direction, shard: Pieces) -> Fraction:
         nbytes += share * wire.nbytes(encoder.layout(size, direction.shape.dtype))
         steps = max(steps, share)  # in which there is a frame
     return steps * wire.framed(math.ceil(nbytes / steps)) if steps else steps
-
-
-def _search_load(down: Direction, own: range) -> Load:
-    """Return the bytes of the search for the threshold of an exact downlink."""
-    total, owned = (_candidates(down, owners) for owners in (range(down.world_size), own))
-    # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
-    itemsize = max(4, down.shape.dtype.itemsize)
-    vectors = zip(owned, total, down.kept, strict=True)
-    return search_load(vectors, itemsize, down.world_size, len(own))
 
 
 def _candidates(down: Direction, owners: range) -> list[int]:
