@@ -183,10 +183,7 @@ def test_fast_tests_name_files_that_exist():
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize(
-    ("failing", "code"),
-    [("none", 0), ("lint", 1), ("test", 1), ("test-thorough", 1), ("test-versions", 1)],
-)
+@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("lint", 1), ("test-versions", 1)])
 def test_ci_runs_all_and_fails_if_any_does(tmp_path, failing, code):
     executable(tmp_path / "make", f'echo "ran $1"; [ "$1" != {failing} ]')
     done = run([ROOT / ".ci/run"], check=False, PATH=f"{tmp_path}:{os.environ['PATH']}")
@@ -201,12 +198,7 @@ case "$*" in
 "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
 "-m pip --version") ;;
 "-m pip install"*)
-    echo "$*" >>pip-calls
-    case "$*" in *" ffcv")
-        [ ! -e interrupt ] || kill -INT $PPID
-        [ ! -e ffcv-fails ] || { echo "no such header" >&2; exit 1; }
-    esac
-    [ ! -e pip-fails ] ;;
+    echo "$*" >>pip-calls; [ ! -e pip-fails ] ;;
 *version_info*10*) [ ! -e old-python ] ;;
 *"import ensurepip"*) [ ! -e no-venv ] ;;
 *python_version*) echo 3.9.18 ;;

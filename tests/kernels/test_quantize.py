@@ -91,20 +91,6 @@ def test_the_bounds_have_the_proved_values():
         assert quantize.error_bound(fmt, 0) < 1e-11
 
 
-class Lowest:
-    """A generator that always draws 0, the lowest possible number."""
-
-    def random(self, count, dtype):
-        return np.zeros(count, dtype)
-
-
-@pytest.mark.parametrize("fmt", LEVELS)
-@pytest.mark.parametrize("noise", [Lowest(), np.random.default_rng(5)], ids=["lowest", "any"])
-def test_random_rounding_leaves_levels_alone(fmt, noise):
-    levels = torch.arange(-LEVELS[fmt], LEVELS[fmt] + 1.0)[:BLOCK]
-    assert through(levels, fmt, noise).equal(levels)
-
-
 # --- NaN, infinities, zeros -----------------------------------------------------------------------
 
 

@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from tests.engine import small
 from tests.support.outcomes import same
 from torchcomp import run_in_process
-from torchcomp.aggregators import EF, Mean, one_way
+from torchcomp.aggregators import EF, Mean
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
@@ -135,36 +134,3 @@ def test_auto_takes_the_route_of_fewer_bytes_as_ranks_grow():
             for way in ("allgather", "sharded")
         }
         assert method.cost(shape, world_size).load.received == min(received.values())
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        "ef(topk(0.3))",
-        'ef(topk(0.3), exchange="allgather")',
-        "ef(randk(0.3))",
-        'ef(cast("bf16"))',
-        "bidirectional(topk(0.3), topk(0.3))",
-    ],
-)
-def test_nothing_static_is_computed_again_in_later_steps(method, monkeypatch):
-    calls = []
-    for compressor in (TopK, RandK, Cast):
-        real = compressor.layout
-        counted = lambda *args, real=real: calls.append(args) or real(*args)  # noqa: E731
-        monkeypatch.setattr(compressor, "layout", counted)
-
-    def body(exchange):
-        averager = small.averager(exchange, method)
-        small.train(averager, 0, 1)
-        misses = one_way._collective.cache_info().misses
-        # Two barriers: no rank clears the list while another one is in its first step, and none
-        # starts its second step before the list is cleared.
-        exchange.gather_objects(None)
-        calls.clear()
-        exchange.gather_objects(None)
-        small.train(averager, 1, 6)
-        return one_way._collective.cache_info().misses - misses
-
-    assert small.on_ranks(2, body) == [0, 0]
-    assert calls == []
