@@ -9,7 +9,7 @@ from torchcomp.kernels.elias_fano import low_bits
 BIG = 2**31 + 5
 
 EXAMPLES = [
-    ([5, 40, 41, 120], 128, "85 89 19 04"),  # the example of the module's docstring, l = 4
+    ([5, 40, 41, 120], 128, "85 89 19 04"),  # the example of docs/wire.md, l = 4
     ([1, 200, 255], 256, "01 7d 81 02"),  # l = 5: a low part spans two bytes
     ([0, 2, 3, 9], 10, "0d 02"),  # l = 0, a bitmap
     ([BIG - 1], BIG, "04 00 00 00 10"),  # l = 29

@@ -4,36 +4,9 @@ Sources: Elias, "Efficient storage and retrieval by content and address of stati
 1974; Fano, "On the number of bits required to implement an associative memory", MIT 1971; Vigna,
 "Quasi-succinct indices", WSDM 2013.
 
-The code of the indices x_0 < x_1 < ... < x_{k-1} below n is two bit vectors, the low part and then
-the high part. Bit j of a vector is bit j mod 8 of its byte j div 8, counted from the lowest. Each
-vector is padded with zeros to a whole byte. The width l of an entry's low part decides the layout:
-
-    l = 0      no low part.
-               high part: n bits, those at x_i are set.
-    l >= 1     low part: k l bits, x_i mod 2^l in the bits i l, i l + 1, ..., lowest first.
-               high part: k + ((n - 1) div 2^l) bits, those at (x_i div 2^l) + i are set.
-
-l is the width that gives the fewest bytes, and the smallest such width in a tie. k = 0 and k = n
-take no bytes. Sender and receiver therefore compute the length and the layout from n and k alone.
-l = 0 is a plain bitmap. It is the shortest if more than about a fifth of the entries are kept.
-
-Example: the indices 5, 40, 41, 120 of n = 128, so k = 4.
-
-- l = 0, 1, ..., 7 would take 16, 10, 6, 5, 4, 4, 4 and 5 bytes. The choice is l = 4.
-- Low part, the indices mod 16: 5, 8, 9, 8. The bytes are 0x85 0x89.
-- High part, the indices div 16: 0, 2, 2, 7. Bits 0, 3, 4 and 10 of 4 + 7 are set: 0x19 0x04.
-
-A byte string is *intact* if it is the code of some k of n indices. :func:`decode` tests that
-
-- the high part has exactly k bits set;
-- the decoded indices ascend strictly and stay below n;
-- the padding of the low part's last byte is zero.
-
-Intact strings and index sets match one to one.
-
-Both directions can run in parallel. When encoding, the bits of an entry depend only on the entry
-and its position i. When decoding, a prefix sum over the set bits of each word of the high part
-gives the positions of its entries.
+docs/wire.md specifies the code: two bit vectors, the low part and then the high part, whose layout
+depends on the width l of an entry's low part. Sender and receiver compute l, the width that gives
+the fewest bytes, from n and k alone. Intact codes and sets of indices match one to one.
 
 On a CPU with Numba, :mod:`.elias_fano_numba` runs. On CUDA with Triton, the kernels of
 :mod:`.sparse_triton` run, and everywhere else this plain torch, with the same results. Its shapes

@@ -1,25 +1,13 @@
-"""Quantize the values of a message to 16, 8 or 4 bits.
+"""Quantize the values of a message to 16, 8 or 4 bits, in the formats of docs/wire.md.
 
-"bf16" and "fp16" round each value separately. "int8" and "int4" split the values into blocks of
-128; the last block can be shorter. For each block they send
+"int8" and "int4" split the values into blocks of 128; the last block can be shorter:
 
     scale = max |v| / L       in float32, L = 127 for int8 and 7 for int4
     code  = round(v / scale)  an integer in [-L, L]; int8 has one code per byte, int4 has two
 
-int4 codes are in two's complement. The first code of a pair is in the low four bits. An odd count
-is padded with a zero code. A message decodes to code * scale in float32, which depends on nothing
-else. Sender and receiver therefore agree on the residual of error feedback, v - decode(encode(v)).
+A scale below 2^-126 counts as 0: float32 has no full accuracy there, and the result must not depend
+on whether the processor flushes subnormal numbers. A NaN or an infinity makes the whole block NaN.
 
-Special values:
-
-- A NaN or an infinity in a block makes its scale NaN, so the whole block decodes to NaN.
-- A scale below 2^-126 counts as 0, so a block with all values below L 2^-126 decodes to zeros.
-  float32 has no full accuracy there. The result must not depend on whether the processor flushes
-  subnormal numbers.
-- bf16 and fp16 clamp finite values to their largest finite value (3.39e38 and 65,504). NaN and
-  infinities stay.
-
-Blocks are independent, and the values of a block depend on each other only through their maximum.
 On a CPU with Numba, :mod:`.quantize_numba` runs. On CUDA with Triton, :mod:`.elementwise_triton`
 and :mod:`.sparse_triton` run, and everywhere else plain torch, with the same results.
 """
