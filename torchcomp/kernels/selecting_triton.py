@@ -46,6 +46,13 @@ class Selecting:
         ]  # fmt: skip
         memory = torch.empty(sum(lengths), dtype=torch.int32, device=device)
         self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
+        self._sample = [
+            Launch(
+                selection.sample, (rows,), table.rows, rows, self._bound, _MARGIN,
+                ADD=add, SAMPLE=SIZES["sample"], warps=16,
+            )
+            for add in (False, True)
+        ]  # fmt: skip
         self._launches: dict[object, list[Launch]] = {}
 
     def select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
@@ -53,9 +60,7 @@ class Selecting:
         if not self._table.programs["block"]:
             return self._empty()
         if not self._bounded:
-            kind = "sample", g is not x
-            (sample,) = self._launches.get(kind) or self._sampling(kind)
-            sample(g, e)
+            self._sample[g is not x](g, e)
             self._bounded = True
         return self._run(g, e, x, frame, self._bound)
 
@@ -96,16 +101,6 @@ class Selecting:
         """Share the entries."""
 
     # Preparations of launches, each once.
-
-    def _sampling(self, kind: tuple[Any, ...]) -> list[Launch]:
-        rows = self._table.count
-        made = self._launches[kind] = [
-            Launch(
-                selection.sample, (rows,), self._table.rows, rows, self._bound, _MARGIN,
-                ADD=kind[1], SAMPLE=SIZES["sample"], warps=16,
-            )
-        ]  # fmt: skip
-        return made
 
     def _selection(self, kind: tuple[Any, ...]) -> list[Launch]:
         _, add, frame = kind

@@ -1,20 +1,9 @@
 """Wire: the static byte layout of a message, and the frame in which it is sent.
 
-A message is the concatenation of its fields without padding. Each field is a C-contiguous
-little-endian array. The layout depends only on the number of elements and the dtype, never on the
-values. Every compression ratio, plan, table and test takes the size of a message from
-:func:`nbytes`.
-
-Messages that are all-reduced are sent without a frame. All others are sent in a frame, so that the
-receiver can check them. A frame consists of
-
-1. a 64-bit word: the version in its lowest byte, then :data:`MAGIC`, then the length in 48 bits,
-2. a 64-bit word: the :func:`signature` of the layout, plus the checksum of the message if that
-   option is on, modulo 2^64,
-3. the message,
-4. zeros, up to a multiple of 8 bytes.
-
-Without checksums, the header of a frame is the same in every step: it is written once.
+docs/wire.md specifies both. A message is the concatenation of its fields, whose layout depends only
+on the number of elements and the dtype: every plan, table and test takes its size from
+:func:`nbytes`. Without checksums, the header of a frame is the same in every step: it is written
+once.
 """
 
 import hashlib
