@@ -81,6 +81,22 @@ def test_the_mean_is_the_mean_of_the_sent_messages(way, world_size):
         torch.testing.assert_close(found, mean, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize(("fmt", "dtype"), [("fp16", torch.float32), ("bf16", torch.float32)])
+@pytest.mark.parametrize("world_size", [3, 6, 7])
+def test_a_sum_of_the_largest_numbers_is_finite(fmt, dtype, world_size):
+    """A third of the largest number, rounded, is more than a third."""
+
+    def body(exchange):
+        method = EF(Cast(fmt), "allreduce")
+        route = method.prepared(SHAPE, exchange, State(), torch.device("cpu")).route
+        g = torch.full((SHAPE.numel,), torch.finfo(dtype).max, dtype=dtype)
+        route.send_sum(g, torch.zeros_like(g), torch.empty_like(g), Key(0, rank=exchange.rank))
+        route.mean(g)
+        assert g.isfinite().all()
+
+    run_in_process(world_size, body)
+
+
 @pytest.mark.parametrize("way", ["allgather", "sharded"])
 def test_send_sum_leaves_what_the_message_lacks(way):
     def body(exchange):
