@@ -8,22 +8,23 @@ after all ranks have saved. A complete checkpoint that is damaged is skipped.
 
 import copy
 import hashlib
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from recipes.atomic_files import write_atomically
 from recipes.errors import RecipeError
-from recipes.marker import MARKER, Marker
+from recipes.files import write_atomically
 
+MARKER = "complete.json"
 _KEPT = 2
 # Steps are zero-padded, so the order of the names is the order of the steps.
 _ANY_STEP = "step-" + 9 * "[0-9]"
@@ -38,6 +39,42 @@ class _File(NamedTuple):
 
     sha256: str
     size: int
+
+
+@dataclass(frozen=True)
+class Marker:
+    """What a checkpoint consists of. The file also has a checksum of the marker itself.
+
+    Attributes:
+        sha256: of the files of all ranks, in rank order.
+        settings: of the run, those that it must keep.
+    """
+
+    sha256: tuple[str, ...]
+    settings: dict[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks that have saved."""
+        return len(self.sha256)
+
+    def write(self, folder: Path) -> None:
+        """Write the marker of the checkpoint in ``folder``."""
+        contents = asdict(self)
+        text = json.dumps({**contents, "checksum": _checksum(contents)})
+        write_atomically(folder / MARKER, lambda file: file.write(text.encode()))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Marker":
+        """Return the marker of the checkpoint in ``folder``."""
+        path = folder / MARKER
+        try:
+            contents = json.loads(path.read_bytes())
+            if contents.pop("checksum") != _checksum(contents):
+                raise RecipeError(f"{path} differs from its checksum")
+            return cls(tuple(contents["sha256"]), contents["settings"])
+        except (ValueError, LookupError, AttributeError, TypeError):
+            raise RecipeError(f"{path} is damaged, or was written by another version") from None
 
 
 @dataclass(frozen=True)
@@ -252,3 +289,7 @@ def _check_settings(saved_settings: State, settings: State) -> None:
                 f"--resume: the checkpoint has {name} {saved!r} and this run has {current!r}; "
                 "resume with the settings of the checkpoint"
             )
+
+
+def _checksum(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()

@@ -8,9 +8,8 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from recipes.atomic_files import write_atomically
 from recipes.errors import RecipeError
-from recipes.log_file import LogFile
+from recipes.files import LogFile, write_atomically
 from recipes.result_files import make_folder
 
 

@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.errors import RecipeError
-from recipes.jointspar.methods import Dense, LayerSampling, Method
+from recipes.jointspar.methods import LayerSampling, Method
 from torchcomp.engine.keys import Key
 from torchcomp.jointspar import Sampler, default_layers
 
@@ -25,7 +24,6 @@ class SimulatedRanks:
     """
 
     def __init__(self, module: nn.Module, method: Method, ranks: int, seed: int) -> None:
-        check_simulated(method)
         self._parameters = dict(module.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self.samplers: list[Sampler] = []
@@ -117,12 +115,3 @@ class SimulatedRanks:
         """Return the running average of this parameter's gradient norm, before division by p."""
         (sampler,) = self.samplers
         return sampler.norm(self._names[id(parameter)])
-
-
-def check_simulated(method: Method) -> None:
-    """Raise RecipeError unless simulated ranks can average by a method."""
-    compressed = isinstance(method, LayerSampling) and method.topk is not None
-    if compressed or not isinstance(method, Dense | LayerSampling):
-        raise RecipeError(
-            f"{method} cannot be simulated: only dense and jointspar(...) can, without topk"
-        )

@@ -1,7 +1,7 @@
 """The tables of the pages, from the committed results."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -179,7 +179,7 @@ def _sets(results: Path) -> str:
     return table(columns, distinct(rows, "method"))
 
 
-# --- Large batch and wall-clock time --------------------------------------------------------------
+# --- Large batch ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -245,18 +245,6 @@ def contenders_of(results: Path) -> list[Contender]:
     return sorted(found, key=lambda each: each.method != DENSE)
 
 
-def _by_budget(others: Iterable[tuple[float, str, str]], dense: str) -> str:
-    """Return a table of cells (budget, label, text), and a last line with dense training."""
-    cells = {(budget, label): text for budget, label, text in others}
-    labels = list(dict.fromkeys(label for _, label in cells))
-    rows = [
-        [f"{budget:.0%}", *(cells.get((budget, label), "") for label in labels)]
-        for budget in sorted({budget for budget, _ in cells})
-    ]
-    rows.append(["100 %: dense LARS", dense, *[""] * (len(labels) - 1)])
-    return markdown_table(["bytes", *labels], rows)
-
-
 def accuracy_table(results: Path) -> str:
     """Return the accuracies of the large-batch runs, and the differences to dense training."""
     dense, *others = contenders_of(results)
@@ -268,8 +256,15 @@ def accuracy_table(results: Path) -> str:
         count = len(own.tests[own.lr])
         return f"{made}, {own.failed()} of {count} failed" if own.failed() else made
 
+    cells = {(each.budget, each.label): cell(each) for each in others}
+    labels = list(dict.fromkeys(label for _, label in cells))
+    rows = [
+        [f"{budget:.0%}", *(cells.get((budget, label), "") for label in labels)]
+        for budget in sorted({budget for budget, _ in cells})
+    ]
     last = f"{dense.accuracy.with_deviation()}, lr {dense.lr:g}"
-    return _by_budget([(each.budget, each.label, cell(each)) for each in others], last)
+    rows.append(["100 %: dense LARS", last, *[""] * (len(labels) - 1)])
+    return markdown_table(["bytes", *labels], rows)
 
 
 def _pairs(results: Path) -> dict[float, dict[str, Contender]]:
@@ -324,63 +319,6 @@ def learned_table(results: Path) -> str:
     return table(columns, _pairs(results).items())
 
 
-def higher_lr_table(results: Path) -> str:
-    """Return the failed runs and the mean of the others at the higher learning rate."""
-
-    def cell(own: Contender) -> str:
-        lr = max(own.tests)
-        finished = own.finished(lr).values()
-        mean = f"; {spread(finished).with_deviation()}" if finished else ""
-        return f"{own.failed(lr)} of {len(own.tests[lr])}{mean}"
-
-    columns = {
-        "bytes": lambda own: f"{own[0]:.0%}",
-        "learned p: failed; the others": lambda own: cell(own[1]["JointSpar-LARS"]),
-        "uniform p": lambda own: cell(own[1]["uniform dropping"]),
-    }
-    return table(columns, _pairs(results).items())
-
-
-def wall_clock_table(results: Path) -> str:
-    """Return the seconds of a run on two hosts."""
-    rows = read_rows(results / "wall_clock.csv")
-    cells = [
-        (parse_method(row["method"]).budget, label_of(row["method"], row["optimizer"]), row)
-        for row in rows
-    ]
-    others = [(b, label, f"{row['seconds']:.1f} s") for b, label, row in cells if b < 1]
-    (dense,) = where(rows, method=DENSE)
-    return _by_budget(others, f"{dense['seconds']:.1f} s")
-
-
-# --- The other parts ------------------------------------------------------------------------------
-
-
-def bandit_table(results: Path) -> str:
-    """Return the excess cost of both forms of Algorithm 1."""
-    rows = read_rows(results / "bandit.csv")
-    before, after = (name for name in rows[0] if name.startswith("excess_at_"))
-    half = int(before.rpartition("_")[2])
-
-    def steps(own: list[Row]) -> str:
-        found = [row["steps_to_2_percent"] for row in own]
-        return "never" if "never" in found else spread(found).with_deviation(0)
-
-    columns = {
-        "form": lambda own: own[0]["form"],
-        f"after {half:,} steps": lambda own: _percent(over_seeds(own, before)),
-        "steps to 2 %": steps,
-        f"{half:,} steps after a change of norms": lambda own: _percent(over_seeds(own, after)),
-    }
-    return table(columns, grouped(rows, "form").values())
-
-
-def _percent(share: Spread) -> str:
-    digits = 2 if share.mean < 0.02 else 0
-    percent = Spread(100 * share.mean, 100 * share.deviation, share.count)
-    return f"{percent.with_deviation(digits)} %"
-
-
 def network_table(results: Path) -> str:
     """Return the time of a step of ResNet-18 on two hosts."""
 
@@ -393,11 +331,8 @@ def network_table(results: Path) -> str:
 
 
 TABLES: dict[str, TableMaker] = {
-    "bandit": bandit_table,
     "accuracy": accuracy_table,
     "learned": learned_table,
-    "higher_lr": higher_lr_table,
-    "wall_clock": wall_clock_table,
     "network": network_table,
     "sets": _sets,
 }

@@ -1,13 +1,10 @@
 """One run on real ranks with a large batch and warm-up, by one method and one optimizer."""
 
-import json
 import math
 import statistics
 import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -122,40 +119,31 @@ def train(
     optimizer_name: str,
     schedule: Schedule,
     seed: int,
-    log: Path | None = None,
 ) -> Outcome:
-    """Train on this rank's part of every batch. All ranks must pass the same weights.
-
-    Rank 0 writes a line of metrics per step to ``log``.
-    """
+    """Train on this rank's part of every batch. All ranks must pass the same weights."""
     order = TrainOrder(len(images[0].labels), batch, dist.get_rank(), dist.get_world_size(), seed)
     data = Batches(images[0], order)
     model = DistributedDataParallel(module)
     exchange = attach(method, model, seed)
     sampled = exchange if isinstance(method, LayerSampling) else None
     optimizer = build_optimizer(model, optimizer_name, schedule.lr, sampled)
-    writing = log is not None and dist.get_rank() == 0
     steps, backwards = [], []
-    with log.open("w") if log is not None and writing else nullcontext() as file:
-        for step in range(schedule.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.lr_at(step)
-            inputs, labels = data.batch(step)
-            begin = time.perf_counter()
-            optimizer.zero_grad()
-            loss = cross_entropy(model(inputs), labels)
-            computed = time.perf_counter()
-            try:
-                loss.backward()
-            except torchcomp.NonFiniteError:
-                # Raised on every rank at the same step, so all of them stop together.
-                break
-            backwards.append(time.perf_counter() - computed)
-            optimizer.step()
-            steps.append(time.perf_counter() - begin)
-            if file is not None:
-                row = exchange.stats.row() if sampled else {}
-                file.write(json.dumps({**row, "step": step + 1, "loss": loss.item()}) + "\n")
+    for step in range(schedule.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr_at(step)
+        inputs, labels = data.batch(step)
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), labels)
+        computed = time.perf_counter()
+        try:
+            loss.backward()
+        except torchcomp.NonFiniteError:
+            # Raised on every rank at the same step, so all of them stop together.
+            break
+        backwards.append(time.perf_counter() - computed)
+        optimizer.step()
+        steps.append(time.perf_counter() - begin)
     share = exchange.stats.total_bytes_sent / max(exchange.stats.total_dense_bytes_sent, 1)
     finished = len(steps) == schedule.steps
     found = [evaluate(module, part)[0] if finished else math.nan for part in images[1:]]

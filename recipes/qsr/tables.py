@@ -12,7 +12,6 @@ from recipes.qsr.settings import (
     GRID,
     MAIN_METHODS,
     METHODS,
-    OWN,
     PARALLEL,
     PARTS,
     SGD_MLP,
@@ -60,10 +59,8 @@ class Results:
     """Everything that the files of a folder hold."""
 
     def __init__(self, folder: Path) -> None:
-        names = [f"{part}{kind}" for part in (*PARTS, OWN) for kind in ("", "_curves")]
-        found = {n: read_rows(folder / f"{n}.csv") for n in names if (folder / f"{n}.csv").exists()}
-        rows = [row for n, own in found.items() if not n.endswith("_curves") for row in own]
-        self.curves = [row for n, own in found.items() if n.endswith("_curves") for row in own]
+        files = [file for part in PARTS if (file := folder / f"{part}.csv").exists()]
+        rows = [row for file in files for row in read_rows(file)]
         self._by_setting = grouped(rows, lambda row: build(Setting, row))
 
     def settings(self) -> list[Setting]:

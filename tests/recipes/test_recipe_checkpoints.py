@@ -15,9 +15,8 @@ import torch
 import torch.distributed as dist
 
 import torchcomp
-from recipes.checkpoints import Checkpoints
+from recipes.checkpoints import MARKER, Checkpoints, Marker
 from recipes.errors import RecipeError
-from recipes.marker import MARKER, Marker
 from recipes.random_state import random_state, seed_all, set_random_state
 from recipes.resizing import resized
 from tests.support.ranks import on_threads
