@@ -13,7 +13,7 @@ same.
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,12 +21,7 @@ from statistics import fmean
 from typing import Any
 
 from recipes.bidirectional_topk.averagers import Traffic, count_traffic
-from recipes.bidirectional_topk.problems import (
-    SHIFTED_DIGITS,
-    Problem,
-    batches,
-    open_problem,
-)
+from recipes.bidirectional_topk.problems import Problem, batches, open_problem
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.experiments import ResultTable, fill, tuning_seeds
 from recipes.image_data.in_memory import evaluate
@@ -154,38 +149,15 @@ def open_union(arguments: argparse.Namespace) -> Measure:
         f"{dataset}, {steps} steps, unions over windows of {WINDOW} steps",
         resume=arguments.resume,
     )
-    first, varied = (2, 1) if quick else (3, 2)
+    few, many = ((2, 4), (2, 4, 8)) if quick else ((5, 20, 100), (2, 5, 10, 20, 50, 100))
     usual = Run(dataset, "mlp", ONE_WAY, 20, LR, steps, seed=0)
-    runs = [
-        replace(usual, seed=seed, workers=n)
-        for seed in arguments.seeds[:first]
-        for n in ((2, 4, 8) if quick else (2, 5, 10, 20, 50, 100))
-    ]
-    for seed in arguments.seeds[:varied]:
-        runs += _varied(replace(usual, seed=seed), quick=quick)
+    runs = [replace(usual, seed=s, workers=n) for s in arguments.seeds[:3] for n in many]
+    for seed in arguments.seeds[:2]:
+        same = replace(usual, seed=seed)
+        runs += [replace(same, method=BOTH_WAYS, workers=n) for n in many]
+        runs += [replace(same, model="cnn", workers=n) for n in few]
     measure = partial(measure_union, data=arguments.data)
     return lambda: fill(table, runs, measure, arguments.processes)
-
-
-def _varied(usual: Run, *, quick: bool) -> Iterator[Run]:
-    """Yield runs that differ from the usual ones in method, model, K, learning rate or data."""
-    few = (2, 4) if quick else (5, 20, 100)
-    one, longer = (4, 150) if quick else (20, 2 * STEPS)
-    long = replace(usual, workers=2 if quick else 20, steps=longer)
-    for n in (2, 4, 8) if quick else (2, 5, 10, 20, 50, 100):
-        yield replace(usual, method=BOTH_WAYS, workers=n)
-    for n in few:
-        yield replace(usual, model="cnn", workers=n)
-    for n in (4,) if quick else (20, 50):
-        for ratio in (0.003,) if quick else (0.0003, 0.003, 0.01):
-            yield replace(usual, workers=n, ratio=ratio)
-    for lr in (0.1,) if quick else (0.1, 1.0):
-        yield replace(usual, workers=one, lr=lr)
-    yield long
-    if usual.dataset == "digits":
-        for n in few:
-            yield replace(usual, dataset=SHIFTED_DIGITS, workers=n)
-        yield replace(long, dataset=SHIFTED_DIGITS)
 
 
 def measure_union(run: Run, data: Path | None) -> tuple[Any, ...]:

@@ -11,15 +11,11 @@ from scipy import stats
 
 from recipes.bidirectional_topk import counterexample
 from recipes.bidirectional_topk.averagers import random_union, received_bytes, server_bytes
-from recipes.bidirectional_topk.problems import SHIFTED_DIGITS
 from recipes.bidirectional_topk.runs import (
     BOTH_WAYS,
     FORMS,
-    LR,
     LR_RUN,
     ONE_WAY,
-    RATIO,
-    STEPS,
     WINDOW,
     best_lr,
 )
@@ -56,20 +52,15 @@ class Unions:
         return by_seed(self.rows, lambda row: [*map(float, str(row["unions"]).split())])
 
     @property
-    def length(self) -> int:
-        """Steps that are summarised. Of longer runs it is the first part, for comparison."""
-        return min(STEPS, self.steps)
-
-    @property
     def late(self) -> dict[int, float]:
         """Mean union over the last 400 of 1000 steps, by seed."""
-        return self.over(self.length * 3 // 5, self.length)
+        return self.over(self.steps * 3 // 5, self.steps)
 
     @property
     def halves(self) -> tuple[dict[int, float], dict[int, float]]:
         """Both halves of :attr:`late`. They are equal if the union has stopped changing."""
-        first, middle = self.length * 3 // 5, self.length * 4 // 5
-        return self.over(first, middle), self.over(middle, self.length)
+        first, middle = self.steps * 3 // 5, self.steps * 4 // 5
+        return self.over(first, middle), self.over(middle, self.steps)
 
     @property
     def change(self) -> str:
@@ -81,11 +72,6 @@ class Unions:
     def random(self) -> float:
         """Expected union of random supports among all parameters, in units of K."""
         return random_union(self.d, self.k, self.workers)
-
-    def random_touched(self) -> float:
-        """Return the same among the parameters that ever had a gradient other than 0."""
-        mean = statistics.fmean(by_seed(self.rows, "touched").values())
-        return random_union(round(mean), self.k, self.workers)
 
     @property
     def saving(self) -> dict[int, float]:
@@ -103,7 +89,7 @@ class Unions:
 
 Quantity = Callable[[Unions], Mapping[int, float]]
 """From runs with the same settings to a value by seed."""
-_SETTINGS = ("dataset", "model", "method", "workers", "lr", "steps", "ratio")
+_SETTINGS = ("model", "method", "workers")
 
 
 def unions_of(results: Path) -> list[Unions]:
@@ -114,10 +100,7 @@ def unions_of(results: Path) -> list[Unions]:
 
 def usual(groups: Sequence[Unions], **changed: Any) -> list[Unions]:
     """Return the unidirectional runs of the MLP, except for what is ``changed``, in order of N."""
-    # The shifted digits are measured beside another data set, unless they were chosen alone.
-    datasets = sorted({each.dataset for each in groups} - {SHIFTED_DIGITS})
-    like = {"dataset": (*datasets, SHIFTED_DIGITS)[0], "model": "mlp", "method": ONE_WAY}
-    like |= {"lr": LR, "steps": groups[0].steps, "ratio": RATIO, **changed}
+    like = {"model": "mlp", "method": ONE_WAY, **changed}
     return [e for e in groups if all(getattr(e, name) == value for name, value in like.items())]
 
 
@@ -162,7 +145,7 @@ def unions(results: Path) -> str:
     """Return the union by N, early and late."""
     groups = unions_of(results)
     both_ways = {each.workers: each for each in usual(groups, method=BOTH_WAYS)}
-    last = groups[0].length
+    last = groups[0].steps
     late, middle = last * 3 // 5, last * 4 // 5
     columns = {
         "N": lambda each: each.workers,
@@ -208,7 +191,6 @@ def growths(results: Path) -> str:
         ("MLP, bytes", digits, nbytes),
         ("MLP, bytes, the N below", alike, nbytes),
         ("CNN, bytes", cnn, nbytes),
-        ("MLP on shifted digits, bytes", usual(groups, dataset=SHIFTED_DIGITS), nbytes),
         ("random supports (MLP), entries", digits, lambda each: {0: each.random}),
         ("random supports (MLP), bytes", digits, lambda each: {0: each.random_saving}),
     ]
@@ -223,42 +205,6 @@ def growths(results: Path) -> str:
         "exponent of N, 95 % interval": lambda each: interval(each[2].exponent),
     }
     return table(columns, fits)
-
-
-def variations(results: Path) -> str:
-    """Return the late union with other models, data, values of K and learning rates."""
-    groups = unions_of(results)
-    chosen = {
-        "CNN": usual(groups, model="cnn"),
-        "shifted digits": usual(groups, dataset=SHIFTED_DIGITS),
-        **{
-            f"K = {ratio:g} d": usual(groups, ratio=ratio)
-            for ratio in sorted({each.ratio for each in groups} - {RATIO})
-        },
-        **{f"lr {lr:g}": usual(groups, lr=lr) for lr in sorted({e.lr for e in groups} - {LR})},
-    }
-    columns = {
-        "": lambda each: each[0],
-        "N": lambda each: each[1].workers,
-        "K": lambda each: each[1].k,
-        "union, in K": lambda each: _deviation(each[1].late),
-        "change": lambda each: each[1].change,
-        "random supports": lambda each: f"{each[1].random:.2f}",
-        "touched parameters": lambda each: (
-            f"{100 * over_seeds(each[1].rows, 'touched').mean / each[1].d:.1f} %"
-        ),
-        "random among these": lambda each: f"{each[1].random_touched():.2f}",
-    }
-    return table(columns, [(name, each) for name, found in chosen.items() for each in found])
-
-
-def long_runs(results: Path) -> str:
-    """Return the union of the longer runs, over 250 steps at a time."""
-    groups = [each for each in unions_of(results) if each.steps > STEPS]
-    columns: dict[str, Callable[[Unions], str]] = {"": lambda each: str(each.dataset)}
-    for t in range(0, 2 * STEPS, 250):
-        columns[f"{t + 1}-{t + 250}"] = lambda each, t=t: _deviation(each.over(t, t + 250), 1)
-    return table(columns, sorted(groups, key=lambda each: str(each.dataset)))
 
 
 # --- Traffic without a server ---------------------------------------------------------------------
@@ -415,8 +361,6 @@ TABLES: dict[str, TableMaker] = {
     "unions": unions,
     "savings": savings,
     "growths": growths,
-    "variations": variations,
-    "long_runs": long_runs,
     "traffic": traffic,
     "accuracy": accuracy,
     "differences": differences,

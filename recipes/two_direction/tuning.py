@@ -118,12 +118,10 @@ class Tuned:
     Attributes:
         power: the winner's i, of the step size 2^i.
         run: the winner's run.
-        abandoned: the coordinates that each other i had sent when the tuning ended.
     """
 
     power: int
     run: MethodRun
-    abandoned: dict[int, int]
 
 
 def tune(
@@ -149,7 +147,7 @@ def tune(
     if not finite:
         raise SpecError(f"every step size of 2^{sorted(runs)} diverged", "powers")
     power = min(finite, key=lambda i: _rank(runs[i]))
-    return Tuned(power, runs[power], {i: run.cost for i, run in runs.items() if i != power})
+    return Tuned(power, runs[power])
 
 
 def _cap(runs: Collection[MethodRun], budget: float) -> float:

@@ -7,28 +7,15 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 from torch import Tensor
 
 from recipes.two_direction.methods.compressed import CompressedMethod
-from torchcomp.two_direction.checks import check_symbols
 from torchcomp.two_direction.parameter_server import DENSE
-
-
-def step_size(lmax: float, omega: float, n: int) -> float:
-    """Return the theory's gamma: 1/((1 + 4 omega/n) Lmax).
-
-    The arguments are symbols of :mod:`torchcomp.two_direction.checks`.
-
-    Raises:
-        SpecError: if an argument is out of range.
-    """
-    check_symbols(lmax=lmax, omega=omega, n=n)
-    return 1 / ((1 + 4 * omega / n) * lmax)
 
 
 class DIANA(CompressedMethod):
     """DIANA, with an unbiased compressor `up`.
 
-    The theory sets `gamma` to :func:`step_size`. Worker i keeps an estimate h_i of the gradient of
-    f_i at the solution, and the server keeps the mean h of the h_i. The h_i start as the gradients
-    at x0, which one dense uplink message sends.
+    The theory sets `gamma` to 1/((1 + 4 omega/n) Lmax). Worker i keeps an estimate h_i of the
+    gradient of f_i at the solution, and the server keeps the mean h of the h_i. The h_i start as
+    the gradients at x0, which one dense uplink message sends.
     """
 
     _kind = "unbiased"

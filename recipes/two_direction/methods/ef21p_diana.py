@@ -8,28 +8,7 @@ from dataclasses import dataclass
 
 from recipes.two_direction.methods.diana import DIANA
 from torchcomp.compressors import Compressor
-from torchcomp.two_direction.checks import check_convexity, check_symbols, require
-
-
-def step_size(
-    smoothness: float, lmax: float, mu: float, *, alpha: float, omega: float, n: int
-) -> float:
-    """Return the theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
-
-    The arguments are symbols of :mod:`torchcomp.two_direction.checks`.
-
-    Raises:
-        SpecError: if an argument is out of range.
-    """
-    check_symbols(smoothness=smoothness, lmax=lmax, alpha=alpha, omega=omega, n=n)
-    check_convexity(mu, smoothness, "L")
-    # A bound with a zero denominator is infinite: no variance, or no strong convexity.
-    bounds = [alpha / (100 * smoothness)]
-    if omega:
-        bounds.append(n / (160 * omega * lmax))
-    if mu:
-        bounds.append(1 / ((omega + 1) * mu))
-    return min(bounds)
+from torchcomp.two_direction.checks import require
 
 
 @dataclass(eq=False, repr=False)
@@ -37,7 +16,7 @@ class EF21PDIANA(DIANA):
     """EF21-P + DIANA: DIANA with gradients at the workers' point w, which follows the server's x.
 
     The server's compressor `down` must be contractive. The theory sets `gamma` to
-    :func:`step_size`.
+    min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
     """
 
     down: Compressor
