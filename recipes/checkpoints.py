@@ -35,38 +35,28 @@ _Result = TypeVar("_Result")
 
 
 class _File(NamedTuple):
-    """What a rank has written: the SHA-256 and the size in bytes."""
-
     sha256: str
     size: int
 
 
 @dataclass(frozen=True)
 class Marker:
-    """What a checkpoint consists of. The file also has a checksum of the marker itself.
+    """What a checkpoint consists of. The file also has a checksum of the marker itself."""
 
-    Attributes:
-        sha256: of the files of all ranks, in rank order.
-        settings: of the run, those that it must keep.
-    """
-
-    sha256: tuple[str, ...]
-    settings: dict[str, Any]
+    sha256: tuple[str, ...]  # of the files of all ranks, in rank order
+    settings: dict[str, Any]  # of the run, those that it must keep
 
     @property
     def ranks(self) -> int:
-        """The number of ranks that have saved."""
         return len(self.sha256)
 
     def write(self, folder: Path) -> None:
-        """Write the marker of the checkpoint in ``folder``."""
         contents = asdict(self)
         text = json.dumps({**contents, "checksum": _checksum(contents)})
         write_atomically(folder / MARKER, lambda file: file.write(text.encode()))
 
     @classmethod
     def read(cls, folder: Path) -> "Marker":
-        """Return the marker of the checkpoint in ``folder``."""
         path = folder / MARKER
         try:
             contents = json.loads(path.read_bytes())
@@ -79,17 +69,9 @@ class Marker:
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Attributes:
-        folder: contains one sub-folder per checkpoint.
-        rank: the rank that reads and writes.
-        world_size: number of ranks of the run.
-    """
-
-    folder: Path
-    rank: int
-    world_size: int
+    folder: Path  # contains one sub-folder per checkpoint
+    rank: int  # the rank that reads and writes
+    world_size: int  # number of ranks of the run
 
     def save(self, step: int, state: State, settings: State) -> str | None:
         """Save this rank's state, on all ranks at the same step; return why it failed, if so."""
@@ -112,19 +94,12 @@ class Checkpoints:
         return problem
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest complete checkpoint, or None.
-
-        All ranks must call this. They get what rank 0 sees: a shared file system can show new files
-        to some ranks later than to others.
-        """
+        """Return the folder of the newest complete checkpoint, or None."""
         complete = self._markers_on_rank_0()
         return complete[-1] if complete else None
 
     def load(self, settings: State, resized: Resized | None = None) -> State:
-        """Return this rank's state from the newest complete checkpoint that is not damaged.
-
-        All ranks must call this. Rank 0 prints a line for every damaged checkpoint.
-        """
+        """Return this rank's state from the newest complete checkpoint that is not damaged."""
         newest, marker = self._newest_intact()
         _check_settings(marker.settings, settings)
         if marker.ranks == self.world_size:
@@ -144,7 +119,6 @@ class Checkpoints:
         return state
 
     def _newest_intact(self) -> tuple[Path, Marker]:
-        """Return the folder and the marker of the newest checkpoint without damage."""
         complete = self._markers_on_rank_0()
         for directory in reversed(complete):
             marker, problem = self._verified(directory)

@@ -42,15 +42,7 @@ Texts = dict[str, str]
 
 
 class ExperimentParser(argparse.ArgumentParser):
-    """A parser with the flags that all experiments have.
-
-    Args:
-        description: the docstring of the program, whose first line is for ``--help``.
-        home: folder of the method, such as ``recipes/qsr``.
-        parts: what ``--only`` can pick; without parts there is no such flag.
-        seeds: the default of ``--seeds``, with which the committed results were measured.
-        quick_seeds: its default with ``--quick``.
-    """
+    """A parser with the flags that all experiments have."""
 
     def __init__(
         self,
@@ -98,7 +90,6 @@ class ExperimentParser(argparse.ArgumentParser):
         return parsed
 
     def output_folder(self, parsed: argparse.Namespace, *, published: bool = True) -> Path:
-        """Return the folder that the flags name."""
         results = self._home / "results"
         if parsed.out is None:
             if parsed.quick:
@@ -137,21 +128,11 @@ def tuning_seeds(reported: Collection[int], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an experiment.
-
-    Attributes:
-        open: checks the flags, opens the tables, and returns a function that measures what they
-            lack. It returns what is wrong with the results, if anything.
-        tables: made from the folder of the results, and printed.
-        pictures: drawn from it, by the names of their files.
-    """
-
     open: Callable[[argparse.Namespace], Callable[[], Sequence[str] | None]]
-    tables: Sequence[TableMaker] = ()
+    tables: Sequence[TableMaker] = ()  # made from the folder of the results, and printed
     pictures: Mapping[str, Picture] = field(default_factory=dict)
 
     def show(self, folder: Path) -> None:
-        """Print the tables and draw the pictures of a folder."""
         for make in self.tables:
             print(f"\n{make(folder)}", flush=True)
         for name, picture in self.pictures.items():
@@ -178,28 +159,7 @@ def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
 
 
 class ResultTable:
-    """A CSV file with one row per finished run, and perhaps a second one with points of curves.
-
-    The file is rewritten after every row, so an interrupted experiment loses only the run that it
-    was computing. ``# task:`` above the header names the settings that all rows share. The last
-    three columns of every row are :data:`PROVENANCE`, so rows of several sessions stay apart.
-
-    Args:
-        path: of the CSV file.
-        run: the columns that name a run.
-        outcome: the columns of its result.
-        task: the settings that all rows share. Rows of another task cannot be compared with them.
-        resume: whether to keep the rows that the file already has.
-        curve: the columns of a point in ``PATH_curves.csv``, if there are curves.
-        curve_of: the columns of a row that name its curve; those of the run by default.
-
-    Attributes:
-        rows: the finished rows, as texts by column.
-
-    Raises:
-        RecipeError: if ``resume`` is set and the file is damaged, or has another task or other
-            columns.
-    """
+    """A CSV file with one row per finished run, and perhaps a second one with points of curves."""
 
     def __init__(
         self,
@@ -223,7 +183,6 @@ class ResultTable:
 
     @property
     def curve_path(self) -> Path:
-        """The file of the curves."""
         return self.path.with_stem(f"{self.path.stem}_curves")
 
     def read(self) -> None:
@@ -253,7 +212,6 @@ class ResultTable:
         self.save()
 
     def save(self) -> None:
-        """Write the file."""
         self._write(self.path, self.header, self.rows)
 
     def _write(self, path: Path, header: Sequence[str], rows: list[Texts]) -> None:

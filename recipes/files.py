@@ -45,11 +45,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
 
 
 class LogFile:
-    """A file to which a run adds lines. The first error is printed, the others are ignored.
-
-    Args:
-        path: of the file. Its folder must exist.
-    """
+    """A file to which a run adds lines. The first error is printed, the others are ignored."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._has_failed = path, False
@@ -61,7 +57,6 @@ class LogFile:
             file.write(f"{line}\n".encode())
 
     def replace(self, lines: Iterable[str]) -> None:
-        """Replace the content of the file."""
         text = "".join(f"{line}\n" for line in lines)
         with self._going_on():
             write_atomically(self._path, lambda file: file.write(text.encode()))

@@ -7,11 +7,7 @@ from recipes.settings import Settings
 
 
 def build_optimizer(settings: Settings, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer with lr=1.
-
-    :class:`~torch.optim.lr_scheduler.LambdaLR` multiplies this lr by the lr of each step, so the
-    optimizer uses exactly the values of :func:`recipes.lr_schedules.lr_function`.
-    """
+    """Build the optimizer with lr=1."""
     decay = settings.weight_decay
     if settings.optimizer == "adamw":
         betas = (settings.beta1, settings.beta2)

@@ -18,7 +18,6 @@ _Class = TypeVar("_Class")
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Return the rows of a table's file."""
     return typed(read_csv(path))
 
 
@@ -37,7 +36,6 @@ def _value(text: str) -> Any:
 
 
 def where(rows: Iterable[Row], **wanted: object) -> list[Row]:
-    """Return the rows whose cells are as wanted."""
     return [row for row in rows if all(row[name] == value for name, value in wanted.items())]
 
 
@@ -56,25 +54,20 @@ def grouped(rows: Iterable[Row], *values: Value) -> dict[Any, list[Row]]:
 
 
 def by_seed(rows: Iterable[Row], value: Value) -> dict[int, Any]:
-    """Return a value of each row, by its seed."""
     return {row["seed"]: value_of(row, value) for row in rows}
 
 
 def over_seeds(rows: Iterable[Row], value: Value) -> Spread:
-    """Return mean and deviation of a value over the rows."""
     return spread(value_of(row, value) for row in rows)
 
 
 def value_of(row: Row, value: Value) -> Any:
-    """Return a cell of a row, or a function of the row."""
     return row[value] if isinstance(value, str) else value(row)
 
 
 def best(rows: Iterable[Row], choice: Value, *merits: Value) -> Any:
-    """Return the choice whose rows have the highest mean merit; later merits decide between ties.
-
-    A merit that is NaN counts as 0: leaving out a run that diverged would favour unstable choices.
-    """
+    """Return the choice whose rows have the highest mean merit; later merits decide between
+    ties."""
     means = {
         chosen: [fmean(_number(value_of(row, merit)) for row in group) for merit in merits]
         for chosen, group in grouped(rows, choice).items()

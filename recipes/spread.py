@@ -14,17 +14,9 @@ _MORE_DIGITS = 2
 
 @dataclass(frozen=True)
 class Spread:
-    """The mean and the spread of some values.
-
-    Attributes:
-        mean: their mean.
-        deviation: their sample standard deviation; NaN for a single value.
-        count: how many there are.
-    """
-
-    mean: float
-    deviation: float
-    count: int
+    mean: float  # their mean
+    deviation: float  # their sample standard deviation; NaN for a single value
+    count: int  # how many there are
 
     @property
     def error(self) -> float:
@@ -41,7 +33,6 @@ class Spread:
 
 
 def spread(values: Iterable[float]) -> Spread:
-    """Return mean and deviation of at least one value."""
     listed = list(values)
     deviation = statistics.stdev(listed) if len(listed) > 1 else math.nan
     return Spread(statistics.fmean(listed), deviation, len(listed))

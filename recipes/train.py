@@ -135,7 +135,6 @@ def print_plan(settings: Settings) -> None:
 
 
 def train(settings: Settings) -> None:
-    """Train as one of the ranks."""
     # Check first what needs no process group: a rank that fails later leaves the others waiting.
     check_specs(settings)
     worker = this_worker(settings)
@@ -165,11 +164,7 @@ def configure_cudnn(settings: Settings) -> None:
 
 
 class Speed:
-    """The speed of one epoch's training steps, measured on this rank.
-
-    Args:
-        method: torchcomp's handle, or None for plain DDP.
-    """
+    """The speed of one epoch's training steps, measured on this rank."""
 
     def __init__(self, method: torchcomp.Handle | torchcomp.LocalSGD | None) -> None:
         self._method = method
@@ -177,12 +172,7 @@ class Speed:
         self.images = 0  # of all ranks, until now
 
     def measured(self) -> dict[str, float | None]:
-        """Return images per second of all ranks, and the share of the time spent waiting.
-
-        With compressed gradients, a rank waits from its last gradient to the end of the exchange.
-        With local steps, a rank waits in every average of the weights. The share is None if it is
-        not known: plain DDP does not measure it, and on CUDA the stream waits, not this process.
-        """
+        """Return images per second of all ranks, and the share of the time spent waiting."""
         seconds, waited = time.perf_counter() - self._started, self._seconds_waited()
         share = (waited - self._waited) / seconds if waited else None
         return {"images_per_second": self.images / seconds, "wait_share": share}
@@ -192,19 +182,11 @@ class Speed:
 
 
 def waiting(share: float | None) -> str:
-    """Return the end of a progress line."""
     return "" if share is None else f", {share:.0%} of the time waiting for other ranks"
 
 
 class Trainer:
-    """One rank's training run.
-
-    Args:
-        settings: of the run.
-        worker: this process. It must have joined the process group.
-        workers: number of threads or processes that load data.
-        interruption: asks whether a signal ends the run.
-    """
+    """One rank's training run."""
 
     def __init__(
         self, settings: Settings, worker: Worker, workers: int, interruption: Interruption
@@ -354,7 +336,6 @@ class Trainer:
         return not (self.settings.elastic and inside_round)
 
     def _train_step(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Take one optimizer step and return its loss."""
         count = self.settings.accumulate
         loss = torch.zeros((), device=self.device)
         micro_batches = zip(images.chunk(count), targets.chunk(count), strict=True)
@@ -428,13 +409,11 @@ class Trainer:
         self.report.log_metrics(step=alarm.step, alarm=alarm.kind, message=alarm.message)
 
     def _bytes_sent(self) -> int:
-        """Return the bytes of messages that this rank has sent."""
         if self.method is None:
             return self.step * self.dense_bytes
         return self.method.stats.total_bytes_sent
 
     def _synchronisations(self) -> int:
-        """Return how often the ranks exchanged gradients or, with local steps, weights."""
         return self.step if self.local is None else self.local.stats.syncs
 
     def _end_epoch(self, epoch: int) -> None:
@@ -568,7 +547,6 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _settings_to_match(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must not change."""
         return {k: v for k, v in as_plain_dict(self.settings).items() if k not in _FREE_ON_RESUME}
 
     def close(self) -> None:

@@ -90,7 +90,6 @@ class Quadratic(nn.Module):
         self.w = nn.Parameter(torch.full((DIMENSIONS,), START, dtype=torch.float64))
 
     def forward(self, centre: float) -> Tensor:
-        """Return F_q(w)."""
         return distance(self.w, centre)
 
 

@@ -55,7 +55,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     home = Path(__file__).resolve().parent
     parser = ExperimentParser(__doc__, home, PARTS, seeds=range(10))
     names = ", ".join(DATASETS)

@@ -55,7 +55,6 @@ def _mlp(channels: int, size: int) -> nn.Module:
 
 
 def _cnn(channels: int, size: int) -> nn.Module:
-    """Return two convolutions and two linear layers, for images of at least 8 x 8 pixels."""
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         nn.ReLU(),

@@ -55,26 +55,15 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The cells of a run's result.
-
-    Attributes:
-        d, k: number of parameters, and of entries of a message.
-        touched: number of parameters that ever had a gradient other than 0.
-        accuracy, loss: accuracy in per cent, 0 if the run diverged, and mean loss.
-        unions: entries that at least one worker sent, in units of K: the mean of each window of
-            :data:`WINDOW` steps. 0 without compression on the uplink.
-    """
-
     d: int
     k: int
-    touched: int
+    touched: int  # number of parameters that ever had a gradient other than 0
     accuracy: str
     loss: str
     unions: str
 
 
 def constant(done: float) -> float:
-    """Return 1."""
     return 1.0
 
 
@@ -211,7 +200,6 @@ def open_accuracy(arguments: argparse.Namespace) -> Measure:
 
 
 def measure_accuracy(run: Run, data: Path | None) -> Outcome:
-    """Return the outcome of a run."""
     return train(run, _problem(run.dataset, run.model, data))[0]
 
 

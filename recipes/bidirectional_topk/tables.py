@@ -172,12 +172,10 @@ def savings(results: Path) -> str:
 
 
 def entries(each: Unions) -> Mapping[int, float]:
-    """Return the saving in entries, by seed."""
     return each.late
 
 
 def nbytes(each: Unions) -> Mapping[int, float]:
-    """Return the saving in bytes, by seed."""
     return each.saving
 
 
@@ -264,7 +262,6 @@ class Case:
     accuracies: dict[str, dict[int, float]]
 
     def ahead(self, ours: str, theirs: str) -> Spread:
-        """Return the difference of two methods, paired by seed."""
         return paired(self.accuracies[ours], self.accuracies[theirs])
 
 

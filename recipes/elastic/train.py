@@ -39,8 +39,6 @@ _FREE = {"out", "checkpoint_every", "timeout"}
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run, which are flags."""
-
     compress: str = option("ef(topk(0.01))", "how gradients or pseudo-gradients are averaged")
     sync: str = option("none", 'local steps, such as "every(8)"; none averages gradients')
     outer: str = option("none", 'the outer step of local steps, such as "nesterov()"')
@@ -63,7 +61,6 @@ class Settings:
 
 
 def read_settings(argv: list[str], world_size: int) -> Settings:
-    """Read and check the flags."""
     settings = read_options(Settings, argv)
     check_limits(settings)
     parse_aggregator(settings.compress)
@@ -153,7 +150,6 @@ class Run:
         self.print(f"step {self.step} was not saved ({problem})")
 
     def print(self, line: str) -> None:
-        """Print a line, on rank 0."""
         if self.rank == 0:
             print(line, flush=True)
 
@@ -175,7 +171,6 @@ class Run:
         return {**states[0], "method": method}
 
     def load(self, state: State) -> None:
-        """Continue from a state."""
         if self.settings.sync == "none":
             # DDP groups parameters anew after its first backward pass. To continue bit for bit, do
             # that before the state is loaded.

@@ -106,17 +106,12 @@ def open_convergence(arguments: argparse.Namespace) -> Callable[[], None]:
 
 
 def chosen_lrs(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """Return the learning rate of one worker for each optimizer and method.
-
-    It is the best over the worker counts and the tuning seeds on held-out images, and the same for
-    all worker counts, since the paper scales it linearly.
-    """
+    """Return the learning rate of one worker for each optimizer and method."""
     groups = grouped(rows, "optimizer", "method")
     return {key: best(group, "lr", "validation") for key, group in groups.items()}
 
 
 def steps_per_epoch(workers: int) -> int:
-    """Return the whole batches in an epoch."""
     return len(digits()[0].labels) // (BATCH * workers)
 
 

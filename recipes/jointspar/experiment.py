@@ -37,7 +37,6 @@ def main() -> None:
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    """Read the command line."""
     home = Path(__file__).resolve().parent
     parser = ExperimentParser(__doc__, home, PARTS, seeds=range(8), quick_seeds=(0,))
     text = "runs at a time [one per core]"

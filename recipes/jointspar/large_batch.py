@@ -27,8 +27,6 @@ LRS = (0.3, 0.6)
 
 @dataclass(frozen=True)
 class Run:
-    """A method, an optimizer, a learning rate and a seed to train with."""
-
     method: str
     optimizer: str
     lr: float
@@ -36,7 +34,6 @@ class Run:
 
 
 def open_large_batch(arguments: argparse.Namespace) -> Callable[[], None]:
-    """Return what trains the missing runs."""
     epochs, lrs = (6, LRS[:1]) if arguments.quick else (60, LRS)
     task = f"digits, mlp, {epochs} epochs of batches of {BATCH}, {RANKS} ranks"
     path = arguments.out / "large_batch.csv"
@@ -62,7 +59,6 @@ def contenders(budgets: tuple[float, ...]) -> list[tuple[str, str]]:
 
 
 def train_one(run: Run, epochs: int) -> Outcome:
-    """Train one run together with the other ranks."""
     images = digits()
     schedule = Schedule.of_paper(epochs * (len(images[0].labels) // BATCH), run.lr)
     # The same seed on both ranks gives the same weights.

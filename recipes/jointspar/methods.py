@@ -51,11 +51,8 @@ class TopK(Component):
 
 @dataclass(frozen=True)
 class LayerSampling(Component):
-    """``jointspar(0.6)``: a random set of layers, with the options of :class:`torchcomp.JointSpar`.
-
-    ``topk`` compresses the kept layers by TopK with error feedback. With all layers kept it would
-    send this share of dense DDP's bytes.
-    """
+    """``jointspar(0.6)``: a random set of layers, with the options of
+    :class:`torchcomp.JointSpar`."""
 
     name: ClassVar[str] = "jointspar"
     kind: ClassVar[str] = "method"
@@ -81,7 +78,6 @@ class LayerSampling(Component):
 
     @property
     def options(self) -> SamplingOptions:
-        """The options of the library."""
         return SamplingOptions(self.budget, self.costs, self.p_min, self.rule, self.selection)
 
     @property

@@ -29,12 +29,7 @@ from recipes.spread import paired, spread
 
 
 def convergence(optimizer: str, folder: Path, path: Path) -> None:
-    """Draw loss and accuracy against the step, for each number of workers.
-
-    All methods have dense training's learning rate, so that only the sampling differs. Lines are
-    medians over the seeds, in which a run that diverged counts as the worst. A method has no line
-    if half of its runs diverged. The panel then names it.
-    """
+    """Draw loss and accuracy against the step, for each number of workers."""
     lr = chosen_lrs(read_rows(folder / "convergence_tuning.csv"))[optimizer, DENSE]
     rows = where(read_rows(folder / "convergence_curves.csv"), optimizer=optimizer, lr=lr)
     styles = _styles(distinct(rows, "method"))
@@ -88,7 +83,6 @@ def _medians(rows: list[Row], styles: dict[str, dict[str, Any]]) -> Panel:
 
 
 def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
-    """Return color, line style and label of each method's line."""
     names = list(dict.fromkeys(name_of(method) for method in methods if method != DENSE))
     styles = {}
     for method in methods:
@@ -102,10 +96,7 @@ def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def accuracy(folder: Path, path: Path) -> None:
-    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds.
-
-    Runs that failed are left out. Their number is written next to the point.
-    """
+    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds."""
     dense, *others = contenders_of(folder)
     groups: dict[str, list[Contender]] = {}
     for each in others:

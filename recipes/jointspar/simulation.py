@@ -18,10 +18,7 @@ from torchcomp.jointspar import Sampler, default_layers
 
 
 class SimulatedRanks:
-    """Average the gradients of simulated ranks, which share ``module``, by a method.
-
-    ``samplers`` has one for each rank, or one for all if the selection is shared; none for dense.
-    """
+    """Average the gradients of simulated ranks, which share ``module``, by a method."""
 
     def __init__(self, module: nn.Module, method: Method, ranks: int, seed: int) -> None:
         self._parameters = dict(module.named_parameters())
@@ -39,11 +36,7 @@ class SimulatedRanks:
         self._sent: list[float] = []
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> bool:
-        """Store the mean gradients in ``grad``, or None in layers that no rank kept.
-
-        ``losses`` has a function for each rank, which returns the loss of its batch. Return whether
-        the mean is finite. If it is not, the caller must end the run.
-        """
+        """Store the mean gradients in ``grad``, or None in layers that no rank kept."""
         sums: dict[str, Tensor] = {}
         samplers = cycle(self.samplers or [None])
         for loss, sampler in zip(losses, samplers, strict=False):
@@ -79,7 +72,6 @@ class SimulatedRanks:
         return float(np.min(p)), float(np.max(p))
 
     def _gradients(self, loss: Tensor, sampler: Sampler | None) -> dict[str, Tensor]:
-        """Return a rank's gradients of its kept layers, divided by p."""
         names = list(self._parameters) if sampler is None else sampler.names(sampler.kept)
         if not names:
             return {}
@@ -92,7 +84,6 @@ class SimulatedRanks:
         return {n: g / float(sampler.p[sampler.layer_of[n]]) for n, g in gradients.items()}
 
     def _learn(self, means: dict[str, Tensor]) -> None:
-        """Update p, and draw the layers of the next step."""
         if not self.samplers:
             return
         kept = [sampler.kept for sampler in self.samplers]

@@ -24,7 +24,6 @@ LEVELS = (0.1, 0.01)
 
 
 def name_of(text: str) -> str:
-    """Return a short name of a method, without its budget."""
     method = parse_method(text)
     if not isinstance(method, LayerSampling):
         return method.name
@@ -42,10 +41,7 @@ _NAMED: dict[str, Callable[[str], str]] = {
 
 
 def epochs_to(row: Row, level: float) -> float:
-    """Return the epochs until the training loss is first at most ``level``; NaN if it never is.
-
-    Between two epochs, the logarithm of the loss is interpolated linearly.
-    """
+    """Return the epochs until the training loss is first at most ``level``; NaN if it never is."""
     losses = curve_of(row)
     if losses[0] <= level:
         return 1.0
@@ -56,14 +52,12 @@ def epochs_to(row: Row, level: float) -> float:
 
 
 def curve_of(row: Row) -> list[float]:
-    """Return the values after each epoch."""
     return [value for name, value in row.items() if name.isdecimal()]
 
 
 def _pivot(
     named: Mapping[str, Callable[[str], object]], rows: list[Row], cell: Callable[[str, int], str]
 ) -> str:
-    """Return a table of methods by numbers of workers."""
     columns = dict(named)
     for n in sorted(distinct(rows, "workers")):
         columns[f"{n} workers"] = lambda method, n=n: cell(method, n)
@@ -71,7 +65,6 @@ def _pivot(
 
 
 def _accuracies(results: Path, optimizer: str, *, same_lr: bool) -> str:
-    """Return test accuracies and differences to dense training."""
     rows = where(read_rows(results / "convergence.csv"), optimizer=optimizer)
     lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
 
@@ -88,7 +81,6 @@ def _accuracies(results: Path, optimizer: str, *, same_lr: bool) -> str:
 
 
 def failed_below(dense: Mapping[int, float]) -> float:
-    """Return the accuracy below which a run has failed."""
     return spread(dense.values()).mean - FAILED
 
 
@@ -112,7 +104,6 @@ def speed_ratios(rows: list[Row], method: str, level: float) -> list[float]:
 
 
 def _reached(rows: list[Row], level: float) -> dict[int, float]:
-    """Return the epochs to a training loss, of the seeds that reach it."""
     found = by_seed(rows, lambda row: epochs_to(row, level))
     return {seed: epochs for seed, epochs in found.items() if not math.isnan(epochs)}
 
@@ -149,11 +140,7 @@ def _speeds(results: Path, optimizer: str) -> str:
 
 
 def _sets(results: Path) -> str:
-    """Return the layers computed and the bytes sent, the final p, and the largest norm L.
-
-    They are over the runs with both optimizers, in which each method has its own learning rate.
-    Runs that diverged are left out.
-    """
+    """Return the layers computed and the bytes sent, the final p, and the largest norm L."""
     lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
     rows = [
         row
@@ -184,10 +171,7 @@ def _sets(results: Path) -> str:
 
 @dataclass(frozen=True)
 class Contender:
-    """A method and an optimizer at the learning rate that the held-out images choose.
-
-    ``tests`` has the test accuracies by learning rate and seed; below ``least``, a run has failed.
-    """
+    """A method and an optimizer at the learning rate that the held-out images choose."""
 
     method: str
     optimizer: str
@@ -198,7 +182,6 @@ class Contender:
 
     @property
     def budget(self) -> float:
-        """Share of the bytes."""
         return parse_method(self.method).budget
 
     @property
@@ -212,7 +195,6 @@ class Contender:
         return {seed: test for seed, test in tests.items() if test >= self.least}
 
     def failed(self, lr: float | None = None) -> int:
-        """Return the number of failed runs."""
         return len(self.tests[lr or self.lr]) - len(self.finished(lr))
 
     @property
@@ -222,7 +204,6 @@ class Contender:
 
 
 def label_of(text: str, optimizer: str) -> str:
-    """Return the name of a method with an optimizer."""
     method = parse_method(text)
     named = {"dense": "dense LARS", "topk": "ef(topk)"}.get(method.name, "")
     if isinstance(method, LayerSampling):
@@ -268,7 +249,6 @@ def accuracy_table(results: Path) -> str:
 
 
 def _pairs(results: Path) -> dict[float, dict[str, Contender]]:
-    """Return learned and uniform p, with running and own norms, by budget."""
     plain = [
         each
         for each in contenders_of(results)
@@ -281,7 +261,6 @@ def _pairs(results: Path) -> dict[float, dict[str, Contender]]:
 
 
 def _difference(pair: Sequence[Contender], lrs: Sequence[float]) -> str:
-    """Return the paired difference of two contenders, and how many runs of each failed."""
     (ours, theirs), (own_lr, their_lr) = pair, lrs
     finished, others = ours.finished(own_lr), theirs.finished(their_lr)
     cells = [paired(finished, others).with_error()] if finished.keys() & others.keys() else []
@@ -290,11 +269,7 @@ def _difference(pair: Sequence[Contender], lrs: Sequence[float]) -> str:
 
 
 def learned_table(results: Path) -> str:
-    """Return the paired differences of learned and uniform p, and the failed runs of both.
-
-    With own norms, the two can have chosen different learning rates. They are also compared at
-    equal ones.
-    """
+    """Return the paired differences of learned and uniform p, and the failed runs of both."""
     lrs = sorted({lr for each in contenders_of(results) for lr in each.tests})
 
     def pair(own: dict[str, Contender], norm: str) -> list[Contender]:

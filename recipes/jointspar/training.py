@@ -62,7 +62,6 @@ class Batches:
         self._epoch, self._rows = -1, torch.empty(0)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's images and labels at a step."""
         epoch, index = divmod(step, self.order.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._rows = epoch, torch.from_numpy(self.order.batches(epoch))
@@ -94,21 +93,14 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The measurements of a finished run on this rank, as texts.
-
-    Attributes:
-        validation, test: accuracy in per cent, or NaN if training diverged.
-        bytes_share: bytes sent, as a share of dense DDP's.
-        step_ms, backward_ms: medians. The backward pass includes the exchange.
-        seconds: duration of all steps, without evaluation.
-    """
+    """The measurements of a finished run on this rank, as texts."""
 
     validation: str
     test: str
-    bytes_share: str
+    bytes_share: str  # bytes sent, as a share of dense DDP's
     step_ms: str
     backward_ms: str
-    seconds: str
+    seconds: str  # duration of all steps, without evaluation
 
 
 def train(
@@ -158,7 +150,6 @@ def train(
 
 
 def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:
-    """Install a method, and return its handle."""
     if isinstance(method, Dense):
         return torchcomp.register(model, "mean", seed=seed)
     if isinstance(method, TopK):
@@ -178,10 +169,7 @@ def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:
 def build_optimizer(
     model: nn.Module, name: str, lr: float, sampled: Sampling | None = None
 ) -> Optimizer:
-    """Return the optimizer; biases and norms have no weight decay.
-
-    Only ``lars`` asks ``sampled`` for the norms of undivided gradients.
-    """
+    """Return the optimizer; biases and norms have no weight decay."""
     decay = 5e-4
     if name == "sgd":
         vectors = [p for p in model.parameters() if p.dim() <= 1]

@@ -10,5 +10,4 @@ TEXT = Path(__file__).with_name("shakespeare.txt")
 
 @lru_cache(maxsize=1)
 def open_corpus() -> Corpus:
-    """Return the text. Its paragraphs are speeches; every tenth is held out."""
     return Corpus.of(TEXT.read_text(), TEXT.name)

@@ -58,7 +58,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = ExperimentParser(__doc__, _HERE, quick_seeds=(0,))
     parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
@@ -66,7 +65,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def train_once(run: tuple[str, str, int], steps: int) -> Outcome:
-    """Train in a mode, with a method and a seed."""
     mode, compress, seed = run
     settings = Settings(mode=mode, compress=compress, seed=seed, steps=steps, device="cpu")
     outcome = train(settings, torch.device("cpu"))

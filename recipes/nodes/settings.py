@@ -35,7 +35,6 @@ class Settings:
 
 
 def read_settings(argv: list[str], world_size: int) -> Settings:
-    """Read the flags."""
     settings = read_options(Settings, argv)
     check_limits(settings)
     parse_aggregator(settings.compress)

@@ -41,19 +41,10 @@ from recipes.small_gpt.training import SHAPE, draw, evaluate, new_optimizer, tra
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
-
-    Attributes:
-        loss: mean cross-entropy on the validation text after the last step, in nats per character.
-        between: bytes that the ranks of a node sent to other nodes in the last step.
-        inside: bytes that they sent to each other.
-        residual: bytes of the residuals of this rank.
-    """
-
     loss: float
-    between: int
-    inside: int
-    residual: int
+    between: int  # bytes that the ranks of a node sent to other nodes in the last step
+    inside: int  # bytes that they sent to each other
+    residual: int  # bytes of the residuals of this rank
 
 
 @exit_on_user_error(torchcomp.CheckpointError, torchcomp.UnsupportedModelError)
@@ -103,7 +94,6 @@ def _on(device: torch.device, corpus: Corpus) -> Corpus:
 
 
 def _print(step: int, loss: torch.Tensor, replica: Replica) -> None:
-    """Print the mean loss of all ranks, and the bytes of the last step."""
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
         print(

@@ -42,7 +42,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = ExperimentParser(__doc__, Path(__file__).resolve().parent, PARTS, seeds=range(12))
     parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
@@ -50,7 +49,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def open_part(name: str, arguments: argparse.Namespace) -> Callable[[], None]:
-    """Return what runs the studies of a part."""
     path, run = arguments.out / f"{name}.csv", columns(Run)
     table = ResultTable(path, run, columns(Outcome), _TASK, resume=arguments.resume)
     seeds, grid = arguments.seeds, QUICK_GRID if arguments.quick else GRID
@@ -70,11 +68,7 @@ def open_part(name: str, arguments: argparse.Namespace) -> Callable[[], None]:
 def run_study(
     study: Study, table: ResultTable, grid: Grid, seeds: Sequence[int], tuning: Sequence[int]
 ) -> None:
-    """Tune every method and run its best point with all seeds.
-
-    All methods use the peak learning rate that is best for parallel training, and each uses its own
-    weight decay, as in the paper.
-    """
+    """Tune every method and run its best point with all seeds."""
     setting = study.setting
 
     def tuned(method: str, peak: float | None = None) -> Point:

@@ -19,25 +19,16 @@ _DROPS, _GAMMA = (0.5, 0.75), 0.1
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of one comparison share.
-
-    Attributes:
-        label_noise: fraction of the training labels that are replaced by random classes.
-        optimizer: "sgd" (momentum 0.9) or "adamw".
-        decay: of the learning rate after warm-up, such as "cosine" or "step".
-        ranks: K, the workers.
-        batch: images per step, summed over all ranks: each takes a share, as in the paper.
-        epochs: passes over the training images.
-    """
+    """What all methods of one comparison share."""
 
     dataset: str = "digits"
-    label_noise: float = 0.2
+    label_noise: float = 0.2  # fraction of the training labels that are replaced by random classes
     model: str = "mlp"
-    optimizer: str = "sgd"
-    decay: str = "cosine"
-    ranks: int = 4
-    batch: int = 32
-    epochs: int = 120
+    optimizer: str = "sgd"  # "sgd" (momentum 0.9) or "adamw"
+    decay: str = "cosine"  # of the learning rate after warm-up, such as "cosine" or "step"
+    ranks: int = 4  # K, the workers
+    batch: int = 32  # images per step, summed over all ranks: each takes a share, as in the paper
+    epochs: int = 120  # passes over the training images
 
     def total_steps(self, samples: int) -> int:
         """Return T, the number of steps, for a number of training images."""
@@ -81,23 +72,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Grid:
-    """The points to try: the same number for every method.
-
-    Attributes:
-        lrs: peak learning rates of parallel training, by optimizer. The others use the best.
-        weight_decays: of all methods, by optimizer. Each method uses its own best.
-        periods: H of constant H, and of post-local SGD after half of the steps.
-        rules: H_base and the coefficient (alpha, for QSR) divided by the peak learning rate.
-        switches: when SWAP stops averaging every step, as a fraction of the steps after warm-up.
-        seeds: how many seeds every point is tried with.
-    """
+    """The points to try: the same number for every method."""
 
     lrs: Mapping[str, tuple[float, ...]]
     weight_decays: Mapping[str, tuple[float, ...]]
     periods: tuple[int, ...] = (2, 4, 8)
     rules: tuple[tuple[int, float], ...] = ((2, 1.0), (4, 1.0), (4, 2.0))
     switches: tuple[float, ...] = (0.5, 0.7, 0.9)
-    seeds: int = 3
+    seeds: int = 3  # how many seeds every point is tried with
 
     def points(
         self, method: str, setting: Setting, samples: int, peak: float | None = None
@@ -149,8 +131,6 @@ def rule(exponent: int, coefficient: float, h_base: int) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """One comparison."""
-
     setting: Setting
     methods: tuple[str, ...] = MAIN_METHODS
 

@@ -47,11 +47,9 @@ class Entry:
 
     @property
     def by_seed(self) -> dict[int, float]:
-        """Accuracy in per cent by seed."""
         return by_seed(self.rows, "accuracy")
 
     def ahead_of(self, other: "Entry") -> Spread:
-        """Return the difference in accuracy, paired by seed."""
         return paired(self.by_seed, other.by_seed)
 
 

@@ -35,18 +35,10 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
-
-    Attributes:
-        accuracy, loss: of the averaged model, in per cent, and its mean cross-entropy.
-        syncs: number of averages of the parameters, or of the gradients.
-        nbytes: bytes that one rank of processes would send, as the library counts them.
-    """
-
     accuracy: float
     loss: float
-    syncs: int
-    nbytes: int
+    syncs: int  # number of averages of the parameters, or of the gradients
+    nbytes: int  # bytes that one rank of processes would send, as the library counts them
 
 
 def sync_steps(setting: Setting, point: Point) -> list[int]:
@@ -93,7 +85,6 @@ def shard(batch: Batch, ranks: int) -> Batch:
 
 
 def build_optimizer(setting: Setting, point: Point, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer."""
     parameters, lr, decay = model.parameters(), point.lr, point.weight_decay
     if setting.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=True)
@@ -108,10 +99,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batches(setting: Setting, seeds: Sequence[int], parts: Sequence[Images]) -> Iterator[Batch]:
-    """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch.
-
-    The seeds are those of order and augmentation; ``parts`` are their training images.
-    """
+    """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch."""
     orders = [TrainOrder(SAMPLES, setting.batch, 0, 1, seed) for seed in seeds]
     steps = max(1, _AUGMENTED // setting.batch)
     for epoch in itertools.count():

@@ -73,7 +73,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = ExperimentParser(__doc__.splitlines()[0], _HERE, quick_seeds=(0,))
     parser.add_argument(
         "--methods",
@@ -114,7 +113,6 @@ def check_method(method: str) -> None:
 
 
 def task(arguments: argparse.Namespace) -> str:
-    """Return the settings that all rows of a table share."""
     return (
         f"{arguments.ranks} ranks, {arguments.steps} steps, batch {BATCH} x {SHAPE.context}, "
         f"peak lr {arguments.lr:g}, {open_corpus().name}"

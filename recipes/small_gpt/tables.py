@@ -42,7 +42,6 @@ def compared(folder: Path) -> list[Method]:
 
 
 def others(folder: Path) -> list[Method]:
-    """Return the methods of a folder without plain DDP."""
     return [each for each in compared(folder) if each.name != DENSE]
 
 

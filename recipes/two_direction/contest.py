@@ -54,7 +54,6 @@ class Setting:
 
     @property
     def shared(self) -> tuple[float, ...]:
-        """The cells of :data:`SHARED`."""
         return (self.n, self.mu, self.k, self.gap)
 
     def steps(self, method: str) -> list[int]:
@@ -140,10 +139,7 @@ def race(
 def measure(
     setting: Setting, method: str, seeds: Sequence[int], known: Sequence[Row]
 ) -> Iterator[tuple[int, int, MethodRun]]:
-    """Run the seeds that the ``known`` rows lack; yield the power, the seed and the run of each.
-
-    If no step size reaches the gap on the tuning seed, its best run there is the only one.
-    """
+    """Run the seeds that the ``known`` rows lack; yield the power, the seed and the run of each."""
     failed_on = tuning_seeds(seeds, 1)[0]
     missing = [seed for seed in seeds if seed not in {row["seed"] for row in known}]
     if not missing or [row["seed"] for row in known] == [failed_on]:
@@ -190,7 +186,6 @@ def run(setting: Setting, method: str, power: int, seed: int) -> MethodRun:
 
 
 def outcome(done: MethodRun) -> tuple[Any, ...]:
-    """Return the cells of :data:`OUTCOME`."""
     last, sent = done.curve[-1], done.curve[-1].traffic
     counts = (sent.up_coordinates, sent.down_coordinates, sent.up_bytes, sent.down_bytes)
     return (done.reached, last.iterations, last.value, *counts)

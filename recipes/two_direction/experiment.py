@@ -29,7 +29,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = ExperimentParser(__doc__, Path(__file__).resolve().parent, ("contest",))
     parser.add_argument("--dataset", choices=DATASETS, default="digits", help="[digits]")
     parser.add_argument("--data", type=Path, help="torchvision's root folder of cifar10")

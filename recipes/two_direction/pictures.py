@@ -91,7 +91,6 @@ def _seeds(rows: list[Row]) -> str:
 
 
 def picture(name: str) -> Picture:
-    """Return the picture of a table."""
     return partial(contest, name)
 
 

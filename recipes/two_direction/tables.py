@@ -30,10 +30,7 @@ def reached(rows: list[Row], cost: Cost) -> Spread | None:
 
 
 def ratio(ours: list[Row], theirs: list[Row], cost: Cost) -> Spread | None:
-    """Return how many times more ``ours`` cost than ``theirs``, seed by seed.
-
-    None unless all runs of both reached the gap, with a seed in common.
-    """
+    """Return how many times more ``ours`` cost than ``theirs``, seed by seed."""
     if reached(ours, cost) is None or reached(theirs, cost) is None:
         return None
     least = by_seed(theirs, cost)
@@ -80,7 +77,6 @@ def _costs(n: int, methods: Iterable[str], cost: Cost, digits: int = 1) -> Table
 
 
 def _ranking(results: Path) -> str:
-    """Return who sends least, and how much more 2Direction sends than each rival."""
     rows = _contest(results)
     columns: dict[str, Callable[[list[Row]], object]] = {
         "n": lambda own: own[0]["n"],

@@ -34,39 +34,20 @@ _EXPLODED = 1e6
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve.
-
-    Attributes:
-        iterations: done so far.
-        traffic: what one worker sent and received so far.
-        value: f at the method's solution.
-    """
-
-    iterations: int
-    traffic: ServerTraffic
-    value: float
+    iterations: int  # done so far
+    traffic: ServerTraffic  # what one worker sent and received so far
+    value: float  # f at the method's solution
 
 
 @dataclass
 class MethodRun:
-    """A run of a method with one step size, which can be advanced in portions.
+    """A run of a method with one step size, which can be advanced in portions."""
 
-    f is evaluated in each of the first 200 iterations, and then about every 1 %: a run can end 1 %
-    after it reaches its target.
-
-    Attributes:
-        method: the method.
-        value: f.
-        target: the run ends when f is at most this.
-        curve: the points so far.
-        best: the lowest f so far.
-    """
-
-    method: Method
-    value: Callable[[Tensor], float]
-    target: float = -math.inf
-    curve: list[Point] = field(default_factory=list, init=False)
-    best: float = field(default=math.inf, init=False)
+    method: Method  # the method
+    value: Callable[[Tensor], float]  # f
+    target: float = -math.inf  # the run ends when f is at most this
+    curve: list[Point] = field(default_factory=list, init=False)  # the points so far
+    best: float = field(default=math.inf, init=False)  # the lowest f so far
 
     def __post_init__(self) -> None:
         self._append(self.value(self.method.solution))
@@ -113,15 +94,8 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome of a tuning.
-
-    Attributes:
-        power: the winner's i, of the step size 2^i.
-        run: the winner's run.
-    """
-
-    power: int
-    run: MethodRun
+    power: int  # the winner's i, of the step size 2^i
+    run: MethodRun  # the winner's run
 
 
 def tune(
@@ -132,10 +106,7 @@ def tune(
     budget: int,
     powers: Iterable[int],
 ) -> Tuned:
-    """Return the step size 2^i that takes f to the target with the fewest coordinates.
-
-    If none reaches it within the budget, the one with the lowest f wins.
-    """
+    """Return the step size 2^i that takes f to the target with the fewest coordinates."""
     runs = {i: MethodRun(build(2.0**i), value, target) for i in powers}
     if not runs:
         raise SpecError("powers is empty: expected at least one i of a step size 2^i", "powers")
@@ -151,7 +122,6 @@ def tune(
 
 
 def _cap(runs: Collection[MethodRun], budget: float) -> float:
-    """Return the cost at which a run can no longer win."""
     return min([budget, *(run.cost for run in runs if run.reached)])
 
 

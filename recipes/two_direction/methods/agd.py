@@ -22,11 +22,7 @@ from torchcomp.two_direction.theory import Constants, learning_rates
 
 @dataclass(eq=False, repr=False)
 class AGD(Method):
-    """Accelerated gradient descent with three sequences: x, u, and y between them.
-
-    The options are symbols of :mod:`~torchcomp.two_direction.theory`. The theory sets
-    lbar to the smoothness L of f.
-    """
+    """Accelerated gradient descent with three sequences: x, u, and y between them."""
 
     _: KW_ONLY
     lbar: float
@@ -76,10 +72,7 @@ class _Extrapolation(Method):
 
 @dataclass(eq=False, repr=False)
 class ConstantMomentumAGD(_Extrapolation):
-    """Nesterov's method with a constant momentum.
-
-    gamma is the step size (1/L in theory). mu is the strong convexity of f, at most 1/gamma.
-    """
+    """Nesterov's method with a constant momentum."""
 
     mu: float
 
@@ -96,10 +89,7 @@ class ConstantMomentumAGD(_Extrapolation):
 
 @dataclass(eq=False, repr=False)
 class FISTA(_Extrapolation):
-    """Nesterov's method with a growing momentum, which needs no strong convexity.
-
-    gamma is the step size (1/L in theory). The momentum is (t_k - 1)/t_(k+1) with t_k = (k + 2)/2.
-    """
+    """Nesterov's method with a growing momentum, which needs no strong convexity."""
 
     def _momentum(self, t: int) -> float:
         return t / (t + 3)

@@ -13,10 +13,7 @@ from torchcomp.two_direction.checks import require
 
 @dataclass(eq=False, repr=False)
 class CompressedMethod(Method):
-    """A method with step size `gamma` whose workers compress their messages.
-
-    The workers' compressor `up` must be contractive. For DIANA it must be unbiased.
-    """
+    """A method with step size `gamma` whose workers compress their messages."""
 
     up: Compressor
     _: KW_ONLY

@@ -11,12 +11,7 @@ from torchcomp.two_direction.parameter_server import DENSE
 
 
 class DIANA(CompressedMethod):
-    """DIANA, with an unbiased compressor `up`.
-
-    The theory sets `gamma` to 1/((1 + 4 omega/n) Lmax). Worker i keeps an estimate h_i of the
-    gradient of f_i at the solution, and the server keeps the mean h of the h_i. The h_i start as
-    the gradients at x0, which one dense uplink message sends.
-    """
+    """DIANA, with an unbiased compressor `up`."""
 
     _kind = "unbiased"
 

@@ -8,10 +8,7 @@ from recipes.two_direction.methods.compressed import CompressedMethod
 
 
 class EF21(CompressedMethod):
-    """EF21. Worker i keeps an estimate g_i of its gradient, and the server keeps their mean g.
-
-    The g_i start at 0, so the first messages are compressed gradients.
-    """
+    """EF21. Worker i keeps an estimate g_i of its gradient, and the server keeps their mean g."""
 
     def _start(self, declared: float) -> None:
         self.g_i = self._zero_rows()

@@ -17,10 +17,8 @@ from torchcomp.two_direction.parameter_server import DENSE
 
 @dataclass(eq=False, repr=False)
 class EF21P(Method):
-    """EF21-P: gradient descent on x with step size `gamma` and gradients at the workers' point w.
-
-    w follows x through compressed messages. The server's compressor `down` must be contractive.
-    """
+    """EF21-P: gradient descent on x with step size `gamma` and gradients at the workers' point
+    w."""
 
     down: Compressor
     _: KW_ONLY

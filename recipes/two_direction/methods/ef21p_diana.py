@@ -13,11 +13,8 @@ from torchcomp.two_direction.checks import require
 
 @dataclass(eq=False, repr=False)
 class EF21PDIANA(DIANA):
-    """EF21-P + DIANA: DIANA with gradients at the workers' point w, which follows the server's x.
-
-    The server's compressor `down` must be contractive. The theory sets `gamma` to
-    min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
-    """
+    """EF21-P + DIANA: DIANA with gradients at the workers' point w, which follows the server's
+    x."""
 
     down: Compressor
 
