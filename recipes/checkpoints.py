@@ -94,12 +94,13 @@ class Checkpoints:
         return problem
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest complete checkpoint, or None."""
+        """Return the newest complete checkpoint, or None. All ranks must call this."""
+        # They get what rank 0 sees: a shared file system can show new files to some ranks later.
         complete = self._markers_on_rank_0()
         return complete[-1] if complete else None
 
     def load(self, settings: State, resized: Resized | None = None) -> State:
-        """Return this rank's state from the newest complete checkpoint that is not damaged."""
+        """Return this rank's state from the newest intact checkpoint. All ranks must call this."""
         newest, marker = self._newest_intact()
         _check_settings(marker.settings, settings)
         if marker.ranks == self.world_size:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import torchcomp
-from recipes.amp import autocast
-from recipes.image_data import Batches
+from recipes.image_data.batches import Batches
+from recipes.optimizers import autocast
 from recipes.random_state import random_state, set_random_state
 from recipes.settings import Settings
 
@@ -46,7 +46,11 @@ class Meter:
 
 
 class Evaluator:
-    """Evaluates the average of the ranks' models."""
+    """Evaluates the average of the ranks' models, in a copy: :attr:`averaged`.
+
+    Inside a round of local steps, the weights differ between ranks. Batch normalisation's running
+    statistics always do.
+    """
 
     def __init__(
         self,

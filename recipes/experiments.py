@@ -1,8 +1,7 @@
 """Shared parts of the experiments: their flags, their parts, and result tables that can be resumed.
 
-Each method's folder has one entry point, ``experiment.py``. :class:`ExperimentParser` gives it the
-flags ``--seeds``, ``--quick``, ``--resume``, ``--out`` and, if it has several parts, ``--only``. A
-:class:`Part` measures what its :class:`ResultTable` lacks, and shows its tables and pictures.
+Each method's folder has one entry point, ``experiment.py``. A :class:`Part` measures what its
+:class:`ResultTable` lacks, and shows its tables and pictures.
 """
 
 import argparse
@@ -128,6 +127,8 @@ def tuning_seeds(reported: Collection[int], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Part:
+    # Checks the flags, and returns what measures the missing rows. That returns what is wrong with
+    # the results, if anything.
     open: Callable[[argparse.Namespace], Callable[[], Sequence[str] | None]]
     tables: Sequence[TableMaker] = ()  # made from the folder of the results, and printed
     pictures: Mapping[str, Picture] = field(default_factory=dict)
@@ -159,7 +160,12 @@ def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
 
 
 class ResultTable:
-    """A CSV file with one row per finished run, and perhaps a second one with points of curves."""
+    """A CSV file with one row per finished run, and perhaps a second one with points of curves.
+
+    ``run`` are the columns that name a run. ``# task:`` above the header names what all rows share;
+    ``resume`` keeps the rows of the same task. ``curve`` are the columns of a point in
+    ``PATH_curves.csv``, and ``curve_of`` those that name its curve, by default those of the run.
+    """
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _BASE = "base"
 
 
 def option(default: Any, text: str, **limits: Any) -> Any:
-    """Declare a setting, with its default, its help text, and limits."""
+    """Declare a setting, with limits: ``choices``, ``min``, ``max``, ``above`` or ``below``."""
     return field(default=default, metadata={"help": text, **limits})
 
 
@@ -39,7 +39,10 @@ def read_options(cls: type[_Options], argv: list[str]) -> _Options:
 
 
 def read_yaml(cls: type[Any], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a configuration file and the file that its key ``base`` names, if any."""
+    """Read a configuration file and the file that its key ``base`` names, relative to it.
+
+    A file overrides its base. ``above`` has the files that are based on this one.
+    """
     raw, types = _load_yaml(path), _types(cls)
     base = raw.pop(_BASE, None)
     for key in raw:
@@ -125,7 +128,7 @@ def convert(where: str, kind: Any, raw: Any) -> Any:
 
 
 def _exactly(kind: type) -> Any:
-    """Return a converter that refuses other types."""
+    # bool("false") is True, and str(False) would hide that YAML reads `no` and `off` as booleans.
 
     def read(raw: Any) -> Any:
         if not isinstance(raw, kind):

@@ -4,15 +4,9 @@
     python -m recipes.page_tables --check     # only compare; exit status 1 if a page differs
     python -m recipes.page_tables --pictures  # also draw all pictures again
 
-A page marks where a table belongs:
-
-    <!-- table: qsr/accuracy -->
-    <!-- end -->
-
-The text between the two lines is ``TABLES["accuracy"]`` of ``recipes/qsr/tables.py``, a function
-from the folder of the results to markdown. ``PICTURES`` of ``recipes/qsr/pictures.py`` has the
-pictures by the names of their files. The folder ``benchmarks`` is beside the
-recipes. A test compares all pages with the results.
+Between the lines ``<!-- table: qsr/accuracy -->`` and ``<!-- end -->``, a page has the text of
+``TABLES["accuracy"]`` of ``recipes/qsr/tables.py``, a function of the folder of the results.
+``PICTURES`` of ``recipes/qsr/pictures.py`` has the pictures by the names of their files.
 """
 
 import argparse

@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from recipes.spread import Spread
+from recipes.rows import Spread
 
 Picture = Callable[[Path, Path], object]
 """From the folder of the results and the path of the picture."""

@@ -9,10 +9,10 @@ from torch import nn
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.image_data import DatasetSizes, dataset_sizes, preset_of
+from recipes.image_data.batches import DatasetSizes, dataset_sizes, preset_of
 from recipes.image_data.order import TrainOrder
-from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
+from recipes.optimizers import lr_function
 from recipes.options import as_plain_dict
 from recipes.settings import Settings
 from torchcomp.specs.auto import Auto

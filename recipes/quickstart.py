@@ -26,7 +26,7 @@ from recipes.errors import exit_on_user_error
 from recipes.experiments import seed_list
 from recipes.pictures import MARKERS, Line, Panel, draw
 from recipes.result_files import make_folder
-from recipes.spread import spread
+from recipes.rows import spread
 from torchcomp.schedules import Schedule
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.spec import parse_any

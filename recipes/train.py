@@ -3,14 +3,10 @@
     torchrun --nproc-per-node 2 -m recipes.train --config recipes/configs/digits.yaml \\
         --compress "ef(topk(0.01))"
 
-torchcomp is one call, in :func:`attach_torchcomp`: ``torchcomp.register`` for compressed gradients
-or ``torchcomp.LocalSGD`` for local steps. The rest is an ordinary DDP script, which also runs
-without torchcomp: by default, ``--compress none --sync none``.
-
-Every key of a configuration file is also a flag (see ``settings.py``), and a flag overrides the
-file. ``--dry-run`` prints what a run would do, without training.
-
-SIGUSR1 and SIGTERM end a run after a checkpoint, with exit code 75: see ``cluster/README.md``.
+torchcomp is one call, in :func:`attach_torchcomp`. The rest is an ordinary DDP script, which also
+runs without torchcomp. Every key of a configuration file is also a flag (see ``settings.py``), and
+a flag overrides the file. ``--dry-run`` prints what a run would do, without training. SIGUSR1 and
+SIGTERM end a run after a checkpoint, with exit code 75: see ``cluster/README.md``.
 """
 
 import gc
@@ -29,7 +25,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
-from recipes.amp import autocast, grad_scaler
 from recipes.checkpoints import Checkpoints
 from recipes.distributed import (
     Worker,
@@ -42,12 +37,11 @@ from recipes.distributed import (
 )
 from recipes.errors import TORCHCOMP_ERRORS, RecipeError, exit_on_user_error
 from recipes.evaluation import Evaluator, Meter, parameters_are_equal, sha256_of
-from recipes.image_data import open_batches
+from recipes.image_data.batches import open_batches
 from recipes.image_data.order import NOISE, keyed_seed
 from recipes.interruption import Interruption, exit_for_requeue, ignore_signals
-from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
-from recipes.optimizers import build_optimizer
+from recipes.optimizers import autocast, build_optimizer, grad_scaler, lr_function
 from recipes.options import as_plain_dict
 from recipes.plan import (
     averaging_method,

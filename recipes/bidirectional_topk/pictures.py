@@ -13,8 +13,7 @@ from recipes.bidirectional_topk.tables import (
     usual,
 )
 from recipes.pictures import MARKERS, Line, Panel, draw, spreads
-from recipes.rows import read_rows
-from recipes.spread import spread
+from recipes.rows import read_rows, spread
 
 
 def counterexample_picture(folder: Path, path: Path) -> None:

@@ -1,13 +1,8 @@
 """The training runs of the parts: unions of supports, accuracies, and where the learning rate is.
 
-The union of the workers' supports is what an uncompressed downlink must carry. It grows for
-hundreds of steps, while the residuals fill, so it is measured over whole runs.
-
 In the thesis, the residual is in the unit of the update: a = eps + lr * g. What is sent late is
-then applied at the learning rate of the step that it comes from ("inside"; ``lr_inside`` in
-torchcomp). By default, torchcomp's residual is in the unit of the gradients, so it is applied at
-the learning rate of the step that sends it ("outside"). With a constant learning rate both are the
-same.
+applied at the learning rate of the step that it comes from ("inside"; ``lr_inside`` in torchcomp).
+By default, it is applied at that of the step that sends it ("outside").
 """
 
 import argparse
@@ -57,7 +52,6 @@ class Run:
 class Outcome:
     d: int
     k: int
-    touched: int  # number of parameters that ever had a gradient other than 0
     accuracy: str
     loss: str
     unions: str
@@ -91,7 +85,7 @@ def train(
     """Take all steps of a run. Return also the workers, as they are after the last step."""
     model = problem.build(run.seed)
     workers = SerialWorkers(model, METHODS[run.method], run.workers, run.ratio)
-    start, before = workers.weights.clone(), run.lr
+    before = run.lr
     unions: list[float] = []
     chosen = itertools.islice(batches(problem, run.workers, run.seed), run.steps)
     for step, indices in enumerate(chosen):
@@ -108,11 +102,9 @@ def train(
     diverged = len(unions) < run.steps
     tested = problem.test if run.images == "test" else problem.validation
     accuracy, loss = (0.0, math.inf) if diverged else evaluate(model, tested)
-    # Parameters that have changed or have a residual.
-    unsent = (workers.residuals != 0).any(0) | (workers.server_residual != 0)
     windows = [fmean(unions[i : i + WINDOW]) for i in range(0, len(unions), WINDOW)]
     outcome = Outcome(
-        *(start.numel(), workers.k, int((unsent | (workers.weights != start)).sum())),
+        *(workers.weights.numel(), workers.k),
         *(f"{accuracy:.3f}", f"{loss:.4f}", " ".join(f"{union:.2f}" for union in windows)),
     )
     return outcome, workers

@@ -20,8 +20,7 @@ from recipes.bidirectional_topk.runs import (
     best_lr,
 )
 from recipes.bidirectional_topk.workers import METHODS
-from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows, where
-from recipes.spread import Spread, paired, spread
+from recipes.rows import Row, Spread, by_seed, grouped, over_seeds, paired, read_rows, spread, where
 from recipes.tables import TableMaker, markdown_table, table
 
 PUBLISHED = {20: 19.4, 50: 46.5, 100: 86.0}

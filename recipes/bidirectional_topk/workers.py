@@ -65,7 +65,7 @@ class SerialWorkers:
         self._gradients_of = _gradients_of_each(model)
 
     def step(self, images: Tensor, labels: Tensor, lr: float) -> bool:
-        """Take a step of SGD on images (N, batch, C, H, W) and labels (N, batch) of N workers."""
+        """Take a step on images (N, batch, C, H, W) and labels (N, batch), if it is finite."""
         update = self._uplink(images, labels) if self.method.up else self._mean(images, labels)
         if self.method.down:
             update = self._downlink(update)

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from recipes.errors import RecipeError
-from recipes.image_data.augment import Augmentation, normalise
-from recipes.image_data.mixup import MixUp
+from recipes.image_data.augment import Augmentation, MixUp, RandAugment, normalise
 from recipes.image_data.order import Indices, TrainOrder, test_shard
 from recipes.image_data.presets import PRESETS, Preset
-from recipes.image_data.randaugment import RandAugment
 from recipes.image_data.readers import FfcvReader, FileReader, MemoryReader
 from recipes.image_data.sources import FILE_WORDS, SPLITS, photographs, read_public
 from recipes.settings import Settings

@@ -107,7 +107,11 @@ def _silent() -> Iterator[None]:
 
 
 class _NonRaising:
-    """A source that returns a blank image in place of one that cannot be decoded."""
+    """A source that returns a blank image in place of one that cannot be decoded.
+
+    An exception would end the worker process that reads the image, and FFCV's writer would wait for
+    it forever. The workers record the first error instead, and the parent raises it.
+    """
 
     def __init__(self, source: Photographs) -> None:
         self.source = source

@@ -109,7 +109,11 @@ def _collate(samples: list[Any]) -> tuple[Tensor, Tensor] | str:
 
 
 class FfcvReader:
-    """Reads a ``.beton`` file with FFCV."""
+    """Reads a ``.beton`` file with FFCV.
+
+    FFCV's random crops are not reproducible: Numba's threads draw them, and their generators cannot
+    be seeded from outside. Order and augmentation do not use FFCV's random numbers.
+    """
 
     def __init__(self, path: Path, preset: Preset, *, train: bool, workers: int) -> None:
         check_beton(path)

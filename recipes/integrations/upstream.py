@@ -3,11 +3,9 @@
     python -m recipes.integrations.upstream nanogpt --source CLONE --compress "ef(topk(0.01))"
     python -m recipes.integrations.upstream timm --source CLONE --sync "every(4)" -- --model-ema
 
-The program copies the script out of a clone of its repository, inserts the lines of torchcomp,
-prints them as a diff, makes a small data set, and starts the script with torchrun. Flags after
-``--`` go to the script. Without ``--compress`` and ``--sync``, plain DDP trains. What the script
-needs to run at all, or on a CPU, is a diff of its own. The pages in ``docs/integrations`` say what
-was run.
+It copies the script out of a clone of its repository, inserts the lines of torchcomp, prints them
+as a diff, makes a small data set, and starts the script with torchrun. Flags after ``--`` go to the
+script. Without ``--compress`` and ``--sync``, plain DDP trains.
 """
 
 import argparse

@@ -1,9 +1,8 @@
 """Convergence of the paper's algorithm and of ours, with linear scaling, SGD and LARS.
 
-Each run simulates its ranks in one process (simulation.py). The batch of a worker is fixed, so the
-whole batch and the learning rate grow with the number of workers. Held-out images and seeds that
-are not reported choose the learning rate of each method and optimizer. Every method is then trained
-with its own learning rate and with that of dense training.
+The batch of a simulated worker is fixed, so the whole batch and the learning rate grow with their
+number. Held-out images and seeds that are not reported choose the learning rate of each method.
+Every method is then trained with its own learning rate and with that of dense training.
 """
 
 import argparse

@@ -1,12 +1,7 @@
 """The methods that the experiments compare, and the texts that name them.
 
 A method is written as the expression that builds it: ``dense``, ``topk(0.3)``, or
-``jointspar(...)`` with the arguments of :class:`torchcomp.JointSpar`. The paper's algorithm, for
-example, is
-
-    jointspar(0.6, selection="per-rank", rule=Literal(alpha=1e-5, bound=3.0))
-
-``str(method)`` is the inverse of :func:`parse_method`. The optimizer is chosen separately: ``lars``
+``jointspar(...)`` with the arguments of :class:`torchcomp.JointSpar`. The optimizer ``lars``
 divides by a running norm of the gradients before their division by p, which keeps the mean update.
 ``lars-own`` divides by the norm of each gradient, which cancels 1 / p.
 """

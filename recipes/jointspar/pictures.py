@@ -24,8 +24,7 @@ from recipes.jointspar.tables import (
     speed_ratios,
 )
 from recipes.pictures import MARKERS, Line, Panel, draw
-from recipes.rows import Row, distinct, grouped, read_rows, where
-from recipes.spread import paired, spread
+from recipes.rows import Row, distinct, grouped, paired, read_rows, spread, where
 
 
 def convergence(optimizer: str, folder: Path, path: Path) -> None:

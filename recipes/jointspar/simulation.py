@@ -1,8 +1,7 @@
 """JointSpar on simulated ranks: one process, one copy of the weights, the library's sampler.
 
-The ranks' gradients are computed one after another. A test compares the result with
-:class:`torchcomp.JointSpar` on DDP. What is missing is everything that makes real ranks slow, so
-many workers fit on few cores.
+The ranks' gradients are computed one after another, so many workers fit on few cores. A test
+compares the result with :class:`torchcomp.JointSpar` on DDP.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,7 +35,10 @@ class SimulatedRanks:
         self._sent: list[float] = []
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> bool:
-        """Store the mean gradients in ``grad``, or None in layers that no rank kept."""
+        """Store the mean gradients in ``grad``, None in dropped layers. Return if all are finite.
+
+        ``losses`` has a function for each rank, which returns the loss of its batch.
+        """
         sums: dict[str, Tensor] = {}
         samplers = cycle(self.samplers or [None])
         for loss, sampler in zip(losses, samplers, strict=False):

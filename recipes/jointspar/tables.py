@@ -9,8 +9,19 @@ from pathlib import Path
 
 from recipes.jointspar.convergence import DENSE, QUANTITIES, chosen_lrs
 from recipes.jointspar.methods import LayerSampling, parse_method
-from recipes.rows import Row, best, by_seed, distinct, grouped, over_seeds, read_rows, where
-from recipes.spread import Spread, paired, spread
+from recipes.rows import (
+    Row,
+    Spread,
+    best,
+    by_seed,
+    distinct,
+    grouped,
+    over_seeds,
+    paired,
+    read_rows,
+    spread,
+    where,
+)
 from recipes.tables import TableMaker, markdown_table, table
 from torchcomp.jointspar import Literal
 

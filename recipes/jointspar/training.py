@@ -1,8 +1,6 @@
 """One run on real ranks with a large batch and warm-up, by one method and one optimizer."""
 
 import math
-import statistics
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -93,14 +91,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The measurements of a finished run on this rank, as texts."""
+    """Accuracies in per cent, NaN if training diverged, and the share of dense DDP's bytes."""
 
     validation: str
     test: str
-    bytes_share: str  # bytes sent, as a share of dense DDP's
-    step_ms: str
-    backward_ms: str
-    seconds: str  # duration of all steps, without evaluation
+    bytes_share: str
 
 
 def train(
@@ -119,34 +114,23 @@ def train(
     exchange = attach(method, model, seed)
     sampled = exchange if isinstance(method, LayerSampling) else None
     optimizer = build_optimizer(model, optimizer_name, schedule.lr, sampled)
-    steps, backwards = [], []
     for step in range(schedule.steps):
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr_at(step)
         inputs, labels = data.batch(step)
-        begin = time.perf_counter()
         optimizer.zero_grad()
-        loss = cross_entropy(model(inputs), labels)
-        computed = time.perf_counter()
         try:
-            loss.backward()
+            cross_entropy(model(inputs), labels).backward()
         except torchcomp.NonFiniteError:
             # Raised on every rank at the same step, so all of them stop together.
+            found = [math.nan, math.nan]
             break
-        backwards.append(time.perf_counter() - computed)
         optimizer.step()
-        steps.append(time.perf_counter() - begin)
+    else:
+        found = [evaluate(module, part)[0] for part in images[1:]]
     share = exchange.stats.total_bytes_sent / max(exchange.stats.total_dense_bytes_sent, 1)
-    finished = len(steps) == schedule.steps
-    found = [evaluate(module, part)[0] if finished else math.nan for part in images[1:]]
     exchange.close()
-    medians = [1000 * statistics.median(times or [math.nan]) for times in (steps, backwards)]
-    return Outcome(
-        *(f"{accuracy:.3f}" for accuracy in found),
-        f"{share:.4f}",
-        *(f"{median:.3f}" for median in medians),
-        f"{sum(steps):.2f}",
-    )
+    return Outcome(*(f"{accuracy:.3f}" for accuracy in found), f"{share:.4f}")
 
 
 def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:
@@ -169,7 +153,7 @@ def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:
 def build_optimizer(
     model: nn.Module, name: str, lr: float, sampled: Sampling | None = None
 ) -> Optimizer:
-    """Return the optimizer; biases and norms have no weight decay."""
+    """Return the optimizer; only ``lars`` asks ``sampled`` for the norms of undivided gradients."""
     decay = 5e-4
     if name == "sgd":
         vectors = [p for p in model.parameters() if p.dim() <= 1]

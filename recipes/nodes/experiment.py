@@ -18,11 +18,9 @@ import torch
 
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser, ResultTable, fill_on_ranks
-from recipes.nodes.corpus import open_corpus
 from recipes.nodes.modes import MODES
-from recipes.nodes.settings import Settings
 from recipes.nodes.tables import losses
-from recipes.nodes.train import Outcome, train
+from recipes.nodes.train import Outcome, Settings, open_corpus, train
 from recipes.result_files import make_folder
 from recipes.rows import columns
 

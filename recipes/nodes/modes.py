@@ -70,7 +70,8 @@ def replicate(
 
 
 def _sharding_bytes(model: SmallGPT, ranks: int) -> int:
-    """Return the bytes that a rank sends per step in the collectives of FSDP2."""
+    # Parameters are all-gathered for the forward pass, those of the blocks once more for the
+    # backward pass. Gradients are reduce-scattered.
     blocks = sum(_padded_bytes(model.blocks.parameters(), ranks))
     everything = sum(_padded_bytes(model.parameters(), ranks))
     return (2 * everything + blocks) * (ranks - 1) // ranks

@@ -68,7 +68,11 @@ def open_part(name: str, arguments: argparse.Namespace) -> Callable[[], None]:
 def run_study(
     study: Study, table: ResultTable, grid: Grid, seeds: Sequence[int], tuning: Sequence[int]
 ) -> None:
-    """Tune every method and run its best point with all seeds."""
+    """Tune every method and run its best point with all seeds.
+
+    All methods use the peak learning rate that is best for parallel training, and each uses its own
+    weight decay, as in the paper.
+    """
     setting = study.setting
 
     def tuned(method: str, peak: float | None = None) -> Point:

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from recipes.lr_schedules import step_decay
+from recipes.optimizers import step_decay
 from torchcomp.specs.learning_rates import LRFunction, decaying, warmed_up
 
 PARALLEL = "parallel"

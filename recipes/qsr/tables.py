@@ -18,8 +18,18 @@ from recipes.qsr.settings import (
     Point,
     Setting,
 )
-from recipes.rows import Row, build, by_seed, grouped, over_seeds, read_rows, where
-from recipes.spread import Spread, paired, spread
+from recipes.rows import (
+    Row,
+    Spread,
+    build,
+    by_seed,
+    grouped,
+    over_seeds,
+    paired,
+    read_rows,
+    spread,
+    where,
+)
 from recipes.tables import TableMaker, table
 
 _NONE = "–"

@@ -40,7 +40,10 @@ class Images:
 
 
 def draw(seed: int, part: str, label_noise: float) -> tuple[Images, Images]:
-    """Return a seed's training images, with its wrong labels, and images to evaluate on."""
+    """Return a seed's training images, with its wrong labels, and images to evaluate on.
+
+    Both depend on the seed, so that differences over the seeds include those of the data.
+    """
     half = _halves()[part]
     random = torch.Generator().manual_seed(keyed_seed(SPLIT, seed))
     order = torch.randperm(len(half.labels), generator=random)

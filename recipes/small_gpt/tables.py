@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.rows import Row, grouped, over_seeds, read_rows, where
+from recipes.rows import Row, Spread, grouped, over_seeds, read_rows, where
 from recipes.small_gpt.training import DENSE
-from recipes.spread import Spread
 from recipes.tables import TableMaker, table
 
 _WARMUP = 'warmup(topk(0.17, values="int4"), steps=60, start=0.34)'

@@ -1,8 +1,6 @@
 """2Direction compared with EF21-P + DIANA, accelerated gradient descent and others.
 
-python -m recipes.two_direction.experiment
 python -m recipes.two_direction.experiment --quick
-python -m recipes.two_direction.experiment --resume
 python -m recipes.two_direction.experiment --dataset cifar10 --data FOLDER
 """
 

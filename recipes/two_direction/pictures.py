@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from recipes.pictures import Line, Panel, Picture, draw, spreads
-from recipes.rows import Row, distinct, read_rows, where
-from recipes.spread import Spread
+from recipes.rows import Row, Spread, distinct, read_rows, where
 from recipes.two_direction.contest import PAPER
 from recipes.two_direction.methods import METHODS
 from recipes.two_direction.tables import reached, thousands

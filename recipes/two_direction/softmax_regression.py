@@ -52,7 +52,10 @@ class SoftmaxRegression:
 
 
 def minimise(f: SoftmaxRegression, certainty: float) -> float:
-    """Return the infimum f* of f, found by L-BFGS."""
+    """Return the infimum f* of f, found by L-BFGS.
+
+    Without a regulariser, f can have no minimum: f* is then 0, if the classes can be separated.
+    """
     gradients = f.gradients(range(f.n))
     x = torch.zeros(f.d, dtype=torch.float64, requires_grad=True)
     solver = torch.optim.LBFGS(

@@ -3,8 +3,7 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from recipes.rows import Row, by_seed, over_seeds, read_rows, where
-from recipes.spread import Spread, spread
+from recipes.rows import Row, Spread, by_seed, over_seeds, read_rows, spread, where
 from recipes.tables import TableMaker, table
 from recipes.two_direction.contest import MUS, PAPER, WORKERS
 from recipes.two_direction.methods import METHODS

@@ -1,12 +1,8 @@
 """Tuning of step sizes 2^i: run all candidates side by side and pause those that fall far behind.
 
 Advance the cheapest candidate, in small portions. Pause it if the best one so far was better at an
-eighth of its cost. Resume it only if that best one fails, which means that it diverges or spends
-its budget without reaching the target. Few candidates therefore cost much more than the winner, and
-none is given up because of one that later diverges or stalls.
-
-This is a heuristic. If the best candidate reaches the target late, a paused one might have been
-cheaper.
+eighth of its cost. Resume it only if that best one fails: it diverges, or spends its budget without
+reaching the target. This is a heuristic: a paused one might have been cheaper.
 """
 
 import math
@@ -106,7 +102,10 @@ def tune(
     budget: int,
     powers: Iterable[int],
 ) -> Tuned:
-    """Return the step size 2^i that takes f to the target with the fewest coordinates."""
+    """Return the step size 2^i that takes f to the target with the fewest coordinates.
+
+    If none reaches it within the budget, the one with the lowest f wins.
+    """
     runs = {i: MethodRun(build(2.0**i), value, target) for i in powers}
     if not runs:
         raise SpecError("powers is empty: expected at least one i of a step size 2^i", "powers")

@@ -23,8 +23,19 @@ from recipes.experiments import (
 from recipes.page_tables import filled, pages
 from recipes.pictures import Cells, Line, Panel, draw, spreads
 from recipes.result_files import read_csv, read_notes
-from recipes.rows import best, build, by_seed, cells, columns, grouped, read_rows, where
-from recipes.spread import Spread, paired, spread
+from recipes.rows import (
+    Spread,
+    best,
+    build,
+    by_seed,
+    cells,
+    columns,
+    grouped,
+    paired,
+    read_rows,
+    spread,
+    where,
+)
 from recipes.tables import table
 
 HOME = Path("recipes") / "work"

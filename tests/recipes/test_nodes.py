@@ -16,9 +16,8 @@ import torch.distributed as dist
 import torchcomp
 from recipes.errors import RecipeError
 from recipes.nodes import experiment, train
-from recipes.nodes.corpus import TEXT, open_corpus
 from recipes.nodes.modes import MODES, replicate
-from recipes.nodes.settings import Settings, read_settings
+from recipes.nodes.train import TEXT, Settings, open_corpus, read_settings
 from recipes.result_files import read_csv
 from recipes.small_gpt.corpus import VOCABULARY, Corpus
 from recipes.small_gpt.model import SmallGPT

@@ -12,12 +12,11 @@ import torch
 from PIL import Image
 
 from recipes.errors import RecipeError
-from recipes.image_data import beton, dataset_sizes, open_batches, sources
-from recipes.image_data.augment import Augmentation, normalise
-from recipes.image_data.mixup import MixUp
+from recipes.image_data import beton, sources
+from recipes.image_data.augment import Augmentation, MixUp, RandAugment, normalise
+from recipes.image_data.batches import dataset_sizes, open_batches
 from recipes.image_data.order import TrainOrder
 from recipes.image_data.presets import PRESETS
-from recipes.image_data.randaugment import RandAugment
 from recipes.settings import Settings
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ import pytest
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.lr_schedules import lr_function
+from recipes.optimizers import lr_function
 from recipes.settings import Settings, read_settings
 from tests.recipes.conftest import TorchRun
 from tests.recipes.forked_ranks import RECIPES

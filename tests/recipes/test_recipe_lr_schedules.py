@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.lr_schedules import lr_function
-from recipes.optimizers import build_optimizer
+from recipes.optimizers import build_optimizer, lr_function
 from recipes.settings import Settings
 from tests.test_learning_rates import FINAL, by_hand
 from torchcomp.specs.learning_rates import DECAYS

@@ -22,7 +22,7 @@ from torchcomp.two_direction.theory import Constants, learning_rates
 
 @dataclass(eq=False, repr=False)
 class AGD(Method):
-    """Accelerated gradient descent with three sequences: x, u, and y between them."""
+    """AGD with three sequences: x, u, and y between them. In theory, lbar is L."""
 
     _: KW_ONLY
     lbar: float
@@ -72,7 +72,7 @@ class _Extrapolation(Method):
 
 @dataclass(eq=False, repr=False)
 class ConstantMomentumAGD(_Extrapolation):
-    """Nesterov's method with a constant momentum."""
+    """Nesterov's method with a constant momentum, step size gamma (1/L in theory) and mu."""
 
     mu: float
 

@@ -11,7 +11,11 @@ from torchcomp.two_direction.parameter_server import DENSE
 
 
 class DIANA(CompressedMethod):
-    """DIANA, with an unbiased compressor `up`."""
+    """DIANA, with an unbiased compressor `up`. In theory, gamma is 1/((1 + 4 omega/n) Lmax).
+
+    Worker i keeps an estimate h_i of the gradient of f_i at the solution, and the server keeps the
+    mean h of the h_i. The h_i start as the gradients at x0, which one dense uplink message sends.
+    """
 
     _kind = "unbiased"
 
