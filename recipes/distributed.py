@@ -17,7 +17,6 @@ class Worker:
 
     rank: int  # index among all workers, from 0
     world_size: int  # number of workers
-    local_rank: int  # index among the workers of this machine, from 0
     local_world_size: int  # number of workers on this machine
     device: torch.device  # where this worker's model is
 
@@ -42,7 +41,6 @@ def this_worker(settings: Settings) -> Worker:
     return Worker(
         rank=env_rank(),
         world_size=env_world_size(),
-        local_rank=local_rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         device=_device(settings, local_rank),
     )

@@ -127,17 +127,13 @@ def tuning_seeds(reported: Collection[int], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Part:
+    """A part of an experiment, with the tables and pictures that it shows."""
+
     # Checks the flags, and returns what measures the missing rows. That returns what is wrong with
     # the results, if anything.
     open: Callable[[argparse.Namespace], Callable[[], Sequence[str] | None]]
     tables: Sequence[TableMaker] = ()  # made from the folder of the results, and printed
     pictures: Mapping[str, Picture] = field(default_factory=dict)
-
-    def show(self, folder: Path) -> None:
-        for make in self.tables:
-            print(f"\n{make(folder)}", flush=True)
-        for name, picture in self.pictures.items():
-            picture(folder, folder / f"{name}.png")
 
 
 def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
@@ -152,7 +148,10 @@ def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
     for name, measure in chosen.items():
         print(f"\n--- {name}", flush=True)
         problems += measure() or []
-        parts[name].show(arguments.out)
+        for make in parts[name].tables:
+            print(f"\n{make(arguments.out)}", flush=True)
+        for file, picture in parts[name].pictures.items():
+            picture(arguments.out, arguments.out / f"{file}.png")
     print(f"\ntables and pictures are in {arguments.out}")
     print(f"total time: {time.monotonic() - started:.0f} s")
     if problems:
@@ -179,6 +178,7 @@ class ResultTable:
         curve_of: Sequence[str] = (),
     ) -> None:
         self.path, self._task, self.run = path, task, tuple(run)
+        self.curve_path = path.with_stem(f"{path.stem}_curves")
         self.header = (*run, *outcome, *PROVENANCE)
         self._curve_of = tuple(curve_of) or self.run
         self.curve_header = (*self._curve_of, *curve) if curve else ()
@@ -186,10 +186,6 @@ class ResultTable:
         self._points: list[Texts] = []
         if resume:
             self.read()
-
-    @property
-    def curve_path(self) -> Path:
-        return self.path.with_stem(f"{self.path.stem}_curves")
 
     def read(self) -> None:
         """Read the files. A missing file is no error: its part has no rows yet."""
@@ -215,9 +211,6 @@ class ResultTable:
             self._points += [dict(zip(self.curve_header, each, strict=True)) for each in new]
             self._write(self.curve_path, self.curve_header, self._points)
         self.rows.append(row)
-        self.save()
-
-    def save(self) -> None:
         self._write(self.path, self.header, self.rows)
 
     def _write(self, path: Path, header: Sequence[str], rows: list[Texts]) -> None:

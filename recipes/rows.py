@@ -119,8 +119,7 @@ def value_of(row: Row, value: Value) -> Any:
 
 
 def best(rows: Iterable[Row], choice: Value, *merits: Value) -> Any:
-    """Return the choice whose rows have the highest mean merit; later merits decide between
-    ties."""
+    """Return the choice whose rows have the highest mean merit; later merits decide ties."""
     means = {
         chosen: [fmean(_number(value_of(row, merit)) for row in group) for merit in merits]
         for chosen, group in grouped(rows, choice).items()

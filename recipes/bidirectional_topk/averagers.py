@@ -53,13 +53,14 @@ class Workers:
         self.exchanges = LoggedExchange.ranks(count)
         self.averagers = [Averager(spec, each, self.parameters) for each in self.exchanges]
 
-    def backward(self, loss_of: Callable[[int], Tensor], lr: float | None = None) -> bool:
-        """Average the gradients of ``loss_of(rank)`` over all workers, and store them in
-        ``grad``."""
+    def backward(self, loss_of: Callable[[int], Tensor]) -> bool:
+        """Average the gradients of ``loss_of(rank)`` in ``grad``; return whether all are finite."""
         gradients = [self._gradients(loss_of(exchange.rank)) for exchange in self.exchanges]
 
         def average(exchange: LoggedExchange) -> bool:
-            return self._average(exchange, gradients[exchange.rank], lr)
+            exchange.log.clear()
+            averager = self.averagers[exchange.rank]
+            return averager.average_all(gradients[exchange.rank], may_skip=True)
 
         # All workers skip a step together, so rank 0's result is valid for all.
         taken = run_in_process(len(self.exchanges), average, self.exchanges)[0]
@@ -87,11 +88,6 @@ class Workers:
     def _gradients(self, loss: Tensor) -> Gradients:
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
         return dict(zip(self.parameters, gradients, strict=True))
-
-    def _average(self, exchange: LoggedExchange, gradients: Gradients, lr: float | None) -> bool:
-        exchange.log.clear()
-        averager = self.averagers[exchange.rank]
-        return averager.average_all(gradients, lr=lr, may_skip=True)
 
     def _write(self, gradients: list[Gradients]) -> None:
         first, *others = gradients

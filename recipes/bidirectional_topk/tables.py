@@ -170,11 +170,7 @@ def savings(results: Path) -> str:
     return table(columns, usual(unions_of(results)))
 
 
-def entries(each: Unions) -> Mapping[int, float]:
-    return each.late
-
-
-def nbytes(each: Unions) -> Mapping[int, float]:
+def _nbytes(each: Unions) -> Mapping[int, float]:
     return each.saving
 
 
@@ -184,10 +180,10 @@ def growths(results: Path) -> str:
     digits, cnn = usual(groups), usual(groups, model="cnn")
     alike = [each for each in digits if each.workers in {e.workers for e in cnn}]
     fitted: list[tuple[str, list[Unions], Quantity]] = [
-        ("MLP, entries", digits, entries),
-        ("MLP, bytes", digits, nbytes),
-        ("MLP, bytes, the N below", alike, nbytes),
-        ("CNN, bytes", cnn, nbytes),
+        ("MLP, entries", digits, lambda each: each.late),
+        ("MLP, bytes", digits, _nbytes),
+        ("MLP, bytes, the N below", alike, _nbytes),
+        ("CNN, bytes", cnn, _nbytes),
         ("random supports (MLP), entries", digits, lambda each: {0: each.random}),
         ("random supports (MLP), bytes", digits, lambda each: {0: each.random_saving}),
     ]
@@ -207,46 +203,29 @@ def growths(results: Path) -> str:
 # --- Traffic without a server ---------------------------------------------------------------------
 
 
-def traffic_means(results: Path) -> list[dict[str, float]]:
-    """Return the counted and planned bytes that one of N ranks receives per step, by N."""
+def traffic(results: Path) -> str:
+    """Return the counted and planned bytes that one of N ranks receives per step."""
     rows = [row for row in read_rows(results / "union.csv") if row["down"] != ""]
-    return [_traffic(n, same) for n, same in sorted(grouped(rows, "workers").items())]
-
-
-def _traffic(n: int, rows: list[Row]) -> dict[str, float]:
     ratio, d = rows[0]["ratio"], rows[0]["d"]
     gather = METHODS[ONE_WAY].spec(ratio)
-    by_shard = METHODS[BOTH_WAYS].spec(ratio, selection="shard")
-    counted = {name: over_seeds(rows, name).mean for name in ("up", "down", "selection", "busiest")}
-    return {
-        "workers": n,
-        **counted,
-        "total": counted["up"] + counted["down"] + counted["selection"],
-        "by_shard": received_bytes(by_shard, d, n),
-        "gather": received_bytes(gather, d, n),
-        "sharded": received_bytes(gather.replace("allgather", "sharded"), d, n),
+    planned = {
+        'all, `selection="shard"`': METHODS[BOTH_WAYS].spec(ratio, selection="shard"),
+        "`ef(topk)`, allgather": gather,
+        "`ef(topk)`, sharded": gather.replace("allgather", "sharded"),
     }
-
-
-_TRAFFIC = {
-    "N": "workers",
-    "up": "up",
-    "down": "down",
-    "selection": "selection",
-    "all": "total",
-    "busiest rank, up": "busiest",
-    'all, `selection="shard"`': "by_shard",
-    "`ef(topk)`, allgather": "gather",
-    "`ef(topk)`, sharded": "sharded",
-}
-
-
-def traffic(results: Path) -> str:
-    """Return the bytes that a rank receives per step, without a server."""
-    columns = {
-        head: lambda each, name=name: f"{each[name]:,.0f}" for head, name in _TRAFFIC.items()
-    }
-    return table(columns, traffic_means(results))
+    ways = ("up", "down", "selection")
+    counted: dict[str, Callable[[Row], float]] = {way: lambda r, w=way: r[w] for way in ways}
+    counted["all"] = lambda row: sum(row[way] for way in ways)
+    counted["busiest rank, up"] = lambda row: row["busiest"]
+    columns: dict[str, Callable[[list[Row]], object]] = {"N": lambda same: same[0]["workers"]}
+    for head, value in counted.items():
+        columns[head] = lambda same, value=value: f"{over_seeds(same, value).mean:,.0f}"
+    for head, spec in planned.items():
+        columns[head] = lambda same, spec=spec: (
+            f"{received_bytes(spec, d, same[0]['workers']):,.0f}"
+        )
+    groups = grouped(sorted(rows, key=lambda row: int(row["workers"])), "workers")
+    return table(columns, groups.values())
 
 
 # --- Accuracy -------------------------------------------------------------------------------------

@@ -46,8 +46,7 @@ class TopK(Component):
 
 @dataclass(frozen=True)
 class LayerSampling(Component):
-    """``jointspar(0.6)``: a random set of layers, with the options of
-    :class:`torchcomp.JointSpar`."""
+    """``jointspar(0.6)``: a random set of layers, perhaps compressed by TopK (``topk``)."""
 
     name: ClassVar[str] = "jointspar"
     kind: ClassVar[str] = "method"

@@ -66,13 +66,9 @@ def curve_of(row: Row) -> list[float]:
     return [value for name, value in row.items() if name.isdecimal()]
 
 
-def _pivot(
-    named: Mapping[str, Callable[[str], object]], rows: list[Row], cell: Callable[[str, int], str]
-) -> str:
-    columns = dict(named)
-    for n in sorted(distinct(rows, "workers")):
-        columns[f"{n} workers"] = lambda method, n=n: cell(method, n)
-    return table(columns, distinct(rows, "method"))
+def _by_workers(rows: list[Row], cell: Callable[..., str]) -> dict[str, Callable[..., object]]:
+    counts = sorted(distinct(rows, "workers"))
+    return {f"{n} workers": lambda each, n=n: cell(each, n) for n in counts}
 
 
 def _accuracies(results: Path, optimizer: str, *, same_lr: bool) -> str:
@@ -88,7 +84,8 @@ def _accuracies(results: Path, optimizer: str, *, same_lr: bool) -> str:
         )
         return _compared(own, dense, failed_below(dense), alone=method == DENSE)
 
-    return _pivot({**_NAMED, "lr": lambda method: f"{lr(method):g}"}, rows, cell)
+    columns = {**_NAMED, "lr": lambda method: f"{lr(method):g}", **_by_workers(rows, cell)}
+    return table(columns, distinct(rows, "method"))
 
 
 def failed_below(dense: Mapping[int, float]) -> float:
@@ -125,7 +122,8 @@ def _speeds(results: Path, optimizer: str) -> str:
     curves = read_rows(results / "convergence_curves.csv")
     rows = where(curves, optimizer=optimizer, lr=lr, quantity=QUANTITIES[0])
 
-    def cell(method: str, level: float, n: int) -> str:
+    def cell(each: tuple[str, float], n: int) -> str:
+        method, level = each
         of_workers = where(rows, workers=n)
         runs = where(of_workers, method=method)
         ours, ratios = _reached(runs, level), speed_ratios(of_workers, method, level)
@@ -144,8 +142,7 @@ def _speeds(results: Path, optimizer: str) -> str:
         head: lambda each, name=name: name(each[0]) for head, name in _NAMED.items()
     }
     columns["loss"] = lambda each: f"{each[1]:g}"
-    for n in sorted(distinct(rows, "workers")):
-        columns[f"{n} workers"] = lambda each, n=n: cell(*each, n)
+    columns |= _by_workers(rows, cell)
     methods = distinct(curves, "method")
     return table(columns, [(method, level) for method in methods for level in LEVELS])
 
@@ -167,9 +164,7 @@ def _sets(results: Path) -> str:
         own = where(rows, method=method)
         return f"{min(row[low] for row in own):.2g} to {max(row[high] for row in own):.2g}"
 
-    columns = dict(_NAMED)
-    for n in sorted(distinct(rows, "workers")):
-        columns[f"{n} workers"] = lambda method, n=n: cell(method, n)
+    columns = {**_NAMED, **_by_workers(rows, cell)}
     columns["final p"] = lambda method: span(method, "lowest_p", "highest_p")
     columns["L"] = lambda method: (
         span(method, "largest_norm", "largest_norm") if "Literal" in method else ""

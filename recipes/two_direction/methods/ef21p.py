@@ -17,8 +17,7 @@ from torchcomp.two_direction.parameter_server import DENSE
 
 @dataclass(eq=False, repr=False)
 class EF21P(Method):
-    """EF21-P: gradient descent on x with step size `gamma` and gradients at the workers' point
-    w."""
+    """Gradient descent on x, with gradients at the workers' point w, which follows x."""
 
     down: Compressor
     _: KW_ONLY

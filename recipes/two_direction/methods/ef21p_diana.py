@@ -13,8 +13,9 @@ from torchcomp.two_direction.checks import require
 
 @dataclass(eq=False, repr=False)
 class EF21PDIANA(DIANA):
-    """EF21-P + DIANA: DIANA with gradients at the workers' point w, which follows the server's
-    x."""
+    """DIANA with gradients at the workers' point w. In theory, gamma is
+    min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
+    """
 
     down: Compressor
 
