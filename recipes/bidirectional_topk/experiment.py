@@ -30,9 +30,7 @@ _SHOWN = {
 }
 PARTS = {
     name: Part(
-        start,
-        [TABLES[each] for each in tables],
-        {name: PICTURES[name]} if name in PICTURES else {},
+        start, [TABLES[each] for each in tables], {name: PICTURES[name]} if name in PICTURES else {}
     )
     for name, (start, tables) in _SHOWN.items()
 }

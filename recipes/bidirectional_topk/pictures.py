@@ -6,12 +6,7 @@ from statistics import fmean
 from recipes.bidirectional_topk import counterexample
 from recipes.bidirectional_topk.averagers import random_union
 from recipes.bidirectional_topk.runs import WINDOW
-from recipes.bidirectional_topk.tables import (
-    PUBLISHED,
-    Unions,
-    unions_of,
-    usual,
-)
+from recipes.bidirectional_topk.tables import PUBLISHED, Unions, unions_of, usual
 from recipes.pictures import MARKERS, Line, Panel, draw, spreads
 from recipes.rows import read_rows, spread
 
@@ -80,10 +75,7 @@ def _curves(groups: list[Unions]) -> Panel:
 
 
 def _unions(groups: list[Unions]) -> Panel:
-    found = {
-        "MLP": usual(groups),
-        "CNN": usual(groups, model="cnn"),
-    }
+    found = {"MLP": usual(groups), "CNN": usual(groups, model="cnn")}
     lines = [
         spreads(name, {e.workers: spread(e.late.values()) for e in own}, marker=marker)
         for (name, own), marker in zip(found.items(), MARKERS, strict=False)

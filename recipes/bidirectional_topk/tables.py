@@ -11,14 +11,7 @@ from scipy import stats
 
 from recipes.bidirectional_topk import counterexample
 from recipes.bidirectional_topk.averagers import random_union, received_bytes, server_bytes
-from recipes.bidirectional_topk.runs import (
-    BOTH_WAYS,
-    FORMS,
-    LR_RUN,
-    ONE_WAY,
-    WINDOW,
-    best_lr,
-)
+from recipes.bidirectional_topk.runs import BOTH_WAYS, FORMS, LR_RUN, ONE_WAY, WINDOW, best_lr
 from recipes.bidirectional_topk.workers import METHODS
 from recipes.rows import Row, Spread, by_seed, grouped, over_seeds, paired, read_rows, spread, where
 from recipes.tables import TableMaker, markdown_table, table

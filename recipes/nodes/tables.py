@@ -32,7 +32,4 @@ def losses(results: Path, *only: str) -> str:
     return table(columns, shown)
 
 
-TABLES: dict[str, TableMaker] = {
-    "losses": losses,
-    "modes": lambda results: losses(results, _TOPK),
-}
+TABLES: dict[str, TableMaker] = {"losses": losses, "modes": lambda results: losses(results, _TOPK)}

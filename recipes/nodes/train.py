@@ -32,15 +32,7 @@ from recipes.options import check_batch, check_limits, option, read_options
 from recipes.settings import Settings as WorkerSettings
 from recipes.small_gpt.corpus import Corpus
 from recipes.small_gpt.model import SmallGPT
-from recipes.small_gpt.training import (
-    BATCH,
-    LR,
-    SHAPE,
-    draw,
-    evaluate,
-    new_optimizer,
-    train_step,
-)
+from recipes.small_gpt.training import BATCH, LR, SHAPE, draw, evaluate, new_optimizer, train_step
 from torchcomp.specs.spec import parse_aggregator
 
 # Three plays of Shakespeare. README.md names the source.

@@ -22,15 +22,7 @@ from recipes.rows import columns
 from recipes.small_gpt.corpus import open_corpus
 from recipes.small_gpt.pictures import tradeoff
 from recipes.small_gpt.tables import TABLES
-from recipes.small_gpt.training import (
-    BATCH,
-    DENSE,
-    LR,
-    SHAPE,
-    Outcome,
-    split,
-    train,
-)
+from recipes.small_gpt.training import BATCH, DENSE, LR, SHAPE, Outcome, split, train
 from torchcomp.specs.checks import check_count, check_positive
 from torchcomp.specs.spec import parse_aggregator, parse_outer_step
 

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver
@@ -31,24 +30,24 @@ class ForkedRun:
     store: TCPStore
     printed: Path
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return all(rank.is_alive() for rank in self.ranks)
 
-    def kill(self) -> None:
+    def kill(self):
         """Kill all ranks with SIGKILL."""
         for rank in self.ranks:
             rank.kill()
         for rank in self.ranks:
             rank.join(PATIENCE)
 
-    def exit_codes(self) -> list[int | None]:
+    def exit_codes(self):
         """Wait for the run, and return the exit codes of its ranks."""
         deadline = time.monotonic() + PATIENCE
         for rank in self.ranks:
             rank.join(deadline - time.monotonic())
         return [rank.exitcode for rank in self.ranks]
 
-    def finish(self) -> str:
+    def finish(self):
         """Wait for the run, require that it succeeds, and return its output."""
         codes, output = self.exit_codes(), self.printed.read_text()
         assert codes == [0] * len(self.ranks), output
@@ -58,14 +57,14 @@ class ForkedRun:
 class Launcher:
     """Starts runs, and kills those that have not ended."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self._folder, self._started = folder, list[ForkedRun]()
         with _server_environment():
             self._context = multiprocessing.get_context("forkserver")
             self._context.set_forkserver_preload([__name__, "recipes.train", "sklearn.datasets"])
             forkserver.ensure_running()
 
-    def start(self, *flags: str, ranks: int = 2) -> ForkedRun:
+    def start(self, *flags, ranks=2):
         """Start a run and return at once."""
         printed = self._folder / f"printed-{len(self._started)}"
         # Created here, as torchrun does. If rank 0 created it, another process could take the port
@@ -80,14 +79,14 @@ class Launcher:
         self._started.append(ForkedRun(processes, store, printed))
         return self._started[-1]
 
-    def close(self) -> None:
+    def close(self):
         """Kill the runs that have not ended."""
         for run in self._started:
             run.kill()
 
 
 @contextmanager
-def _server_environment() -> Iterator[None]:
+def _server_environment():
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(RECIPES.parent))
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -95,7 +94,7 @@ def _server_environment() -> Iterator[None]:
         yield
 
 
-def _rank_main(flags: tuple[str, ...], rank: int, ranks: int, port: int, printed: Path) -> None:
+def _rank_main(flags, rank, ranks, port, printed):
     """Set torchrun's environment variables and call the script."""
     from recipes import train
 

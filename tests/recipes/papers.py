@@ -2,16 +2,12 @@
 
 import importlib
 import sys
-from pathlib import Path
-from typing import Any
 
-import pytest
-
-from recipes.rows import Row, read_rows, where
+from recipes.rows import read_rows, where
 from tests.recipes.forked_ranks import RECIPES
 
 
-def quick(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) -> None:
+def quick(name, out, monkeypatch, *flags):
     """Run an experiment with --quick in this process, and again with --resume: nothing is new."""
     program = importlib.import_module(f"recipes.{name}.experiment")
     written = []
@@ -24,7 +20,7 @@ def quick(name: str, out: Path, monkeypatch: pytest.MonkeyPatch, *flags: str) ->
     assert written[0]
 
 
-def published(name: str, table: str, **wanted: Any) -> Row:
+def published(name, table, **wanted):
     """Return the only published row that is as wanted."""
     (row,) = where(read_rows(RECIPES / name / "results" / f"{table}.csv"), **wanted)
     return row

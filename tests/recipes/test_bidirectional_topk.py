@@ -2,14 +2,12 @@
 
 import itertools
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
@@ -31,7 +29,7 @@ SIMULATED = [
 ]
 
 
-def largest(x: Any) -> Any:
+def largest(x):
     """Keep the first entry of largest magnitude."""
     kept = np.zeros_like(x)
     index = np.abs(x).argmax()
@@ -39,7 +37,7 @@ def largest(x: Any) -> Any:
     return kept
 
 
-def serial_weights(method: str, steps: int) -> Tensor:
+def serial_weights(method, steps):
     """The algorithms as written in the thesis, except that lr is applied outside the residual."""
     # In torch, because its SGD step is a fused multiply-add, which NumPy lacks.
     w = torch.full((100,), 20.0, dtype=torch.float64)
@@ -61,8 +59,8 @@ def serial_weights(method: str, steps: int) -> Tensor:
 
 
 @pytest.mark.parametrize("method", counterexample.METHODS)
-def test_the_weights_are_the_thesis_s_bit_for_bit(method: str) -> None:
-    def body() -> Tensor:
+def test_the_weights_are_the_thesis_s_bit_for_bit(method):
+    def body():
         model = DistributedDataParallel(counterexample.Quadratic())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         torchcomp.register(model, counterexample.METHODS[method])
@@ -75,7 +73,7 @@ def test_the_weights_are_the_thesis_s_bit_for_bit(method: str) -> None:
     assert torch.equal(on_threads(3, body)[0], serial_weights(method, 150))
 
 
-def test_published_runs_have_the_thesis_s_numbers() -> None:
+def test_published_runs_have_the_thesis_s_numbers():
     rows = read_rows(RESULTS / "counterexample.csv")
     assert len(rows) == 15
     assert counterexample.differences(rows) == []
@@ -88,17 +86,17 @@ def test_published_runs_have_the_thesis_s_numbers() -> None:
 # --- Many workers in one process ------------------------------------------------------------------
 
 
-def weights(model: nn.Module) -> Tensor:
+def weights(model):
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def loss_of(model: nn.Module, step: tuple[Tensor, Tensor], rank: int) -> Tensor:
+def loss_of(model, step, rank):
     return cross_entropy(model(step[0][rank]), step[1][rank])
 
 
 @pytest.mark.parametrize("spec", SIMULATED)
-def test_averagers_between_threads_train_like_real_ranks(spec: str) -> None:
-    def small_model() -> nn.Module:
+def test_averagers_between_threads_train_like_real_ranks(spec):
+    def small_model():
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(3)
             # The last layer fills a group of its own, so there are two groups.
@@ -109,7 +107,7 @@ def test_averagers_between_threads_train_like_real_ranks(spec: str) -> None:
     data = list(zip(images, torch.randint(10, (4, 4, 10), generator=generator), strict=True))
     models = [small_model() for _ in range(4)]
 
-    def body() -> tuple[Tensor, int, int]:
+    def body():
         model = DistributedDataParallel(models[dist.get_rank()])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = torchcomp.register(model, spec)
@@ -133,20 +131,18 @@ def test_averagers_between_threads_train_like_real_ranks(spec: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def digits() -> problems.Problem:
+def digits():
     return problems.open_problem("digits", "cnn", None)
 
 
-def serial_steps(problem: problems.Problem, workers: SerialWorkers, steps: int) -> None:
+def serial_steps(problem, workers, steps):
     for shares in itertools.islice(problems.batches(problem, workers.count, 0), steps):
         mine = problem.train.take(shares)
         assert workers.step(mine.images, mine.labels, lr=0.3)
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_serial_workers_train_like_averagers_and_are_continued_by_them(
-    method: str, digits: problems.Problem
-) -> None:
+def test_serial_workers_train_like_averagers_and_are_continued_by_them(method, digits):
     models = digits.build(0), digits.build(0)
     # More workers than are computed together.
     count, spec = 27, METHODS[method].spec(0.001)
@@ -163,7 +159,7 @@ def test_serial_workers_train_like_averagers_and_are_continued_by_them(
     torch.testing.assert_close(weights(models[1]), weights(models[0]), rtol=0, atol=1e-5)
 
 
-def test_the_union_counts_the_entries_that_any_worker_sent(digits: problems.Problem) -> None:
+def test_the_union_counts_the_entries_that_any_worker_sent(digits):
     model, supports = digits.build(0), set()
     for shares in next(problems.batches(digits, 4, seed=0)):
         mine = digits.train.take(shares)
@@ -176,11 +172,11 @@ def test_the_union_counts_the_entries_that_any_worker_sent(digits: problems.Prob
     assert (serial.k, serial.union) == (72, len(supports))
 
 
-def test_only_a_falling_learning_rate_tells_both_places_of_it_apart() -> None:
+def test_only_a_falling_learning_rate_tells_both_places_of_it_apart():
     problem = problems.open_problem("digits", "mlp", None)
     run = Run("digits", "mlp", "bidirectional", workers=3, lr=0.3, steps=8, seed=0)
 
-    def outcomes(schedule: Any) -> set[str]:
+    def outcomes(schedule):
         return {runs.train(run, problem, schedule, inside=i)[0].loss for i in (False, True)}
 
     assert len(outcomes(cosine)) == 2
@@ -190,7 +186,7 @@ def test_only_a_falling_learning_rate_tells_both_places_of_it_apart() -> None:
 # --- The experiment -------------------------------------------------------------------------------
 
 
-def test_an_accuracy_is_reproduced() -> None:
+def test_an_accuracy_is_reproduced():
     row = published(NAME, "accuracy", model="mlp", workers=20, method="bidirectional", seed=3)
     run = build(Run, row)
     outcome, _ = runs.train(run, problems.open_problem(run.dataset, run.model, None))
@@ -200,7 +196,7 @@ def test_an_accuracy_is_reproduced() -> None:
     assert unions[0] == pytest.approx(unions[1], rel=0.02)
 
 
-def test_unions_and_their_growth_are_the_thesis_s() -> None:
+def test_unions_and_their_growth_are_the_thesis_s():
     groups = tables.usual(tables.unions_of(RESULTS))
     for group in groups:
         if group.workers in tables.PUBLISHED:
@@ -209,11 +205,11 @@ def test_unions_and_their_growth_are_the_thesis_s() -> None:
     assert tables.growth(groups, tables.entries).exponent.mean == pytest.approx(0.97, abs=0.005)
 
 
-def test_a_quick_part_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_part_runs_and_resumes(tmp_path, monkeypatch):
     quick(NAME, tmp_path, monkeypatch, "--only", "lr_inside", "--processes", "1")
 
 
 @pytest.mark.thorough
-def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_run(tmp_path, monkeypatch):
     quick(NAME, tmp_path, monkeypatch)
     assert {path.stem for path in tmp_path.glob("*.png")} == {"counterexample", "union"}

@@ -5,9 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed.run
@@ -30,18 +28,18 @@ SHELL_SCRIPTS = [BATCH_SCRIPT, *(Path(__file__).parent / "slurm_stand_ins").iter
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
-def test_shell_scripts_parse(script: Path) -> None:
+def test_shell_scripts_parse(script):
     run(["bash", "-n", script])
 
 
 @pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
-def test_shell_scripts_pass_shellcheck(script: Path) -> None:
+def test_shell_scripts_pass_shellcheck(script):
     # Beside the interpreter, as pip installs it: the folder need not be in PATH.
     shellcheck = Path(sys.executable).parent / "shellcheck"
     run([shellcheck, "--shell=bash", "--severity=warning", script])
 
 
-def test_slurm_signals_the_batch_script_and_may_requeue_it() -> None:
+def test_slurm_signals_the_batch_script_and_may_requeue_it():
     text = BATCH_SCRIPT.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, flags=re.MULTILINE))
     assert options["signal"] == "B:USR1@120"
@@ -53,7 +51,7 @@ def test_slurm_signals_the_batch_script_and_may_requeue_it() -> None:
     assert f"\nrequeue={REQUEUE}\n" in text
 
 
-def batch_script(tmp_path: Path, cwd: Path, scontrol: str) -> tuple[int, str, list[str]]:
+def batch_script(tmp_path, cwd, scontrol):
     """Run the batch script with an ``srun`` that ends at once, and with a ``scontrol``.
 
     Returns:
@@ -77,14 +75,14 @@ def batch_script(tmp_path: Path, cwd: Path, scontrol: str) -> tuple[int, str, li
     return ended.returncode, ended.stdout + ended.stderr, lines
 
 
-def test_a_signal_before_the_ranks_start_requeues_the_job(tmp_path: Path) -> None:
+def test_a_signal_before_the_ranks_start_requeues_the_job(tmp_path):
     signal_the_script = 'if [ "$1" = show ]; then kill -USR1 "$SCRIPT"; fi'
     code, _, calls = batch_script(tmp_path, ROOT, signal_the_script)
     assert code == REQUEUE
     assert calls == ["scontrol show hostnames 1", "scontrol requeue 7"]
 
 
-def nccl_settings(interface: str, *more: str) -> dict[str, str]:
+def nccl_settings(interface, *more):
     """Return what the batch script exports, to jobs that were submitted with the variables."""
     variables = " ".join([f"INTERFACE={interface}", *more])
     command = f"env -i {variables} bash -c 'set -a; source nccl_25g.env; env'"
@@ -97,37 +95,37 @@ def nccl_settings(interface: str, *more: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def job() -> dict[str, Any]:
+def job():
     return read_yaml("trainjob.yaml")
 
 
 @pytest.fixture
-def runtime() -> dict[str, Any]:
+def runtime():
     return read_yaml("runtime.yaml")
 
 
-def read_yaml(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text())
+def read_yaml(name):
+    content = yaml.safe_load((CLUSTER / name).read_text())
     assert content["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     return content
 
 
 @pytest.mark.parametrize("manifest", sorted(CLUSTER.glob("*.yaml")), ids=lambda path: path.name)
-def test_manifests_pass_yamllint(manifest: Path) -> None:
+def test_manifests_pass_yamllint(manifest):
     rules = "{extends: default, rules: {document-start: disable, line-length: {max: 100}, "
     rules += "braces: {max-spaces-inside: 1}, comments: {min-spaces-from-content: 1}}}"
     run([sys.executable, "-m", "yamllint", "--strict", "-d", rules, manifest])
 
 
-def only_job(template: dict[str, Any]) -> dict[str, Any]:
+def only_job(template):
     """Return the spec of the only Kubernetes job in a runtime, or in a patch of one."""
     (replicated,) = template["spec"]["replicatedJobs"]
     assert replicated["name"] == "node"
-    spec: dict[str, Any] = replicated["template"]["spec"]
+    spec = replicated["template"]["spec"]
     return spec
 
 
-def test_the_job_starts_the_launcher_with_valid_flags(job: dict[str, Any]) -> None:
+def test_the_job_starts_the_launcher_with_valid_flags(job):
     trainer = job["spec"]["trainer"]
     assert trainer["command"][1:] == ["-m", launch.__spec__.name]
     assert trainer["args"][:2] == ["-m", "recipes.train"]
@@ -136,12 +134,12 @@ def test_the_job_starts_the_launcher_with_valid_flags(job: dict[str, Any]) -> No
     assert settings.checkpoint_every > 0
 
 
-def test_the_job_has_the_nccl_settings_of_the_batch_script(job: dict[str, Any]) -> None:
+def test_the_job_has_the_nccl_settings_of_the_batch_script(job):
     found = {entry["name"]: entry["value"] for entry in job["spec"]["trainer"]["env"]}
     assert found == nccl_settings("eth0")
 
 
-def test_the_runtime_restarts_interrupted_jobs(runtime: dict[str, Any]) -> None:
+def test_the_runtime_restarts_interrupted_jobs(runtime):
     assert runtime["kind"] == "ClusterTrainingRuntime"
     assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"
     assert runtime["spec"]["mlPolicy"]["torch"] == {}
@@ -161,7 +159,7 @@ def test_the_runtime_restarts_interrupted_jobs(runtime: dict[str, Any]) -> None:
 
 
 @pytest.fixture
-def _handlers() -> Iterator[None]:
+def _handlers():
     before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     signal.set_wakeup_fd(-1)
@@ -169,13 +167,13 @@ def _handlers() -> Iterator[None]:
         signal.signal(number, handler)
 
 
-def end_ranks_with(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def end_ranks_with(codes, monkeypatch):
     failures = {
         rank: ProcessFailure(local_rank=rank, pid=0, exitcode=code, error_file="")
         for rank, code in enumerate(codes)
     }
 
-    def main(argv: list[str]) -> None:
+    def main(argv):
         raise ChildFailedError("recipes.train", failures)
 
     monkeypatch.setattr(torch.distributed.run, "main", main)
@@ -190,9 +188,7 @@ def end_ranks_with(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         [-signal.SIGUSR1, -signal.SIGUSR1],  # both ranks were starting
     ],
 )
-def test_the_launcher_exits_with_the_code_of_interrupted_ranks(
-    codes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launcher_exits_with_the_code_of_interrupted_ranks(codes, monkeypatch):
     end_ranks_with(codes, monkeypatch)
     with pytest.raises(SystemExit) as exit_:
         launch.main(["script.py"])
@@ -203,9 +199,7 @@ def test_the_launcher_exits_with_the_code_of_interrupted_ranks(
 
 @pytest.mark.usefixtures("_handlers")
 @pytest.mark.parametrize("codes", [[1], [1, REQUEUE], [-signal.SIGKILL, -signal.SIGTERM]])
-def test_the_launcher_reports_other_failures_as_torchrun_does(
-    codes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_launcher_reports_other_failures_as_torchrun_does(codes, monkeypatch):
     end_ranks_with(codes, monkeypatch)
     with pytest.raises(ChildFailedError):
         launch.main(["script.py"])
@@ -220,7 +214,7 @@ lock(mutex), lock(mutex)
 """
 
 
-def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path: Path) -> None:
+def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path):
     (tmp_path / "torch.py").write_text(TORCH_THAT_WAITS)
     ended = subprocess.run(
         [sys.executable, "-m", "recipes.cluster.launch", "script.py"],
@@ -231,9 +225,7 @@ def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path: Path) -
     assert ended.returncode == REQUEUE
 
 
-def test_a_signal_after_the_ranks_have_ended_does_not_ask_for_a_requeue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_after_the_ranks_have_ended_does_not_ask_for_a_requeue(monkeypatch):
     reader, writer = os.pipe()
     os.write(writer, bytes([signal.SIGUSR1] * 2))
     os.close(writer)
@@ -247,7 +239,7 @@ def test_a_signal_after_the_ranks_have_ended_does_not_ask_for_a_requeue(
     assert (passed_on, exits) == ([17], [])
 
 
-def error_of_the_launcher(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def error_of_the_launcher(argv, monkeypatch):
     """Return the message with which the launcher ends before it starts a rank."""
     end_ranks_with([1], monkeypatch)
     with pytest.raises(SystemExit) as exit_:
@@ -257,7 +249,7 @@ def error_of_the_launcher(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> s
 
 
 @pytest.mark.usefixtures("_handlers")
-def test_the_launcher_refuses_restarts_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_launcher_refuses_restarts_by_torchrun(monkeypatch):
     flags = ["--max-restarts", "3", "script.py"]
     assert "--max-restarts" in error_of_the_launcher(flags, monkeypatch)
     monkeypatch.setenv("PET_MAX_RESTARTS", "2")

@@ -7,7 +7,6 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -32,7 +31,7 @@ METHODS = {
 class Counted(Run):
     """A run that sums lr times the gradients of this rank, and takes the sums along."""
 
-    def __init__(self, settings: Settings, dies_after: int = 0) -> None:
+    def __init__(self, settings, dies_after=0):
         self.dies_after, self.sums = dies_after, None
         super().__init__(settings)
         self.start = getattr(self, "start", self.weights())
@@ -42,42 +41,42 @@ class Counted(Run):
             # Called with the gradient of this rank, before DDP averages it.
             parameter.register_hook(lambda grad, name=name: self.add(name, grad))
 
-    def weights(self) -> dict[str, torch.Tensor]:
+    def weights(self):
         return {name: w.clone() for name, w in self.model.module.state_dict().items()}
 
-    def add(self, name: str, grad: torch.Tensor) -> None:
+    def add(self, name, grad):
         self.sums[name].add_(grad, alpha=self.optimizer.param_groups[0]["lr"])
 
-    def backward(self) -> None:
+    def backward(self):
         if self.rank == 1 and self.step == self.dies_after > 0:
             os.kill(os.getpid(), signal.SIGKILL)
         super().backward()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self):
         return {**super().state_dict(), "sums": self.sums}
 
-    def resized(self, states: list[dict[str, Any]]) -> dict[str, Any]:
+    def resized(self, states):
         return {**super().resized(states), "sums": mean_sums(states)}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state):
         self.start = self.weights()
         super().load(state)
         self.sums = state["sums"]
 
 
-def mean_sums(states: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+def mean_sums(states):
     names = states[0]["sums"]
     return {name: torch.stack([each["sums"][name] for each in states]).mean(0) for name in names}
 
 
-def train(settings: Settings, dies_after: int = 0) -> dict[str, torch.Tensor]:
+def train(settings, dies_after=0):
     run = Counted(settings, dies_after)
     run.train()
     run.method.close()
     return run.start
 
 
-def finished(ranks: int, settings: Settings) -> tuple[list[dict[str, Any]], float]:
+def finished(ranks, settings):
     """Train until the end. Return the states of all ranks, and what is lost, relative to all.
 
     Without an outer step, the sum of lr times mean gradient = what was applied + what is unsent.
@@ -100,7 +99,7 @@ def finished(ranks: int, settings: Settings) -> tuple[list[dict[str, Any]], floa
 
 
 @pytest.mark.parametrize("method", ["bidirectional", *thorough(["ef", "local"])])
-def test_a_killed_run_ends_with_the_same_bits_or_conserves(method: str, tmp_path: Path) -> None:
+def test_a_killed_run_ends_with_the_same_bits_or_conserves(method, tmp_path):
     folder = tmp_path / "run"
     settings = Settings(**METHODS[method], steps=STEPS, checkpoint_every=EVERY, out=str(folder))
     outcomes = on_processes(3, train, settings, 41, catch=True)
@@ -129,15 +128,13 @@ def test_a_killed_run_ends_with_the_same_bits_or_conserves(method: str, tmp_path
         (["--compress", "topkk"], torchcomp.SpecError),
     ],
 )
-def test_flags_that_cannot_be_used(flags: list[str], error: type[Exception]) -> None:
+def test_flags_that_cannot_be_used(flags, error):
     with pytest.raises(error):
         read_settings(flags, 4)
 
 
 @pytest.mark.parametrize("full", [4, 6])
-def test_a_full_disk_ends_a_run_at_its_last_step_only(
-    full: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_ends_a_run_at_its_last_step_only(full, tmp_path, monkeypatch, capfd):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     path = tmp_path / "checkpoints" / f"step-{full:09d}" / ".rank-0.pt"

@@ -46,27 +46,26 @@ RESULTS = sorted(path.relative_to(RECIPES) for path in RECIPES.glob("*/results/*
 DROPPED = {"backward.csv", "on_ranks.csv", "scaling.csv", "selection.csv"}
 
 
-def parser() -> ExperimentParser:
+def parser():
     return ExperimentParser("text", HOME, ("one", "two"), seeds=(0, 1), quick_seeds=(0,))
 
 
 @pytest.mark.parametrize(
-    ("words", "seeds"),
-    [([], (0, 1)), (["--quick"], (0,)), (["--seeds", "7, 3,7"], (7, 3))],
+    ("words", "seeds"), [([], (0, 1)), (["--quick"], (0,)), (["--seeds", "7, 3,7"], (7, 3))]
 )
-def test_seeds_are_a_list(words: list[str], seeds: tuple[int, ...]) -> None:
+def test_seeds_are_a_list(words, seeds):
     assert parser().read(words).seeds == seeds
     assert parser().read([*words, "--only", "two", "one", "two"]).only == ["one", "two"]
 
 
 @pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "a", "1;2", str(2**32)])
-def test_a_bad_list_of_seeds_is_named(text: str) -> None:
+def test_a_bad_list_of_seeds_is_named(text):
     with pytest.raises(RecipeError, match="--seeds"):
         parser().read([f"--seeds={text}"])
 
 
-def test_other_seeds_do_not_overwrite_the_published_results() -> None:
-    def folder(*words: str, published: bool = True) -> Path:
+def test_other_seeds_do_not_overwrite_the_published_results():
+    def folder(*words, published=True):
         return parser().output_folder(parser().read(words), published=published)
 
     assert folder() == folder("--seeds", "0,1") == HOME / "results"
@@ -78,7 +77,7 @@ def test_other_seeds_do_not_overwrite_the_published_results() -> None:
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_all_experiments_have_the_same_flags(name: str, tmp_path: Path) -> None:
+def test_all_experiments_have_the_same_flags(name, tmp_path):
     program = importlib.import_module(f"recipes.{name}.experiment")
     words = ["--seeds", "3,7,11", "--quick", "--resume", "--out", str(tmp_path / "new")]
     parsed = program.parse(words)
@@ -91,12 +90,12 @@ def test_all_experiments_have_the_same_flags(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [p for p in RESULTS if p.name not in DROPPED], ids=str)
-def test_published_rows_name_a_command_that_makes_them(path: Path) -> None:
+def test_published_rows_name_a_command_that_makes_them(path):
     rows = read_csv(RECIPES / path)
     if set(PROVENANCE) - set(rows[0]):
         assert path.stem.endswith("_curves") or "command" in read_notes(RECIPES / path)
         return
-    seeds: dict[str, set[int]] = {}
+    seeds = {}
     for row in rows:
         seeds.setdefault(row["command"], set()).update([int(row["seed"])] if "seed" in row else [])
     for command, measured in seeds.items():
@@ -125,7 +124,7 @@ class Run:
     seed: int
 
 
-def opened(tmp_path: Path, *, resume: bool, task: str = "a task", **more: object) -> ResultTable:
+def opened(tmp_path, *, resume, task="a task", **more):
     path = tmp_path / "runs.csv"
     return ResultTable(path, columns(Run), ("loss",), task, resume=resume, **more)
 
@@ -133,12 +132,10 @@ def opened(tmp_path: Path, *, resume: bool, task: str = "a task", **more: object
 RUNS = [Run(Place(0.1, "a"), 0), Run(Place(0.1, "b"), 0)]
 
 
-def test_a_table_measures_what_it_lacks_and_every_row_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[Run] = []
+def test_a_table_measures_what_it_lacks_and_every_row_says_how(tmp_path, monkeypatch):
+    measured = []
 
-    def measure(run: Run) -> tuple[str, list[tuple[int, int]]]:
+    def measure(run):
         measured.append(run)
         return "1.5", [(1, 2), (2, 3)]
 
@@ -164,7 +161,7 @@ def test_a_table_measures_what_it_lacks_and_every_row_says_how(
 @pytest.mark.parametrize(
     "damage", ["task", "columns", b"c", b"c,2,3,4,5,6,7,8", bytes(range(128, 256))]
 )
-def test_a_file_that_cannot_be_resumed_is_refused(damage: str | bytes, tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_resumed_is_refused(damage, tmp_path):
     opened(tmp_path, resume=False).add(RUNS[0], 1)
     path = tmp_path / "runs.csv"
     whole = path.read_bytes()
@@ -178,13 +175,11 @@ def test_a_file_that_cannot_be_resumed_is_refused(damage: str | bytes, tmp_path:
     assert path.read_bytes() == before
 
 
-def test_all_parts_are_checked_before_the_first_one_and_a_wrong_result_ends_with_1(
-    tmp_path: Path,
-) -> None:
-    done: list[str] = []
+def test_all_parts_are_checked_before_the_first_one_and_a_wrong_result_ends_with_1(tmp_path):
+    done = []
 
-    def part(name: str, problems: list[str]) -> Part:
-        def start(arguments: argparse.Namespace) -> object:
+    def part(name, problems):
+        def start(arguments):
             done.append(f"open {name}")
             return lambda: done.append(name) or problems
 
@@ -199,7 +194,7 @@ def test_all_parts_are_checked_before_the_first_one_and_a_wrong_result_ends_with
 # --- Rows, spreads, tables and pictures -----------------------------------------------------------
 
 
-def test_rows_are_typed_selected_and_grouped(tmp_path: Path) -> None:
+def test_rows_are_typed_selected_and_grouped(tmp_path):
     (tmp_path / "a.csv").write_text("# task: x\nseed,lr,ok,name\n0,0.1,True,a\n1,0.1,False,b\n")
     rows = read_rows(tmp_path / "a.csv")
     assert rows[0] == {"seed": 0, "lr": 0.1, "ok": True, "name": "a"}
@@ -209,14 +204,14 @@ def test_rows_are_typed_selected_and_grouped(tmp_path: Path) -> None:
     assert cells((RUNS[0], "x")) == (0.1, "a", 0, "x")
 
 
-def test_the_best_choice_has_the_best_mean_and_a_diverged_run_counts_as_nothing() -> None:
+def test_the_best_choice_has_the_best_mean_and_a_diverged_run_counts_as_nothing():
     rows = [{"lr": 1, "acc": 90.0}, {"lr": 1, "acc": 90.0}]
     rows += [{"lr": 2, "acc": 99.0}, {"lr": 2, "acc": math.nan}]
     assert best(rows, "lr", "acc") == 1
     assert best(rows, "lr", lambda row: 1, lambda row: row["lr"]) == 2
 
 
-def test_spread_of_values_and_of_paired_differences() -> None:
+def test_spread_of_values_and_of_paired_differences():
     assert spread([1, 2, 3]) == Spread(2.0, 1.0, 3)
     assert spread([1, 2, 3]).error == pytest.approx(1 / math.sqrt(3))
     # Seeds 0 and 1 differ by 1 and 3. Only one side has seed 2.
@@ -238,11 +233,11 @@ def test_spread_of_values_and_of_paired_differences() -> None:
         ([1.0, 1.00001], "1.0 ± 0.0"),
     ],
 )
-def test_a_spread_as_text(values: list[float], text: str) -> None:
+def test_a_spread_as_text(values, text):
     assert spread(values).with_deviation(1) == text
 
 
-def test_a_picture_has_lines_errors_and_cells(tmp_path: Path) -> None:
+def test_a_picture_has_lines_errors_and_cells(tmp_path):
     line = spreads("a", {1: spread([1, 2]), 2: spread([3])}, marker="o")
     assert (line.y, line.error[1]) == ([1.5, 3], 0.0)
     band = Line("b", [1, 2], [1, 2], [0.1, 0.2], band=True, notes=["here"])
@@ -253,12 +248,12 @@ def test_a_picture_has_lines_errors_and_cells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", list(pages()), ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_the_tables_of_the_pages_are_those_of_the_results(page: Path) -> None:
+def test_the_tables_of_the_pages_are_those_of_the_results(page):
     text = page.read_text()
     assert text == filled(text), "run python -m recipes.page_tables"
 
 
-def test_a_table_is_written_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_table_is_written_between_its_marks(monkeypatch):
     made = {"numbers": lambda results: table({"a": abs, "b": lambda _: results.parent.name}, [-1])}
     monkeypatch.setattr(page_tables, "_made_by", lambda folder, kind: made)
     text = "before\n<!-- table: work/numbers -->\nold\n<!-- end -->\nafter"
@@ -277,6 +272,6 @@ def test_a_table_is_written_between_its_marks(monkeypatch: pytest.MonkeyPatch) -
         "<!-- table: unknown/dense -->\n<!-- end -->",
     ],
 )
-def test_a_bad_mark_is_refused(text: str) -> None:
+def test_a_bad_mark_is_refused(text):
     with pytest.raises(RecipeError):
         filled(text)

@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import pytest
 import torch
@@ -19,13 +19,7 @@ from recipes import interruption
 from recipes.checkpoints import Checkpoints
 from recipes.errors import RecipeError
 from recipes.signals import REQUEUE
-from tests.recipes.conftest import (
-    descendants,
-    kill_tree,
-    steps_and_losses,
-    summary_in,
-    wait_until,
-)
+from tests.recipes.conftest import descendants, kill_tree, steps_and_losses, summary_in, wait_until
 from tests.recipes.forked_ranks import RECIPES, Launcher
 from tests.support.cases import only
 from tests.support.commands import ROOT
@@ -41,7 +35,7 @@ FLAGS += ["--signal-every", "3", "--sync", "every(4)", "--compress", "ef(topk(0.
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(tmp_path_factory):
     """The results of a run on two ranks that is not interrupted."""
     folder = tmp_path_factory.mktemp("whole")
     Launcher(folder).start(*FLAGS, "--out", str(folder)).finish()
@@ -49,21 +43,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def out(tmp_path: Path) -> Path:
+def out(tmp_path):
     return tmp_path / "run"
 
 
 @pytest.fixture
-def flags(out: Path) -> list[str]:
+def flags(out):
     """The flags of a run that is interrupted and resumed."""
     return [*FLAGS, "--out", str(out), "--auto-resume"]
 
 
-def has_begun(out: Path) -> bool:
+def has_begun(out):
     return (out / "metrics.jsonl").exists() and len(steps_and_losses(out)) > 4
 
 
-def assert_saved(out: Path, printed: str) -> int:
+def assert_saved(out, printed):
     """Require a checkpoint and no results, and return the checkpoint's step."""
     assert not (out / "summary.json").exists()
     (complete,) = (out / "checkpoints").glob("step-*/complete.json")
@@ -73,7 +67,7 @@ def assert_saved(out: Path, printed: str) -> int:
     return step
 
 
-def assert_equal_runs(one: Path, other: Path) -> None:
+def assert_equal_runs(one, other):
     """Require the same weights, traffic and losses, bit for bit."""
     ones, others = summary_in(one), summary_in(other)
     for name in ("weights_sha256", "bytes_sent", "synchronisations", "ranks"):
@@ -89,8 +83,8 @@ def assert_equal_runs(one: Path, other: Path) -> None:
     ],
 )
 def test_all_ranks_stop_at_one_step_and_resume_with_the_same_bits(
-    number: int, signalled: list[int], whole: Path, flags: list[str], out: Path, forked: Launcher
-) -> None:
+    number, signalled, whole, flags, out, forked
+):
     run = forked.start(*flags)
     wait_until(lambda: has_begun(out), run.is_alive, run.printed)
     for rank in signalled:
@@ -113,13 +107,13 @@ class SlurmJob:
         python: the interpreter of the launchers.
     """
 
-    def __init__(self, folder: Path, flags: list[str], python: str | Path = sys.executable) -> None:
+    def __init__(self, folder, flags, python=sys.executable):
         self.printed, self.requeued = folder / "printed", folder / "requeued"
         self._python = python
         self._flags, self._id = flags, free_port() - 10_000
         self.printed.touch()
 
-    def start(self) -> None:
+    def start(self):
         """Start the script as Slurm does, also after a requeue."""
         variables = {
             "PATH": f"{Path(__file__).parent / 'slurm_stand_ins'}:{os.environ['PATH']}",
@@ -143,20 +137,20 @@ class SlurmJob:
                 stderr=subprocess.STDOUT,
             )
 
-    def is_alive(self) -> bool:
+    def is_alive(self):
         return self.script.poll() is None
 
-    def requeued_ids(self) -> list[int]:
+    def requeued_ids(self):
         """Return the jobs that the script has requeued."""
         text = self.requeued.read_text() if self.requeued.exists() else ""
         return [int(line) for line in text.splitlines()]
 
-    def kill(self) -> None:
+    def kill(self):
         kill_tree(self.script.pid)
         self.script.wait(PATIENCE)
 
 
-def free_port() -> int:
+def free_port():
     """Return a port that the batch script can take, and that is free."""
     # Not the global generator, which has the same seed in every test and so would draw one port.
     draw = random.SystemRandom()
@@ -168,7 +162,7 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def job(tmp_path: Path, flags: list[str]) -> Iterator[SlurmJob]:
+def job(tmp_path, flags):
     """A job that is started and ended here."""
     job = SlurmJob(tmp_path, flags)
     job.start()
@@ -177,7 +171,7 @@ def job(tmp_path: Path, flags: list[str]) -> Iterator[SlurmJob]:
         job.kill()
 
 
-def requeue(job: SlurmJob, out: Path) -> int:
+def requeue(job, out):
     """Signal a job as Slurm does near its time limit, and return the step at which it saved."""
     wait_until(lambda: has_begun(out), job.is_alive, job.printed)
     job.script.send_signal(signal.SIGUSR1)
@@ -187,14 +181,12 @@ def requeue(job: SlurmJob, out: Path) -> int:
 
 
 @pytest.mark.thorough
-def test_a_slurm_job_saves_and_requeues_itself(job: SlurmJob, out: Path) -> None:
+def test_a_slurm_job_saves_and_requeues_itself(job, out):
     requeue(job, out)
 
 
 @pytest.mark.soak
-def test_a_requeued_slurm_job_ends_with_the_same_bits(
-    job: SlurmJob, whole: Path, out: Path
-) -> None:
+def test_a_requeued_slurm_job_ends_with_the_same_bits(job, whole, out):
     step = requeue(job, out)
     job.start()
     assert job.script.wait(PATIENCE) == 0, job.printed.read_text()
@@ -204,7 +196,7 @@ def test_a_requeued_slurm_job_ends_with_the_same_bits(
 
 
 @pytest.mark.thorough
-def test_a_slurm_job_whose_processes_get_sigterm_requeues_itself(job: SlurmJob, out: Path) -> None:
+def test_a_slurm_job_whose_processes_get_sigterm_requeues_itself(job, out):
     wait_until(lambda: has_begun(out), job.is_alive, job.printed)
     # As before a preemption: launchers and ranks, but neither the script nor srun, the first one.
     for pid in descendants(job.script.pid)[1:]:
@@ -214,7 +206,7 @@ def test_a_slurm_job_whose_processes_get_sigterm_requeues_itself(job: SlurmJob, 
     assert_saved(out, job.printed.read_text())
 
 
-def test_a_signal_before_a_launcher_catches_it_requeues_the_job(tmp_path: Path) -> None:
+def test_a_signal_before_a_launcher_catches_it_requeues_the_job(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\nkill -USR1 $$\n")
     python.chmod(0o755)
@@ -228,9 +220,7 @@ def test_a_signal_before_a_launcher_catches_it_requeues_the_job(tmp_path: Path) 
 
 
 @pytest.mark.thorough
-def test_a_pod_exits_with_the_code_of_its_ranks(
-    flags: list[str], out: Path, tmp_path: Path
-) -> None:
+def test_a_pod_exits_with_the_code_of_its_ranks(flags, out, tmp_path):
     variables = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
     variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
     with (tmp_path / "printed").open("wb") as file:
@@ -253,11 +243,11 @@ def test_a_pod_exits_with_the_code_of_its_ranks(
 # One rank, in this process.
 
 
-def signals_around_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def signals_around_saving(monkeypatch):
     """Signal this process before and after it saves, and return the list of what it saves."""
     save, saved = torch.save, list[str]()
 
-    def save_between_signals(state: object, file: BinaryIO) -> None:
+    def save_between_signals(state, file):
         for number in interruption.SIGNALS:
             os.kill(os.getpid(), number)
         save(state, file)
@@ -270,8 +260,8 @@ def signals_around_saving(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_signals_during_the_saving_do_not_damage_the_checkpoint(
-    train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    train_here, digits_flags, monkeypatch
+):
     flags = [*digits_flags, "--epochs", "1", "--signal-every", "4", "--checkpoint-every", "5"]
     whole = train_here(*flags, "--out", f"{digits_flags[-1]}-whole")
     with monkeypatch.context() as patch:
@@ -287,16 +277,14 @@ def test_signals_during_the_saving_do_not_damage_the_checkpoint(
 
 @pytest.mark.parametrize("every", only(["11", "22", "30"], now=["22"]))
 def test_a_run_that_ends_before_the_answer_or_with_it_finishes(
-    every: str, train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+    every, train_here, digits_flags, monkeypatch
+):
     flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
     signals_around_saving(monkeypatch)
     assert train_here(*flags, "--signal-every", every)["steps"] == 22
 
 
-def test_a_signal_on_a_full_disk_does_not_ask_for_a_requeue(
-    train_here: TrainHere, digits_flags: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_signal_on_a_full_disk_does_not_ask_for_a_requeue(train_here, digits_flags, monkeypatch):
     # As above: the signals at step 5 stop the ranks at step 12.
     full = Path(digits_flags[-1]) / "checkpoints" / "step-000000012" / ".rank-0.pt"
     full.parent.mkdir(parents=True)
@@ -308,9 +296,7 @@ def test_a_signal_on_a_full_disk_does_not_ask_for_a_requeue(
 
 
 @pytest.mark.soak
-def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(
-    forked: Launcher, flags: list[str], out: Path
-) -> None:
+def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(forked, flags, out):
     run = forked.start(*flags, "--timeout", "3")
     wait_until(lambda: has_begun(out), run.is_alive, run.printed)
     os.kill(run.ranks[1].pid, signal.SIGSTOP)
@@ -318,12 +304,10 @@ def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(
     assert run.ranks[0].exitcode not in (None, 0, REQUEUE)
 
 
-def test_loader_processes_ignore_the_signals(
-    train_here: TrainHere, photo_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_loader_processes_ignore_the_signals(train_here, photo_folder, tmp_path, monkeypatch):
     signalled = set[int | None]()
 
-    def signal_loaders(state: object, file: BinaryIO) -> None:
+    def signal_loaders(state, file):
         for process in multiprocessing.active_children():
             for number in interruption.SIGNALS:
                 os.kill(process.pid, number)
@@ -337,9 +321,7 @@ def test_loader_processes_ignore_the_signals(
     assert signalled
 
 
-def test_auto_resume_starts_and_then_resumes(
-    train_here: TrainHere, digits_flags: list[str]
-) -> None:
+def test_auto_resume_starts_and_then_resumes(train_here, digits_flags):
     flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
     first = train_here(*flags, "--auto-resume")
     assert train_here(*flags, "--auto-resume")["weights_sha256"] == first["weights_sha256"]
@@ -347,14 +329,14 @@ def test_auto_resume_starts_and_then_resumes(
         train_here(*flags)
 
 
-def newest_name(folder: Path) -> str:
+def newest_name(folder):
     checkpoints = Checkpoints(folder / str(dist.get_rank()), dist.get_rank(), 2)
     newest = checkpoints.newest()
     assert newest is not None
     return newest.name
 
 
-def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(tmp_path: Path) -> None:
+def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(tmp_path):
     # Rank 1 still sees less: another machine's cache of the file system.
     for rank, steps in ((0, (5, 10)), (1, (5,))):
         for step in steps:

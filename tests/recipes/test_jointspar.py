@@ -3,8 +3,6 @@
 import copy
 import json
 import math
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,13 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 from recipes.errors import RecipeError
-from recipes.jointspar import (
-    bandit,
-    convergence,
-    experiment,
-    large_batch,
-    training,
-)
+from recipes.jointspar import bandit, convergence, experiment, large_batch, training
 from recipes.jointspar.methods import Dense, LayerSampling, TopK, parse_method
 from recipes.jointspar.simulation import SimulatedRanks
 from recipes.jointspar.training import ResidualMLP, Schedule, attach, build_optimizer
@@ -44,7 +36,7 @@ PER_RANK = 'jointspar(0.5, selection="per-rank", rule=Literal(alpha=1e-06, bound
         (PER_RANK, LayerSampling(0.5, selection="per-rank", rule=Literal(1e-6))),
     ],
 )
-def test_a_method_prints_as_the_text_that_builds_it(text: str, method: Any) -> None:
+def test_a_method_prints_as_the_text_that_builds_it(text, method):
     assert parse_method(text) == method
     assert str(method) == text
 
@@ -60,7 +52,7 @@ def test_a_method_prints_as_the_text_that_builds_it(text: str, method: Any) -> N
         ("print(1)", "print"),
     ],
 )
-def test_bad_methods_are_refused(text: str, named: str) -> None:
+def test_bad_methods_are_refused(text, named):
     with pytest.raises(RecipeError, match=named):
         parse_method(text)
 
@@ -78,13 +70,13 @@ def test_bad_methods_are_refused(text: str, named: str) -> None:
         ("lars", 'jointspar(0.5, costs="bytes", rule=Baseline(0.03))'),
     ],
 )
-def test_simulated_ranks_train_as_ddp_does(optimizer: str, text: str) -> None:
+def test_simulated_ranks_train_as_ddp_does(optimizer, text):
     method, ranks, steps = parse_method(text), 3, 12
     torch.manual_seed(0)
     start = ResidualMLP(8, 3, hidden=(4, 16), width=6)
     images, labels = torch.randn(steps, ranks, 5, 8), torch.randint(0, 3, (steps, ranks, 5))
 
-    def real() -> tuple[dict[str, Any], dict[str, float]]:
+    def real():
         model = DistributedDataParallel(copy.deepcopy(start))
         handle = attach(method, model, seed=7)
         samples = isinstance(method, LayerSampling)
@@ -113,7 +105,7 @@ def test_simulated_ranks_train_as_ddp_does(optimizer: str, text: str) -> None:
         assert sampler.p.tolist() == pytest.approx(list(p.values()))
 
 
-def test_a_gradient_that_is_not_finite_ends_a_simulated_run() -> None:
+def test_a_gradient_that_is_not_finite_ends_a_simulated_run():
     module = ResidualMLP(8, 3, hidden=(4,), width=6)
     simulated = SimulatedRanks(module, parse_method("jointspar(0.5)"), ranks=2, seed=0)
     losses = [lambda: module(torch.ones(2, 8)).sum(), lambda: module(torch.ones(2, 8)).sum() * 1e40]
@@ -130,12 +122,12 @@ EVERY = [
 ]
 
 
-def test_methods_train_on_ranks_and_send_their_share(tmp_path: Path) -> None:
+def test_methods_train_on_ranks_and_send_their_share(tmp_path):
     task = large_batch.Task("digits", None, "mlp", epochs=5)
     start = task.build(task.images, 0).state_dict()
     log = tmp_path / "metrics.jsonl"
 
-    def body(method: str, optimizer: str, lr: float) -> training.Outcome:
+    def body(method, optimizer, lr):
         module = ResidualMLP(64, 10)
         module.load_state_dict(start)
         schedule, parsed = Schedule.of_paper(15, lr), parse_method(method)
@@ -155,7 +147,7 @@ def test_methods_train_on_ranks_and_send_their_share(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", [convergence.DENSE, convergence.PAPER])
-def test_a_convergence_run_is_reproduced(method: str) -> None:
+def test_a_convergence_run_is_reproduced(method):
     rate = 0.025
     row = published(NAME, "convergence", optimizer="sgd", workers=2, method=method, lr=rate, seed=0)
     cells, curves = convergence.simulate(build(convergence.Run, row), epochs=30)
@@ -167,7 +159,7 @@ def test_a_convergence_run_is_reproduced(method: str) -> None:
     assert [len(curve) for curve in curves] == [31, 31]
 
 
-def test_the_baseline_form_learns_and_uniform_does_not() -> None:
+def test_the_baseline_form_learns_and_uniform_does_not():
     excess = {form: bandit.excess_of(bandit.rule_of(form, 0), 0, 500) for form in bandit.FORMS[:2]}
     row = published(NAME, "bandit", form="uniform", seed=0)
     assert excess["uniform"][499] == pytest.approx(row["excess_at_5000"], abs=1e-4)
@@ -175,12 +167,12 @@ def test_the_baseline_form_learns_and_uniform_does_not() -> None:
     assert np.isfinite(excess[bandit.FORMS[1]]).all()
 
 
-def test_quick_parts_run_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_parts_run_and_resume(tmp_path, monkeypatch):
     quick(NAME, tmp_path, monkeypatch, "--only", "bandit")
 
 
 @pytest.mark.thorough
-def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_run(tmp_path, monkeypatch):
     parts = [part for part in experiment.PARTS if part != "wall_clock"]
     quick(NAME, tmp_path, monkeypatch, "--only", *parts)
     assert {"accuracy", "convergence_lars"} <= {path.stem for path in tmp_path.glob("*.png")}
@@ -196,9 +188,7 @@ def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--only", "wall_clock"], "large_batch"),
     ],
 )
-def test_bad_flags(
-    words: list[str], named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_bad_flags(words, named, tmp_path, capsys):
     with pytest.raises(SystemExit) as ended:
         experiment.main([*words, "--out", str(tmp_path / "new")])
     assert named in f"{ended.value}{capsys.readouterr().err}"

@@ -2,11 +2,9 @@
 
 import hashlib
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -33,7 +31,7 @@ TOPK = 'ef(topk(0.1, scope="tensor"))'
 CPU = torch.device("cpu")
 
 
-def test_the_text_is_that_of_the_page() -> None:
+def test_the_text_is_that_of_the_page():
     digest = hashlib.sha256(TEXT.read_bytes()).hexdigest()
     assert digest in (TEXT.parent / "README.md").read_text()
     corpus = open_corpus()
@@ -42,24 +40,24 @@ def test_the_text_is_that_of_the_page() -> None:
 
 
 @contextmanager
-def short_text() -> Iterator[None]:
+def short_text():
     """Train on a piece of the text, which is evaluated in milliseconds."""
     with patch.object(train, "open_corpus", lambda: Corpus.of(TEXT.read_text()[:20_000], "piece")):
         yield
 
 
-def outcome(mode: str, spec: str, steps: int = 2, **options: Any) -> train.Outcome:
+def outcome(mode, spec, steps=2, **options):
     settings = Settings(mode=mode, compress=spec, steps=steps, **options)
     return train.train(settings, CPU)
 
 
-def in_all_modes() -> dict[tuple[str, str], train.Outcome]:
+def in_all_modes():
     with short_text():
         return {(mode, spec): outcome(mode, spec) for spec in ("mean", TOPK) for mode in MODES}
 
 
 @NEEDS_HOOK
-def test_modes_agree() -> None:
+def test_modes_agree():
     found = on_processes(4, in_all_modes)
     assert len({tuple(each.items()) for each in found}) == 1
     losses = {key: each.loss for key, each in found[0].items()}
@@ -78,12 +76,12 @@ def test_modes_agree() -> None:
     assert (flat.residual, two.residual, hsdp.residual) == (residual, residual // 2, residual // 2)
 
 
-def collectives_of_fsdp() -> tuple[int, int]:
+def collectives_of_fsdp():
     """The bytes that a rank sends in the collectives of FSDP2 per step: counted, and planned."""
     replica, sent = replicate(SmallGPT(SHAPE), "hsdp", "mean", 2, CPU), [0]
 
-    def counted(collective: Any) -> Any:
-        def call(*args: Any, **named: Any) -> Any:
+    def counted(collective):
+        def call(*args, **named):
             tensors = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
             # The tensor of all ranks. A rank sends, or receives and sends on, all but its own part.
             sent[0] += max(each.nbytes for each in tensors) // 2
@@ -100,12 +98,12 @@ def collectives_of_fsdp() -> tuple[int, int]:
 
 
 @NEEDS_HOOK
-def test_the_bytes_of_fsdp_itself() -> None:
+def test_the_bytes_of_fsdp_itself():
     for counted, planned in on_processes(4, collectives_of_fsdp):
         assert counted == planned > 0
 
 
-def resumed(folder: str) -> tuple[list[float], list[float], str, str]:
+def resumed(folder):
     """The losses of an HSDP and of a DDP run, those of resumed runs, and two errors."""
     with short_text():
         starts = [killed(mode, f"{folder}/{mode}") for mode in ("hsdp", "ddp")]
@@ -118,7 +116,7 @@ def resumed(folder: str) -> tuple[list[float], list[float], str, str]:
     return starts, losses, repr(other), repr(missing)
 
 
-def killed(mode: str, folder: str) -> float:
+def killed(mode, folder):
     """Run for 4 steps, and leave the checkpoints as if the run had been killed after step 2."""
     loss = outcome(mode, TOPK, steps=4, out=folder, checkpoint_every=2).loss
     dist.barrier()
@@ -129,7 +127,7 @@ def killed(mode: str, folder: str) -> float:
 
 
 @NEEDS_HOOK
-def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
+def test_a_run_resumes_in_any_mode(tmp_path):
     for (hsdp, ddp), losses, other, missing in on_processes(4, resumed, str(tmp_path)):
         assert losses[0] == hsdp
         assert losses[1] == pytest.approx(hsdp, abs=1e-5)
@@ -139,7 +137,7 @@ def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
         assert missing.startswith("RecipeError")
 
 
-def test_the_published_results_are_complete_and_agree() -> None:
+def test_the_published_results_are_complete_and_agree():
     rows = read_csv(TEXT.parent / "results" / "runs.csv")
     losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
     assert set(losses) == set(product(MODES, experiment.METHODS, "01234"))
@@ -159,14 +157,14 @@ def test_the_published_results_are_complete_and_agree() -> None:
         (["--steps", "0"], RecipeError, "--steps"),
     ],
 )
-def test_bad_input_is_named(words: list[str], kind: type[Exception], problem: str) -> None:
+def test_bad_input_is_named(words, kind, problem):
     with pytest.raises(kind, match=problem):
         read_settings(words, world_size=4)
 
 
 @NEEDS_HOOK
 @pytest.mark.thorough
-def test_the_program_under_torchrun(tmp_path: Path) -> None:
+def test_the_program_under_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     flags = ["--mode", "hsdp", "--steps", "2", "--log-every", "1", "--device", "cpu"]
     flags += ["--checkpoint-every", "2", "--out", str(tmp_path)]

@@ -5,12 +5,8 @@ import itertools
 import math
 import re
 import threading
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
@@ -21,7 +17,7 @@ from recipes.qsr import experiment, task, training
 from recipes.qsr.settings import METHODS, PARALLEL, QUICK_GRID, Point, Run, Setting, Study
 from recipes.qsr.task import SAMPLES
 from recipes.qsr.training import Outcome, train
-from recipes.rows import Row, build, columns, grouped, typed, where
+from recipes.rows import build, columns, grouped, typed, where
 from tests.recipes.papers import published, quick
 from tests.support.ranks import on_threads
 
@@ -31,11 +27,11 @@ SHORT = Setting(ranks=2, epochs=2)
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _one_model_at_a_time() -> Iterator[None]:
+def _one_model_at_a_time():
     # Threads share torch's global random generator, from which the weights are drawn.
     make, lock = task.build, threading.Lock()
 
-    def alone(*args: Any) -> torch.nn.Module:
+    def alone(*args):
         with lock:
             return make(*args)
 
@@ -47,9 +43,7 @@ def _one_model_at_a_time() -> Iterator[None]:
 # --- Simulated ranks and real ones ----------------------------------------------------------------
 
 
-def real(
-    setting: Setting, point: Point, seeds: tuple[int, ...]
-) -> list[tuple[float, float, int, int]]:
+def real(setting, point, seeds):
     """Train as one rank of the default group, through plain DDP or LocalSGD."""
     drawn = [task.draw(seed, "test", setting.label_noise) for seed in seeds]
     model = DistributedDataParallel(training.build(setting.model, seeds))
@@ -84,9 +78,7 @@ def real(
         (2, "vit", "adamw", "cosine", "every(3)"),
     ],
 )
-def test_simulated_ranks_do_what_ddp_and_local_sgd_do(
-    ranks: int, model: str, optimizer: str, decay: str, schedule: str
-) -> None:
+def test_simulated_ranks_do_what_ddp_and_local_sgd_do(ranks, model, optimizer, decay, schedule):
     setting = Setting(model=model, optimizer=optimizer, decay=decay, ranks=ranks, epochs=2)
     point = Point("any", schedule, 0.1 if optimizer == "sgd" else 0.003, 5e-4)
     found = on_threads(ranks, real, setting, point, (3, 5))[0]
@@ -96,7 +88,7 @@ def test_simulated_ranks_do_what_ddp_and_local_sgd_do(
 
 
 @pytest.mark.parametrize("model", ["mlp", "vit"])
-def test_seeds_side_by_side_do_not_change_each_other(model: str) -> None:
+def test_seeds_side_by_side_do_not_change_each_other(model):
     setting = Setting(ranks=2, epochs=2, model=model)
     point = Point("QSR", "qsr(alpha=0.1, h_base=2)", 0.1, 5e-4)
     both = train(setting, point, (3, 5), "test", curve=True)
@@ -111,7 +103,7 @@ def test_seeds_side_by_side_do_not_change_each_other(model: str) -> None:
 # --- The experiment -------------------------------------------------------------------------------
 
 
-def counted(schedule: str, peak: float, setting: Setting) -> int:
+def counted(schedule, peak, setting):
     """Count the synchronisations of a run, round by round."""
     name, *words = re.findall(r"[a-z_]+|[\d.]+", schedule)
     numbers = [float(word) for word in words if word[0].isdigit()]
@@ -131,7 +123,7 @@ def counted(schedule: str, peak: float, setting: Setting) -> int:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
+def finished(tmp_path_factory):
     """Run a small study of all methods."""
     path = tmp_path_factory.mktemp("qsr") / "own.csv"
     curve = {"curve": ("step", "accuracy"), "curve_of": (*columns(Setting), "method", "seed")}
@@ -140,14 +132,14 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> list[Row]:
     return typed(table.rows)
 
 
-def test_every_count_is_exact(finished: list[Row]) -> None:
+def test_every_count_is_exact(finished):
     for row in finished:
         assert row["syncs"] == counted(row["schedule"], row["lr"], SHORT), row["schedule"]
         # In an all-reduce, each of two ranks sends half of the model twice.
         assert row["nbytes"] == row["syncs"] * NUMEL * 4
 
 
-def test_each_method_is_reported_at_its_best_point(finished: list[Row]) -> None:
+def test_each_method_is_reported_at_its_best_point(finished):
     for method, rows in grouped(finished, "method").items():
         (point,) = grouped(where(rows, part="test"), lambda row: build(Point, row))
         points = QUICK_GRID.points(method, SHORT, SAMPLES, 0.1)
@@ -156,7 +148,7 @@ def test_each_method_is_reported_at_its_best_point(finished: list[Row]) -> None:
         assert {row["seed"] for row in where(rows, part="test")} == {0, 1}
 
 
-def test_an_accuracy_is_reproduced() -> None:
+def test_an_accuracy_is_reproduced():
     row = published(NAME, "lengths", epochs=30, method="QSR", part="test", seed=4)
     run = build(Run, row)
     ((outcome, _),) = train(run.setting, run.point, [run.seed], run.part)
@@ -165,15 +157,13 @@ def test_an_accuracy_is_reproduced() -> None:
     assert (outcome.syncs, outcome.nbytes) == (row["syncs"], row["nbytes"])
 
 
-def test_a_quick_comparison_runs_and_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_quick_comparison_runs_and_resumes(tmp_path, monkeypatch):
     quick(NAME, tmp_path, monkeypatch, "--epochs", "2", "--methods", PARALLEL, "constant H", "QSR")
     assert {"accuracy", "differences"} <= {path.stem for path in tmp_path.glob("*.png")}
 
 
 @pytest.mark.thorough
-def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_run(tmp_path, monkeypatch):
     quick(NAME, tmp_path, monkeypatch)
     assert (tmp_path / "maps.png").is_file()
 
@@ -182,6 +172,6 @@ def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "words",
     [["--ranks", "3"], ["--epochs", "1"], ["--batch", "512"], ["--only", "decays", "--ranks", "2"]],
 )
-def test_bad_flags(words: list[str]) -> None:
+def test_bad_flags(words):
     with pytest.raises(RecipeError, match=words[-2]):
         experiment.parse(words)

@@ -2,9 +2,6 @@
 
 import gc
 import shutil
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -23,36 +20,36 @@ CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _no_garbage() -> None:
+def _no_garbage():
     # Loader processes are forks. They would free what earlier tests left for the garbage collector,
     # and a process group joins threads that a fork does not have.
     gc.collect()
 
 
 @pytest.fixture(autouse=True)
-def _same_threads() -> Iterator[None]:
+def _same_threads():
     threads = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == threads
 
 
-def opened(rank: int = 0, world_size: int = 1, **changes: Any) -> Any:
+def opened(rank=0, world_size=1, **changes):
     return open_batches(Settings(**changes), rank, world_size, CPU, workers=1)
 
 
-def all_of(batches: Iterator[tuple[torch.Tensor, torch.Tensor]]) -> tuple[torch.Tensor, ...]:
+def all_of(batches):
     pairs = [(images.clone(), labels.clone()) for images, labels in batches]
     return tuple(torch.cat(parts) for parts in zip(*pairs, strict=True))
 
 
-def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> bool:
+def same(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
 # Small data sets.
 
 
-def test_digits_match_their_preset() -> None:
+def test_digits_match_their_preset():
     data, preset = sources.read_public("digits", None), PRESETS["digits"]
     assert (len(data["train"]), len(data["test"])) == (preset.train_images, preset.test_images)
     assert data["train"].images.mean() == pytest.approx(preset.mean[0], abs=0.01)
@@ -70,11 +67,9 @@ def test_digits_match_their_preset() -> None:
         ("cifar100", "CIFAR100", (32, 32, 3)),
     ],
 )
-def test_torchvision_reads_the_small_data_sets(
-    name: str, kind: str, shape: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_torchvision_reads_the_small_data_sets(name, kind, shape, tmp_path, monkeypatch):
     class Made:
-        def __init__(self, root: str, split: str = "", train: bool = False) -> None:
+        def __init__(self, root, split="", train=False):
             assert root == str(tmp_path)
             self.data = np.full((6, *shape), 3 if train or split == "train" else 4, np.uint8)
             self.targets = [0, 1, 2, 0, 1, 2]
@@ -91,7 +86,7 @@ AUTHORS = {"randaugment_ops": 2, "mixup": 0.2, "mixup_shares": "micro-batch"}
 
 
 @pytest.mark.parametrize("more", [{}, {"randaugment_ops": 2, "mixup": 0.2}], ids=["plain", "all"])
-def test_ranks_together_see_what_one_rank_sees(more: dict[str, Any]) -> None:
+def test_ranks_together_see_what_one_rank_sees(more):
     whole = list(opened(**more).train(1, 20))
     halves = [list(opened(rank, 2, **more).train(1, 20)) for rank in range(2)]
     assert len(whole) == 2
@@ -101,7 +96,7 @@ def test_ranks_together_see_what_one_rank_sees(more: dict[str, Any]) -> None:
         assert torch.equal(torch.cat([part[1] for part in parts]), labels)
 
 
-def test_ranks_together_see_what_one_rank_with_as_many_micro_batches_sees() -> None:
+def test_ranks_together_see_what_one_rank_with_as_many_micro_batches_sees():
     whole = all_of(opened(**AUTHORS, accumulate=4).train(1, 20))
     halves = [list(opened(rank, 2, **AUTHORS, accumulate=2).train(1, 20)) for rank in range(2)]
     parts = [part for pair in zip(*halves, strict=True) for part in pair]
@@ -111,14 +106,14 @@ def test_ranks_together_see_what_one_rank_with_as_many_micro_batches_sees() -> N
 
 @pytest.mark.parametrize("more", [{}, AUTHORS], ids=["plain", "authors"])
 @pytest.mark.parametrize("step", [0, 1, 3])
-def test_an_epoch_resumes_bit_for_bit_from_any_step(step: int, more: dict[str, Any]) -> None:
+def test_an_epoch_resumes_bit_for_bit_from_any_step(step, more):
     batches = opened(**more)
     whole, rest = list(batches.train(2, 18)), list(batches.train(2, 18 + step))
     assert len(rest) == len(whole) - step
     assert all(same(a, b) for a, b in zip(rest, whole[step:], strict=True))
 
 
-def test_every_test_image_is_in_one_shard() -> None:
+def test_every_test_image_is_in_one_shard():
     labels = torch.cat([all_of(opened(rank, 3, batch_size=60).test())[1] for rank in range(3)])
     expected = sources.read_public("digits", None)["test"].labels
     assert sorted(labels.tolist()) == sorted(expected.tolist())
@@ -127,11 +122,11 @@ def test_every_test_image_is_in_one_shard() -> None:
 # Augmentation.
 
 
-def augmentation(name: str, ranks: int = 1, rank: int = 0) -> Augmentation:
+def augmentation(name, ranks=1, rank=0):
     return Augmentation(PRESETS[name], TrainOrder(100, 20, rank, ranks, seed=3))
 
 
-def test_shifts_move_images_by_at_most_a_pixel() -> None:
+def test_shifts_move_images_by_at_most_a_pixel():
     images = torch.zeros(20, 8, 8, 1, dtype=torch.uint8)
     images[:, 4, 4] = 9
     positions = augmentation("digits")(images, epoch=0, step=0).squeeze(-1).nonzero()
@@ -140,18 +135,18 @@ def test_shifts_move_images_by_at_most_a_pixel() -> None:
     assert len(positions[:, 1:].unique(dim=0)) > 4
 
 
-def operations(ranks: int = 1, rank: int = 0) -> RandAugment:
+def operations(ranks=1, rank=0):
     return RandAugment(2, 10, TrainOrder(100, 20, rank, ranks, seed=3))
 
 
-CHANGES: dict[str, Callable[..., Any]] = {
+CHANGES = {
     "shift and mirror": lambda *ranks: augmentation("cifar10", *ranks),
     "randaugment": lambda *ranks: operations(*ranks),
 }
 
 
 @pytest.mark.parametrize("kind", CHANGES)
-def test_augmentation_depends_on_epoch_and_step_and_not_on_ranks(kind: str) -> None:
+def test_augmentation_depends_on_epoch_and_step_and_not_on_ranks(kind):
     images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
     whole = CHANGES[kind]()(images, 1, 2)
     halves = [CHANGES[kind](2, r)(images[10 * r : 10 * r + 10], 1, 2) for r in range(2)]
@@ -164,7 +159,7 @@ def test_augmentation_depends_on_epoch_and_step_and_not_on_ranks(kind: str) -> N
 # MixUp.
 
 
-def mixing(ranks: int = 1, rank: int = 0, alpha: float = 0.2, **more: Any) -> MixUp:
+def mixing(ranks=1, rank=0, alpha=0.2, **more):
     return MixUp(alpha, 4, TrainOrder(100, 20, rank, ranks, seed=3), **more)
 
 
@@ -172,7 +167,7 @@ BY_MICRO_BATCH = {"shares": "micro-batch", "micro_batches": 2}
 
 
 @pytest.mark.parametrize("more", [{}, BY_MICRO_BATCH], ids=["image", "micro-batch"])
-def test_images_and_labels_are_mixed_with_the_same_share(more: dict[str, Any]) -> None:
+def test_images_and_labels_are_mixed_with_the_same_share(more):
     images, labels = torch.randn(20, 1, 2, 2), torch.arange(20) % 4
     shares, others = mixing(**more).draw(1, 2)
     mixed, targets = mixing(**more)(images, labels, 1, 2)
@@ -193,11 +188,11 @@ def test_images_and_labels_are_mixed_with_the_same_share(more: dict[str, Any]) -
 # Photographs.
 
 
-def where(folder: Path, **more: Any) -> dict[str, Any]:
+def where(folder, **more):
     return {"dataset": "folder", "data_path": str(folder), "batch_size": 4, **more}
 
 
-def test_settings_reach_the_training_images(photo_folder: Path) -> None:
+def test_settings_reach_the_training_images(photo_folder):
     small = where(photo_folder, image_size=32)
     plain = all_of(opened(**small).train(0, 0))
     assert plain[0].shape == (12, 3, 32, 32)
@@ -207,7 +202,7 @@ def test_settings_reach_the_training_images(photo_folder: Path) -> None:
     assert torch.equal(mixed[1].sum(1), torch.ones(12))
 
 
-def test_a_test_image_keeps_its_share_of_the_shorter_side(photo_folder: Path) -> None:
+def test_a_test_image_keeps_its_share_of_the_shorter_side(photo_folder):
     narrow, wide = (
         all_of(opened(**where(photo_folder, image_size=32, crop_ratio=r)).test())[0]
         for r in (0.5, 1.0)
@@ -219,7 +214,7 @@ def test_a_test_image_keeps_its_share_of_the_shorter_side(photo_folder: Path) ->
     assert not torch.equal(narrow, wide)
 
 
-def test_photographs_are_cropped_reproducibly(photo_folder: Path) -> None:
+def test_photographs_are_cropped_reproducibly(photo_folder):
     before = torch.get_rng_state()
     whole = all_of(opened(**where(photo_folder)).train(1, 0))
     assert torch.equal(torch.get_rng_state(), before)
@@ -229,14 +224,14 @@ def test_photographs_are_cropped_reproducibly(photo_folder: Path) -> None:
     assert dataset_sizes(Settings(**where(photo_folder))).classes == 2
 
 
-def test_a_corrupt_photograph_is_named(photo_folder: Path) -> None:
+def test_a_corrupt_photograph_is_named(photo_folder):
     bad = photo_folder / "train" / "dog" / "3.jpg"
     bad.write_bytes(bad.read_bytes()[:300])
     with pytest.raises(RecipeError, match=r"dog/3\.jpg"):
         all_of(opened(**where(photo_folder)).train(0, 0))
 
 
-def test_missing_class_folders_and_images(photo_folder: Path) -> None:
+def test_missing_class_folders_and_images(photo_folder):
     shutil.rmtree(photo_folder / "val" / "dog")
     with pytest.raises(RecipeError, match=r"train/.*val/.* dog"):
         opened(**where(photo_folder))
@@ -259,7 +254,7 @@ def test_missing_class_folders_and_images(photo_folder: Path) -> None:
         ({"loader": "ffcv"}, r"--loader ffcv .*digits"),
     ],
 )
-def test_bad_data_settings(changes: dict[str, Any], message: str) -> None:
+def test_bad_data_settings(changes, message):
     with pytest.raises(RecipeError, match=message):
         opened(**changes)
 
@@ -267,9 +262,7 @@ def test_bad_data_settings(changes: dict[str, Any], message: str) -> None:
 # .beton files.
 
 
-def test_a_missing_ffcv_is_an_error_that_says_what_to_install(
-    photo_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_ffcv_is_an_error_that_says_what_to_install(photo_folder, monkeypatch):
     (photo_folder / "train_x.beton").write_bytes(b"x")
     monkeypatch.setitem(__import__("sys").modules, "ffcv", None)
     with pytest.raises(RecipeError, match=r"libturbojpeg0-dev.*--loader torchvision"):
@@ -279,7 +272,7 @@ def test_a_missing_ffcv_is_an_error_that_says_what_to_install(
 @pytest.mark.usefixtures("needs_ffcv")
 class TestBadBeton:
     @pytest.fixture
-    def path(self, photo_folder: Path, tmp_path: Path) -> Path:
+    def path(self, photo_folder, tmp_path):
         path = tmp_path / "train_tiny.beton"
         beton.write_beton(path, sources.photographs(photo_folder)["train"])
         beton.check_beton(path)
@@ -297,13 +290,11 @@ class TestBadBeton:
             (lambda content: b"\xff" * 10_000, "version is 65535"),
         ],
     )
-    def test_a_damaged_file_is_named(
-        self, change: Callable[[bytes], bytes], message: str, path: Path
-    ) -> None:
+    def test_a_damaged_file_is_named(self, change, message, path):
         path.write_bytes(change(path.read_bytes()))
         with pytest.raises(RecipeError, match=rf"train_tiny\.beton.*{message}.*write_beton"):
             beton.check_beton(path)
 
-    def test_one_split_missing(self, path: Path) -> None:
+    def test_one_split_missing(self, path):
         with pytest.raises(RecipeError, match=r"val\*\.beton .*none.*--loader torchvision"):
             opened(**where(path.parent, loader="ffcv"))

@@ -1,64 +1,55 @@
-"""Models by name, the simple ViTs, and errors for unknown names and wrong image sizes."""
+"""Models by name, the simple ViT of vit-pytorch, learning rates, and errors for unknown names."""
 
 import math
 import subprocess
 import sys
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from recipes.errors import RecipeError
 from recipes.models import build_model, check_model
+from recipes.optimizers import build_optimizer, lr_function
+from recipes.settings import Settings
 from recipes.simple_vit import sin_cos_positions
 from tests.support.patience import PATIENCE
+from tests.test_learning_rates import FINAL, by_hand
+from torchcomp.specs.learning_rates import DECAYS
+
+NAMES = ["smallcnn", "simple_vit/ti16", "vit_pytorch/simple_ti16"]
+NAMES += ["torchvision/resnet18", "timm/resnet10t"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "smallcnn",
-        "simple_vit/ti16",
-        "vit_pytorch/simple_ti16",
-        "torchvision/resnet18",
-        "timm/resnet10t",
-    ],
-)
-def test_models_take_grey_and_colour_images(name: str) -> None:
-    for channels, size in ((1, 64), (3, 64)):
+@pytest.mark.parametrize("name", NAMES)
+def test_models_take_grey_and_colour_images(name):
+    for channels in (1, 3):
         model = build_model(name, channels=channels, classes=7, small_stem=False)
-        assert model.eval()(torch.zeros(2, channels, size, size)).shape == (2, 7)
+        assert model.eval()(torch.zeros(2, channels, 64, 64)).shape == (2, 7)
 
 
-def test_small_stem_keeps_the_resolution_of_small_images() -> None:
+def test_small_stem_keeps_the_resolution_of_small_images():
     model = build_model("torchvision/resnet18", channels=3, classes=10, small_stem=True)
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_173_962
     assert model.maxpool(model.conv1(torch.zeros(1, 3, 32, 32))).shape[-1] == 32
 
 
-def vit_pytorch(size: str = "ti16", classes: int = 5) -> Any:
-    return build_model(f"vit_pytorch/simple_{size}", channels=3, classes=classes, small_stem=False)
-
-
-# The facts of the tests below are those of vit-pytorch 1.2.8's SimpleViT.
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_vit_pytorch_equals_its_equations(training: bool) -> None:
-    """Compare with the equations written out in float64, with weights that are not the first."""
+def test_vit_pytorch_equals_its_equations():
+    """Compare with those of version 1.2.8 in float64, with weights that are not the first."""
     torch.manual_seed(0)
-    model = vit_pytorch().double().train(training)
+    name = "vit_pytorch/simple_ti16"
+    model = build_model(name, channels=3, classes=5, small_stem=False).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     images = torch.randn(2, 3, 32, 48, dtype=torch.float64)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), vit_pytorch_by_hand(model, images))
 
+    def norm(values, layer):
+        centred = values - values.mean(-1, keepdim=True)
+        deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return centred / deviation * layer.weight + layer.bias
 
-def vit_pytorch_by_hand(model: Any, images: torch.Tensor) -> torch.Tensor:
     before, linear, after = model.patches
-    rows = images.split(16, dim=2)
-    patches = [patch for row in rows for patch in row.split(16, dim=3)]
+    patches = [patch for row in images.split(16, dim=2) for patch in row.split(16, dim=3)]
     # Row, column, channel.
     pixels = torch.stack([patch.permute(0, 2, 3, 1).flatten(1) for patch in patches], dim=1)
     tokens = norm(linear(norm(pixels, before)), after)
@@ -71,16 +62,12 @@ def vit_pytorch_by_hand(model: Any, images: torch.Tensor) -> torch.Tensor:
         tokens = tokens + mixed @ block.self_attn.out_proj.weight.T
         x = norm(tokens, block.norm2)
         tokens = tokens + block.linear2(torch.nn.functional.gelu(block.linear1(x)))
-    return model.head(norm(tokens.mean(1), model.norm))
+    expected = model.head(norm(tokens.mean(1), model.norm))
+    for training in (True, False):
+        torch.testing.assert_close(model.train(training)(images), expected)
 
 
-def norm(values: torch.Tensor, layer: torch.nn.LayerNorm) -> torch.Tensor:
-    centred = values - values.mean(-1, keepdim=True)
-    deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return centred / deviation * layer.weight + layer.bias
-
-
-def test_positions_are_sines_and_cosines_of_row_and_column() -> None:
+def test_positions_are_sines_and_cosines_of_row_and_column():
     table = sin_cos_positions(8, 2, 3, like=torch.zeros((), dtype=torch.float64))
     x, y, slow = 2, 1, 1e-4
     expected = [f(p * w) for p in (x, y) for f in (math.sin, math.cos) for w in (1, slow)]
@@ -89,27 +76,23 @@ def test_positions_are_sines_and_cosines_of_row_and_column() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "small_stem", "message"),
     [
-        ("simple_vit/b15", "simple_vit .*'b15'.*'b16'"),
-        ("vit_pytorch/b16", "vit_pytorch .*'b16'.*'simple_b16'"),
-        ("torchvision/resnet19", "torchvision .*'resnet19'.*'resnet1"),
-        ("timm/vit_tiny_patch16_22", "timm .*'vit_tiny_patch16_22'.*'vit_tiny_patch16_224'"),
-        ("smalcnn", "--model 'smalcnn': .*simple_vit/SIZE.* smallcnn.$"),
+        ("simple_vit/b15", False, "simple_vit .*'b15'.*'b16'"),
+        ("vit_pytorch/b16", False, "vit_pytorch .*'b16'.*'simple_b16'"),
+        ("torchvision/resnet19", False, "torchvision .*'resnet19'.*'resnet1"),
+        ("timm/vit_tiny_patch16_22", False, "timm .*'vit_tiny_patch16_22'.*_224'"),
+        ("smalcnn", False, "--model 'smalcnn': .*simple_vit/SIZE.* smallcnn.$"),
+        ("smallcnn", True, "--small-stem"),
+        ("torchvision/vgg11", True, "--small-stem"),
     ],
 )
-def test_unknown_models(name: str, message: str) -> None:
+def test_unknown_models(name, small_stem, message):
     with pytest.raises(RecipeError, match=message):
-        build_model(name, channels=3, classes=10, small_stem=False)
+        build_model(name, channels=3, classes=10, small_stem=small_stem)
 
 
-@pytest.mark.parametrize("name", ["smallcnn", "torchvision/vgg11"])
-def test_small_stem_belongs_to_resnets(name: str) -> None:
-    with pytest.raises(RecipeError, match="--small-stem"):
-        build_model(name, channels=3, classes=10, small_stem=True)
-
-
-def test_images_that_do_not_fit_are_refused_before_training() -> None:
+def test_images_that_do_not_fit_are_refused_before_training():
     name = "timm/vit_tiny_patch16_224"
     model = build_model(name, channels=1, classes=10, small_stem=False)
     with pytest.raises(RecipeError, match=f"--model {name} .*1 x 8 x 8: Input"):
@@ -117,7 +100,7 @@ def test_images_that_do_not_fit_are_refused_before_training() -> None:
     assert model.training
 
 
-def test_torchvision_imports_without_its_compiled_operators() -> None:
+def test_torchvision_imports_without_its_compiled_operators():
     code = (
         "from torchcomp.advisor.torchvision_compat import import_torchvision\n"
         "first = import_torchvision()\n"
@@ -125,3 +108,27 @@ def test_torchvision_imports_without_its_compiled_operators() -> None:
         "first.models.get_model('resnet18', weights=None)\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+
+
+# Learning rates: those of every step equal the formula in float64.
+
+
+@pytest.mark.parametrize("decay", [*DECAYS, "step"])
+@pytest.mark.parametrize("warmup", [0, 20])
+def test_the_optimizer_gets_exactly_the_learning_rate_of_every_step(decay, warmup):
+    more = {"milestones": (3, 6), "gamma": 0.1} if decay == "step" else {}
+    settings = Settings(
+        epochs=9, lr=0.8, final_lr=FINAL, warmup_steps=warmup, schedule=decay, **more
+    )
+    lr_at = lr_function(settings, 10)
+    expected = [0.8 * 0.1 ** ((step >= 30) + (step >= 60)) for step in range(91)]
+    expected[:warmup] = [FINAL + (0.8 - FINAL) * step / 20 for step in range(warmup)]
+    if decay != "step":
+        expected = by_hand(decay, total=90, warmup=warmup, peak=0.8)
+    np.testing.assert_allclose([lr_at(t) for t in range(91)], expected, rtol=1e-12)
+    made = build_optimizer(settings, torch.nn.Linear(2, 2))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, lr_at)
+    for step in range(90):
+        assert made.param_groups[0]["lr"] == lr_at(step)
+        made.step()
+        scheduler.step()

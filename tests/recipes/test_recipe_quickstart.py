@@ -2,8 +2,6 @@
 
 import re
 import sys
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +9,7 @@ from recipes import quickstart
 from recipes.quickstart import METHODS, Result, draw_results, table
 
 
-def results(seeds: int) -> dict[str, list[Result]]:
+def results(seeds):
     return {
         method: [
             result(accuracy=0.97 + 0.01 * seed, sent=10.0 ** (6 - index)) for seed in range(seeds)
@@ -20,8 +18,8 @@ def results(seeds: int) -> dict[str, list[Result]]:
     }
 
 
-def result(accuracy: float, sent: float) -> Result:
-    summary: dict[str, Any] = {
+def result(accuracy, sent):
+    summary = {
         "test_accuracy": accuracy,
         "bytes_per_step": sent,
         "dense_bytes_per_step": 1e6,
@@ -31,7 +29,7 @@ def result(accuracy: float, sent: float) -> Result:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_the_table_fits_in_80_columns(seeds: int) -> None:
+def test_the_table_fits_in_80_columns(seeds):
     lines = table(results(seeds)).splitlines()
     assert [re.split(r"  +", line)[0] for line in lines] == ["method", *METHODS]
     assert max(map(len, lines)) <= 80
@@ -40,21 +38,19 @@ def test_the_table_fits_in_80_columns(seeds: int) -> None:
 
 
 @pytest.mark.parametrize("seeds", [1, 3])
-def test_the_plot_is_written(seeds: int, tmp_path: Path) -> None:
+def test_the_plot_is_written(seeds, tmp_path):
     draw_results(results(seeds), tmp_path / "runs" / "accuracy.png", ranks=2)
     assert (tmp_path / "runs" / "accuracy.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_run_that_fails_or_hangs_returns_an_exit_code(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_that_fails_or_hangs_returns_an_exit_code(monkeypatch, capsys):
     assert quickstart.call([sys.executable, "-c", "raise SystemExit(3)"], {}) == 3
     monkeypatch.setattr(quickstart, "_TIMEOUT_SECONDS", 0.2)
     assert quickstart.call([sys.executable, "-c", "import time; time.sleep(60)"], {}) == 1
     assert "0.2 s" in capsys.readouterr().err
 
 
-def test_methods_are_spec_strings() -> None:
+def test_methods_are_spec_strings():
     assert quickstart.flags_of("dense") == []
     assert quickstart.flags_of("ef(topk(0.5))") == ["--compress", "ef(topk(0.5))"]
     assert quickstart.flags_of("every(8)") == ["--sync", "every(8)"]
@@ -67,13 +63,7 @@ def test_methods_are_spec_strings() -> None:
 @pytest.mark.parametrize(
     ("words", "names"), [(["--methods", "topkk"], ["topkk"]), (["--ranks", "0"], ["--ranks", "0"])]
 )
-def test_bad_input_exits_before_any_run(
-    words: list[str],
-    names: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_bad_input_exits_before_any_run(words, names, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["quickstart", *words, "--out", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         quickstart.main()

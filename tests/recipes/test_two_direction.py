@@ -1,13 +1,10 @@
 """2Direction: the problems and their gradients, races, tuning of steps, and the numbers."""
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from recipes.errors import RecipeError
 from recipes.rows import read_rows
@@ -31,7 +28,7 @@ RESULTS = RECIPES / NAME / "results"
 F = quadratics.Quadratics(kappa=20.0, n=4, seed=3, d=12)
 
 
-def samples(count: int = 24, features: int = 4, classes: int = 3) -> Samples:
+def samples(count=24, features=4, classes=3):
     rng = np.random.default_rng(0)
     matrix = np.hstack([rng.standard_normal((count, features)), np.ones((count, 1))])
     return Samples("made", matrix, rng.integers(0, classes, count), classes)
@@ -40,13 +37,13 @@ def samples(count: int = 24, features: int = 4, classes: int = 3) -> Samples:
 # --- Problems -------------------------------------------------------------------------------------
 
 
-def test_gradients_are_autograds() -> None:
+def test_gradients_are_autograds():
     mu, shards = 0.1, samples().shards(4, seed=0)
     f = SoftmaxRegression(shards, mu)
     x = torch.randn(15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x.requires_grad_()
 
-    def loss(shard: Samples) -> Tensor:
+    def loss(shard):
         scores = torch.from_numpy(shard.features) @ x.view(5, 3)
         fit = torch.nn.functional.cross_entropy(scores, torch.from_numpy(shard.labels))
         return fit + mu / 2 * x.square().sum()
@@ -58,7 +55,7 @@ def test_gradients_are_autograds() -> None:
     assert f.value(x.detach()) == pytest.approx(torch.stack(losses).mean().item())
 
 
-def test_the_infimum_without_a_regulariser() -> None:
+def test_the_infimum_without_a_regulariser():
     # One feature separates the classes, so f tends to 0 and has no minimum.
     labels = np.arange(24) % 2
     separable = replace(samples(classes=2), labels=labels, features=labels[:, None] * 2.0 - 1.0)
@@ -68,7 +65,7 @@ def test_the_infimum_without_a_regulariser() -> None:
     assert minimise(mixed, 1e-8) > 1
 
 
-def test_quadratics_fall_from_1_to_0_at_their_solution() -> None:
+def test_quadratics_fall_from_1_to_0_at_their_solution():
     solution = F.mean / F.s
     assert F.value(torch.zeros(12, dtype=torch.float64)) == pytest.approx(1)
     assert F.value(solution) == 0
@@ -77,7 +74,7 @@ def test_quadratics_fall_from_1_to_0_at_their_solution() -> None:
     torch.testing.assert_close(F.gradients(range(2, 3))(solution), gradients[2:3])
 
 
-def test_remembered_draws_are_randks() -> None:
+def test_remembered_draws_are_randks():
     rows = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     names, keys = list("abcd"), [Key(3, 5, rank=worker) for worker in range(4)]
     expected = RandK(k=6, unbiased=True).round_trips(rows, names, keys)
@@ -88,15 +85,15 @@ def test_remembered_draws_are_randks() -> None:
 # --- Races and tuning -----------------------------------------------------------------------------
 
 
-def small_setting(**changes: Any) -> race.Setting:
+def small_setting(**changes):
     made = contest.setting(samples(), 4, 0.3, Messages(1, 1), 1e-2, range(-4, 3))
     return replace(made, **{"budget": 500, **changes})
 
 
-def test_a_reported_seed_chooses_no_step() -> None:
+def test_a_reported_seed_chooses_no_step():
     setting, tuned_on = small_setting(), list[int]()
 
-    def recorded(seed: int) -> Any:
+    def recorded(seed):
         tuned_on.append(seed)
         return setting.case(seed)
 
@@ -106,7 +103,7 @@ def test_a_reported_seed_chooses_no_step() -> None:
     assert [(seed, power) for power, seed, _ in found] == [(3, best.power), (0, best.power)]
 
 
-def test_a_method_that_fails_has_one_row_of_the_tuning_seed() -> None:
+def test_a_method_that_fails_has_one_row_of_the_tuning_seed():
     failed = list(race.measure(small_setting(gap=1e-12), "EF14", (0, 1), []))
     assert [(seed, done.reached) for _, seed, done in failed] == [(1000, False)]
     known = [{"seed": 1000, "power": 0}]
@@ -123,7 +120,7 @@ X0 = torch.zeros(12, dtype=torch.float64)
 
 
 @pytest.mark.parametrize("name", BUILDS)
-def test_tuning_finds_what_trying_everything_finds(name: str) -> None:
+def test_tuning_finds_what_trying_everything_finds(name):
     powers, costs = range(-3, 3), {}
     for i in powers:
         run = MethodRun(BUILDS[name](2.0**i), F.value, 1e-6)
@@ -135,7 +132,7 @@ def test_tuning_finds_what_trying_everything_finds(name: str) -> None:
     assert sorted([*tuned.abandoned, tuned.power]) == list(powers)
 
 
-def test_a_price_changes_the_coin_only_where_the_downlink_is_dear() -> None:
+def test_a_price_changes_the_coin_only_where_the_downlink_is_dear():
     assert chance(Messages(65, 65), 1.0) is None
     assert chance(Messages(65, 33), 0.25) is None
     found = chance(Messages(65, 33), 1.0)
@@ -147,7 +144,7 @@ def test_a_price_changes_the_coin_only_where_the_downlink_is_dear() -> None:
 
 
 @pytest.mark.parametrize("method", ["2Direction", "AGD", "EF21-P + DIANA"])
-def test_the_coordinates_of_a_run_are_reproduced(method: str) -> None:
+def test_the_coordinates_of_a_run_are_reproduced(method):
     row = published(NAME, "contest_digits_n10", method=method, mu=1e-2, seed=0)
     again = race.run(contest.setting(open_samples(), 10, 1e-2), method, row["power"], 0)
     assert again.reached
@@ -155,7 +152,7 @@ def test_the_coordinates_of_a_run_are_reproduced(method: str) -> None:
     assert again.cost == pytest.approx(row["up"] + row["down"], rel=0.02)
 
 
-def test_a_quick_part_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quick_part_runs_and_resumes(tmp_path, monkeypatch):
     flags = ("--only", "contest", "--mu", "1e-2", "--methods", "AGD")
     quick(NAME, tmp_path, monkeypatch, *flags)
     assert [path.name for path in tmp_path.glob("*.png")] == ["contest_digits_n10.png"]
@@ -163,7 +160,7 @@ def test_a_quick_part_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.thorough
-def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_quick_run(tmp_path, monkeypatch):
     quick(NAME, tmp_path, monkeypatch)
     assert {"contest_digits_n10", "winners"} <= {path.stem for path in tmp_path.glob("*.png")}
 
@@ -172,6 +169,6 @@ def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     "words",
     [["--k", "0"], ["--mu", "-1"], ["--gap", "0"], ["--powers", "3", "1"], ["--workers", "0"]],
 )
-def test_bad_flags(words: list[str]) -> None:
+def test_bad_flags(words):
     with pytest.raises((RecipeError, SpecError), match=words[0]):
         experiment.parse(words)
