@@ -14,10 +14,9 @@ def quick(name, out, monkeypatch, *flags):
     for more in ([], ["--resume"]):
         words = ["--quick", "--out", str(out), *flags, *more]
         monkeypatch.setattr(sys, "argv", [f"/x/recipes/{name}/experiment.py", *words])
-        program.main(words) if name == "jointspar" else program.main()
+        program.main()
         written.append({path.name: path.read_bytes() for path in out.glob("*.csv")})
-    assert written[0] == written[1]
-    assert written[0]
+    assert written[0] == written[1] != {}
 
 
 def published(name, table, **wanted):

@@ -7,26 +7,25 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from recipes import interruption
-from recipes.checkpoints import Checkpoints
 from recipes.errors import RecipeError
 from recipes.signals import REQUEUE
-from tests.recipes.conftest import descendants, kill_tree, steps_and_losses, summary_in, wait_until
+from tests.recipes.conftest import (
+    assert_equal_runs,
+    descendants,
+    kill_tree,
+    steps_and_losses,
+    wait_until,
+)
 from tests.recipes.forked_ranks import RECIPES, Launcher
 from tests.support.cases import only
 from tests.support.commands import ROOT
 from tests.support.patience import PATIENCE
-from tests.support.ranks import on_threads
-
-TrainHere = Callable[..., dict[str, Any]]
 
 # 22 steps per epoch. The ranks ask each other at steps 3, 6, ..., mostly inside a round of 4.
 FLAGS = ["--loader", "torchvision", "--threads", "1", "--epochs", "4", "--log-every", "1"]
@@ -47,12 +46,6 @@ def out(tmp_path):
     return tmp_path / "run"
 
 
-@pytest.fixture
-def flags(out):
-    """The flags of a run that is interrupted and resumed."""
-    return [*FLAGS, "--out", str(out), "--auto-resume"]
-
-
 def has_begun(out):
     return (out / "metrics.jsonl").exists() and len(steps_and_losses(out)) > 4
 
@@ -67,24 +60,17 @@ def assert_saved(out, printed):
     return step
 
 
-def assert_equal_runs(one, other):
-    """Require the same weights, traffic and losses, bit for bit."""
-    ones, others = summary_in(one), summary_in(other)
-    for name in ("weights_sha256", "bytes_sent", "synchronisations", "ranks"):
-        assert ones[name] == others[name]
-    assert steps_and_losses(one) == steps_and_losses(other)
-
-
 @pytest.mark.parametrize(
     ("number", "signalled"),
     [
-        pytest.param(signal.SIGTERM, [1], id="one-rank"),
-        pytest.param(signal.SIGUSR1, [0, 1], id="all-ranks", marks=pytest.mark.thorough),
+        (signal.SIGTERM, [1]),
+        pytest.param(signal.SIGUSR1, [0, 1], marks=pytest.mark.thorough),
     ],
 )
 def test_all_ranks_stop_at_one_step_and_resume_with_the_same_bits(
-    number, signalled, whole, flags, out, forked
+    number, signalled, whole, out, forked
 ):
+    flags = [*FLAGS, "--out", str(out), "--auto-resume"]
     run = forked.start(*flags)
     wait_until(lambda: has_begun(out), run.is_alive, run.printed)
     for rank in signalled:
@@ -95,23 +81,24 @@ def test_all_ranks_stop_at_one_step_and_resume_with_the_same_bits(
     assert_equal_runs(whole, out)
 
 
-# Slurm: the batch script itself, with stand-ins for srun and scontrol.
+@pytest.mark.soak
+def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(forked, out):
+    run = forked.start(*FLAGS, "--out", str(out), "--timeout", "3")
+    wait_until(lambda: has_begun(out), run.is_alive, run.printed)
+    os.kill(run.ranks[1].pid, signal.SIGSTOP)
+    run.ranks[0].join(PATIENCE)
+    assert run.ranks[0].exitcode not in (None, 0, REQUEUE)
+
+
+# Slurm: the batch script itself, with stand-ins for srun and scontrol, on two nodes with one rank
+# each, both of which are this machine.
 
 
 class SlurmJob:
-    """The batch script on two nodes with one rank each, both of which are this machine.
-
-    Args:
-        folder: for what the script prints, and for the list of requeued jobs.
-        flags: the arguments of the script.
-        python: the interpreter of the launchers.
-    """
-
     def __init__(self, folder, flags, python=sys.executable):
         self.printed, self.requeued = folder / "printed", folder / "requeued"
-        self._python = python
-        self._flags, self._id = flags, free_port() - 10_000
-        self.printed.touch()
+        self._flags, self._python, self._id = flags, python, free_port() - 10_000
+        self.start()
 
     def start(self):
         """Start the script as Slurm does, also after a requeue."""
@@ -140,14 +127,9 @@ class SlurmJob:
     def is_alive(self):
         return self.script.poll() is None
 
-    def requeued_ids(self):
-        """Return the jobs that the script has requeued."""
-        text = self.requeued.read_text() if self.requeued.exists() else ""
-        return [int(line) for line in text.splitlines()]
-
-    def kill(self):
-        kill_tree(self.script.pid)
-        self.script.wait(PATIENCE)
+    def assert_requeued(self):
+        assert self.script.wait(PATIENCE) == REQUEUE, self.printed.read_text()
+        assert len(self.requeued.read_text().splitlines()) == 1
 
 
 def free_port():
@@ -162,36 +144,23 @@ def free_port():
 
 
 @pytest.fixture
-def job(tmp_path, flags):
-    """A job that is started and ended here."""
-    job = SlurmJob(tmp_path, flags)
-    job.start()
+def job(tmp_path, out):
+    job = SlurmJob(tmp_path, [*FLAGS, "--out", str(out), "--auto-resume"])
     yield job
     if job.is_alive():
-        job.kill()
-
-
-def requeue(job, out):
-    """Signal a job as Slurm does near its time limit, and return the step at which it saved."""
-    wait_until(lambda: has_begun(out), job.is_alive, job.printed)
-    job.script.send_signal(signal.SIGUSR1)
-    assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
-    assert len(job.requeued_ids()) == 1
-    return assert_saved(out, job.printed.read_text())
-
-
-@pytest.mark.thorough
-def test_a_slurm_job_saves_and_requeues_itself(job, out):
-    requeue(job, out)
+        kill_tree(job.script.pid)
+        job.script.wait(PATIENCE)
 
 
 @pytest.mark.soak
-def test_a_requeued_slurm_job_ends_with_the_same_bits(job, whole, out):
-    step = requeue(job, out)
+def test_a_slurm_job_saves_and_requeues_itself_and_ends_with_the_same_bits(job, whole, out):
+    wait_until(lambda: has_begun(out), job.is_alive, job.printed)
+    job.script.send_signal(signal.SIGUSR1)  # as Slurm does near the time limit
+    job.assert_requeued()
+    step = assert_saved(out, job.printed.read_text())
     job.start()
     assert job.script.wait(PATIENCE) == 0, job.printed.read_text()
     assert f"resumed after step {step}" in job.printed.read_text()
-    assert len(job.requeued_ids()) == 1
     assert_equal_runs(whole, out)
 
 
@@ -201,8 +170,7 @@ def test_a_slurm_job_whose_processes_get_sigterm_requeues_itself(job, out):
     # As before a preemption: launchers and ranks, but neither the script nor srun, the first one.
     for pid in descendants(job.script.pid)[1:]:
         os.kill(pid, signal.SIGTERM)
-    assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
-    assert len(job.requeued_ids()) == 1
+    job.assert_requeued()
     assert_saved(out, job.printed.read_text())
 
 
@@ -210,42 +178,16 @@ def test_a_signal_before_a_launcher_catches_it_requeues_the_job(tmp_path):
     python = tmp_path / "python"
     python.write_text("#!/bin/bash\nkill -USR1 $$\n")
     python.chmod(0o755)
-    job = SlurmJob(tmp_path, [], python)
-    job.start()
-    assert job.script.wait(PATIENCE) == REQUEUE, job.printed.read_text()
-    assert len(job.requeued_ids()) == 1
-
-
-# Kubernetes: the launcher with the variables of the runtime, in place of a pod.
-
-
-@pytest.mark.thorough
-def test_a_pod_exits_with_the_code_of_its_ranks(flags, out, tmp_path):
-    variables = {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "0"}
-    variables |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(free_port())}
-    with (tmp_path / "printed").open("wb") as file:
-        pod = subprocess.Popen(
-            [sys.executable, "-m", "recipes.cluster.launch", "-m", "recipes.train", *flags],
-            env=os.environ | variables | {"OMP_NUM_THREADS": "1"},
-            stdout=file,
-            stderr=subprocess.STDOUT,
-        )
-    try:
-        wait_until(lambda: has_begun(out), lambda: pod.poll() is None, tmp_path / "printed")
-        pod.terminate()
-        assert pod.wait(PATIENCE) == REQUEUE
-    finally:
-        if pod.poll() is None:
-            kill_tree(pod.pid)
-    assert_saved(out, (tmp_path / "printed").read_text())
+    SlurmJob(tmp_path, [], python).assert_requeued()
 
 
 # One rank, in this process.
 
 
-def signals_around_saving(monkeypatch):
-    """Signal this process before and after it saves, and return the list of what it saves."""
-    save, saved = torch.save, list[str]()
+@pytest.fixture
+def saved(monkeypatch):
+    """Signal this process before and after it saves, and list what it saves."""
+    save, saved = torch.save, []
 
     def save_between_signals(state, file):
         for number in interruption.SIGNALS:
@@ -260,52 +202,41 @@ def signals_around_saving(monkeypatch):
 
 
 def test_signals_during_the_saving_do_not_damage_the_checkpoint(
-    train_here, digits_flags, monkeypatch
+    train_here, digits_flags, saved, monkeypatch
 ):
     flags = [*digits_flags, "--epochs", "1", "--signal-every", "4", "--checkpoint-every", "5"]
-    whole = train_here(*flags, "--out", f"{digits_flags[-1]}-whole")
-    with monkeypatch.context() as patch:
-        saved = signals_around_saving(patch)
-        patch.setattr(interruption, "ignore_signals", lambda: None)
-        with pytest.raises(SystemExit) as exit_:
-            train_here(*flags)
+    monkeypatch.setattr(interruption, "ignore_signals", lambda: None)
+    with pytest.raises(SystemExit) as exit_:
+        train_here(*flags)
     assert exit_.value.code == REQUEUE
     # After the signals at step 5, the ranks ask at step 8 and stop at step 12.
     assert saved == ["step-000000005", "step-000000010", "step-000000012"]
-    assert train_here(*flags, "--resume")["weights_sha256"] == whole["weights_sha256"]
+    monkeypatch.undo()
+    resumed = train_here(*flags, "--resume")
+    whole = train_here(*flags, "--out", f"{digits_flags[-1]}-whole")
+    assert resumed["weights_sha256"] == whole["weights_sha256"]
 
 
+@pytest.mark.usefixtures("saved")
 @pytest.mark.parametrize("every", only(["11", "22", "30"], now=["22"]))
-def test_a_run_that_ends_before_the_answer_or_with_it_finishes(
-    every, train_here, digits_flags, monkeypatch
-):
+def test_a_run_that_ends_before_the_answer_or_with_it_finishes(every, train_here, digits_flags):
     flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
-    signals_around_saving(monkeypatch)
     assert train_here(*flags, "--signal-every", every)["steps"] == 22
 
 
-def test_a_signal_on_a_full_disk_does_not_ask_for_a_requeue(train_here, digits_flags, monkeypatch):
+@pytest.mark.usefixtures("saved")
+def test_a_signal_on_a_full_disk_does_not_ask_for_a_requeue(train_here, digits_flags):
     # As above: the signals at step 5 stop the ranks at step 12.
     full = Path(digits_flags[-1]) / "checkpoints" / "step-000000012" / ".rank-0.pt"
     full.parent.mkdir(parents=True)
     full.symlink_to("/dev/full")
-    signals_around_saving(monkeypatch)
     flags = ["--epochs", "1", "--signal-every", "4", "--checkpoint-every", "5"]
     with pytest.raises(RecipeError, match=r"step 12 .*No space left on device"):
         train_here(*digits_flags, *flags)
 
 
-@pytest.mark.soak
-def test_a_rank_that_is_stopped_ends_the_run_after_the_timeout(forked, flags, out):
-    run = forked.start(*flags, "--timeout", "3")
-    wait_until(lambda: has_begun(out), run.is_alive, run.printed)
-    os.kill(run.ranks[1].pid, signal.SIGSTOP)
-    run.ranks[0].join(PATIENCE)
-    assert run.ranks[0].exitcode not in (None, 0, REQUEUE)
-
-
-def test_loader_processes_ignore_the_signals(train_here, photo_folder, tmp_path, monkeypatch):
-    signalled = set[int | None]()
+def test_loader_processes_ignore_the_signals(train_here, photo_flags, monkeypatch):
+    signalled = set()
 
     def signal_loaders(state, file):
         for process in multiprocessing.active_children():
@@ -314,33 +245,6 @@ def test_loader_processes_ignore_the_signals(train_here, photo_folder, tmp_path,
             signalled.add(process.pid)
 
     monkeypatch.setattr(torch, "save", signal_loaders)
-    flags = ["--dataset", "folder", "--data-path", str(photo_folder), "--loader", "torchvision"]
-    flags += ["--model", "smallcnn", "--image-size", "48", "--threads", "1", "--workers", "1"]
-    flags += ["--batch-size", "2", "--epochs", "1", "--checkpoint-every", "1"]
-    assert train_here(*flags, "--out", str(tmp_path / "run"))["steps"] == 6
+    flags = ["--model", "smallcnn", "--batch-size", "2", "--checkpoint-every", "1"]
+    assert train_here(*photo_flags, *flags)["steps"] == 6
     assert signalled
-
-
-def test_auto_resume_starts_and_then_resumes(train_here, digits_flags):
-    flags = [*digits_flags, "--epochs", "1", "--checkpoint-every", "10"]
-    first = train_here(*flags, "--auto-resume")
-    assert train_here(*flags, "--auto-resume")["weights_sha256"] == first["weights_sha256"]
-    with pytest.raises(RecipeError, match=r"--out .*--resume"):
-        train_here(*flags)
-
-
-def newest_name(folder):
-    checkpoints = Checkpoints(folder / str(dist.get_rank()), dist.get_rank(), 2)
-    newest = checkpoints.newest()
-    assert newest is not None
-    return newest.name
-
-
-def test_all_ranks_resume_from_the_checkpoint_that_rank_0_sees(tmp_path):
-    # Rank 1 still sees less: another machine's cache of the file system.
-    for rank, steps in ((0, (5, 10)), (1, (5,))):
-        for step in steps:
-            folder = tmp_path / str(rank) / f"step-{step:09d}"
-            folder.mkdir(parents=True)
-            (folder / "complete.json").touch()
-    assert on_threads(2, newest_name, tmp_path) == ["step-000000010"] * 2

@@ -1,4 +1,5 @@
-"""The small GPT on nodes: its modes agree, count their bytes, and load each other's checkpoints."""
+"""The small GPT: its model, its text and its experiment, and its modes on nodes: they agree, count
+their bytes, and load each other's checkpoints."""
 
 import hashlib
 import sys
@@ -17,10 +18,15 @@ from recipes.nodes import experiment, train
 from recipes.nodes.modes import MODES, replicate
 from recipes.nodes.train import TEXT, Settings, open_corpus, read_settings
 from recipes.result_files import read_csv
-from recipes.small_gpt.corpus import VOCABULARY, Corpus
-from recipes.small_gpt.model import SmallGPT
+from recipes.rows import read_rows
+from recipes.small_gpt import experiment as small_gpt
+from recipes.small_gpt import tables
+from recipes.small_gpt.corpus import VOCABULARY, Corpus, windows
+from recipes.small_gpt.model import Shape, SmallGPT
 from recipes.small_gpt.training import SHAPE
 from tests.fsdp.runs import NEEDS_HOOK
+from tests.recipes.forked_ranks import RECIPES
+from tests.recipes.papers import quick
 from tests.support import commands
 from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes
@@ -28,15 +34,51 @@ from torchcomp import SpecError
 
 # One selection per parameter: the same in DDP's buckets as in FSDP2's units.
 TOPK = 'ef(topk(0.1, scope="tensor"))'
+LOCAL = 'every(8) with compress=quantize("int8")'
 CPU = torch.device("cpu")
 
 
-def test_the_text_is_that_of_the_page():
+def test_a_prediction_depends_on_earlier_tokens_only():
+    torch.manual_seed(0)
+    model = SmallGPT(Shape(vocabulary=11, context=8))
+    tokens = torch.randint(11, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5:] = (tokens[:, 5:] + 1) % 11
+    torch.testing.assert_close(model(changed)[:, :5], model(tokens)[:, :5])
+    assert not torch.allclose(model(changed)[:, 5:], model(tokens)[:, 5:])
+
+
+def test_the_text_is_that_of_the_page_and_its_parts_share_no_paragraph():
     digest = hashlib.sha256(TEXT.read_bytes()).hexdigest()
     assert digest in (TEXT.parent / "README.md").read_text()
-    corpus = open_corpus()
-    assert 300_000 < len(corpus.train) + len(corpus.validation) < len(TEXT.read_text())
-    assert int(corpus.train.max()) < VOCABULARY
+    assert int(open_corpus().train.max()) < VOCABULARY
+    corpus = Corpus.of("\n\n".join(f"paragraph {i % 30}" for i in range(60)), "made")
+    assert len(corpus.train) > 8 * len(corpus.validation)
+    inputs, targets = windows(corpus.train, torch.tensor([0, 7]), 5)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_a_quick_run_and_resume(tmp_path, monkeypatch):
+    methods = ("--methods", LOCAL, "ef(topk(0.1))", "--steps", "4", "--seeds", "3")
+    quick("small_gpt", tmp_path, monkeypatch, *methods)
+    rows = read_rows(tmp_path / "runs.csv")
+    assert [row["method"] for row in rows] == ["dense", LOCAL, "ef(topk(0.1))"]
+    assert (tmp_path / "tradeoff.png").is_file()
+
+
+def test_the_published_results_are_complete_and_agree():
+    found = {each.name: each for each in tables.others(RECIPES / "small_gpt" / "results")}
+    assert found["ef(topk(0.01))"].saving == pytest.approx(78.6, abs=0.1)
+    assert all(each.excess.count == 5 for each in found.values())
+    rows = read_csv(TEXT.parent / "results" / "runs.csv")
+    losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
+    assert set(losses) == set(product(MODES, experiment.METHODS, "01234"))
+    for seed in "01234":
+        assert len({losses[mode, "mean", seed] for mode in MODES}) == 1
+        assert abs(losses["hsdp", TOPK, seed] - losses["two-level", TOPK, seed]) < 0.00045
+
+
+# Nodes.
 
 
 @contextmanager
@@ -47,8 +89,7 @@ def short_text():
 
 
 def outcome(mode, spec, steps=2, **options):
-    settings = Settings(mode=mode, compress=spec, steps=steps, **options)
-    return train.train(settings, CPU)
+    return train.train(Settings(mode=mode, compress=spec, steps=steps, **options), CPU)
 
 
 def in_all_modes():
@@ -67,7 +108,6 @@ def test_modes_agree():
     assert losses["ddp", TOPK] != pytest.approx(losses["two-level", TOPK], abs=1e-5)
     model = SmallGPT(SHAPE)
     plan = torchcomp.explain(TOPK, model=model, world_size=4, nodes=2).nodes
-    assert plan is not None
     flat, two, hsdp = (found[0][mode, TOPK] for mode in MODES)
     assert (flat.between, two.between) == (plan.flat_card_bytes, plan.card_bytes)
     assert hsdp.between == pytest.approx(two.between, rel=0.01)
@@ -137,29 +177,21 @@ def test_a_run_resumes_in_any_mode(tmp_path):
         assert missing.startswith("RecipeError")
 
 
-def test_the_published_results_are_complete_and_agree():
-    rows = read_csv(TEXT.parent / "results" / "runs.csv")
-    losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
-    assert set(losses) == set(product(MODES, experiment.METHODS, "01234"))
-    for seed in "01234":
-        assert len({losses[mode, "mean", seed] for mode in MODES}) == 1
-        difference = losses["hsdp", TOPK, seed] - losses["two-level", TOPK, seed]
-        assert abs(difference) < 0.00045
-
-
 @pytest.mark.parametrize(
-    ("words", "kind", "problem"),
+    ("read", "words", "kind"),
     [
-        (["--mode", "fsdp"], RecipeError, "hsdp"),
-        (["--compress", "topkk(0.1)"], SpecError, "topkk"),
-        (["--ranks-per-node", "3"], RecipeError, "--ranks-per-node 3"),
-        (["--batch", "6"], RecipeError, "--batch 6"),
-        (["--steps", "0"], RecipeError, "--steps"),
+        (read_settings, ["--mode", "fsdp"], RecipeError),
+        (read_settings, ["--compress", "topkk(0.1)"], SpecError),
+        (read_settings, ["--ranks-per-node", "3"], RecipeError),
+        (read_settings, ["--batch", "6"], RecipeError),
+        (small_gpt.parse, ["--methods", "every(8) with compress=topkk"], SpecError),
+        (small_gpt.parse, ["--ranks", "3"], RecipeError),
+        (small_gpt.parse, ["--lr", "0"], SpecError),
     ],
 )
-def test_bad_input_is_named(words, kind, problem):
-    with pytest.raises(kind, match=problem):
-        read_settings(words, world_size=4)
+def test_bad_input_is_named(read, words, kind):
+    with pytest.raises(kind, match="topkk" if "topkk" in words[1] else words[0].lstrip("-")):
+        read(words, *([4] if read is read_settings else []))
 
 
 @NEEDS_HOOK
@@ -167,9 +199,7 @@ def test_bad_input_is_named(words, kind, problem):
 def test_the_program_under_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     flags = ["--mode", "hsdp", "--steps", "2", "--log-every", "1", "--device", "cpu"]
-    flags += ["--checkpoint-every", "2", "--out", str(tmp_path)]
     command = [*launcher, "--nproc-per-node", "4", "-m", "recipes.nodes.train", *flags]
     printed = commands.run(command, OMP_NUM_THREADS="1").stdout.splitlines()
     assert [line.split(":")[0] for line in printed[:2]] == ["step 1", "step 2"]
     assert "validation loss" in printed[2]
-    assert (tmp_path / "step-000002" / ".metadata").is_file()

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 
@@ -137,7 +138,8 @@ def test_local_steps_repeat_micro_batches_that_overflow_in_float16(
     scaler, moved = torch.amp.GradScaler, []
     for scale in (2.0**10, 2.0**30):
         with monkeypatch.context() as patch:
-            made = lambda device, enabled, scale=scale: scaler(device, scale, enabled=enabled)  # noqa: E731
+            start = {"__init__": partialmethod(scaler.__init__, init_scale=scale)}
+            made = type("Scaler", (scaler,), start)
             patch.setattr("torch.amp.GradScaler", made)
             weights = weights_of(train_here(*flags))
         moved.append(weights["1.weight"] - linear[1].weight.detach())
