@@ -44,24 +44,6 @@ def test_slurm_signals_the_batch_script_and_may_requeue_it():
     assert f"\nrequeue={REQUEUE}\n" in text
 
 
-def test_a_signal_before_the_ranks_start_requeues_the_job(tmp_path):
-    signal_the_script = 'if [ "$1" = show ]; then kill -USR1 "$SCRIPT"; fi'
-    for name, body in (("srun", ""), ("scontrol", signal_the_script)):
-        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/calls\n{body}\n')
-        (tmp_path / name).chmod(0o755)
-    names = ["SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_GPUS_ON_NODE", "SLURM_CPUS_PER_TASK"]
-    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **dict.fromkeys(names, "1")}
-    ended = subprocess.run(
-        ["bash", "-c", f'SCRIPT=$$ exec bash "{BATCH_SCRIPT}"'],
-        cwd=ROOT,
-        env=os.environ | variables | {"SLURM_JOB_ID": "7"},
-        timeout=PATIENCE,
-    )
-    assert ended.returncode == REQUEUE
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert calls == ["scontrol show hostnames 1", "scontrol requeue 7"]
-
-
 # Kubernetes.
 
 
@@ -86,21 +68,14 @@ def test_the_job_starts_the_launcher_with_valid_flags_and_the_nccl_settings():
 
 
 def test_the_runtime_restarts_interrupted_jobs():
-    runtime = read_yaml("runtime.yaml")
-    assert runtime["kind"] == "ClusterTrainingRuntime"
-    assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"
-    assert runtime["spec"]["mlPolicy"]["torch"] == {}
-    template = runtime["spec"]["template"]["spec"]
+    template = read_yaml("runtime.yaml")["spec"]["template"]["spec"]
     (rule,) = template["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
     (replicated,) = template["replicatedJobs"]
-    spec = replicated["template"]["spec"]
-    exit_code, disruption = spec["podFailurePolicy"]["rules"]
+    exit_code, disruption = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
     assert exit_code["onExitCodes"]["values"] == [REQUEUE]
     assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert {exit_code["action"], disruption["action"]} == {"FailJob"}
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
 
 # The launcher.
@@ -128,23 +103,14 @@ def ended_by(monkeypatch):
         signal.signal(number, handler)
 
 
-@pytest.mark.parametrize(
-    "codes",
-    [
-        [REQUEUE],
-        [REQUEUE, -signal.SIGTERM],  # torchrun stopped the second rank
-        [-signal.SIGUSR1, -signal.SIGUSR1],  # both ranks were starting
-    ],
-)
-def test_the_launcher_exits_with_the_code_of_interrupted_ranks(codes, ended_by):
-    assert ended_by(codes).code == REQUEUE
-    # A signal while Python ends must not change the code.
-    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
-
-
-@pytest.mark.parametrize("codes", [[1], [1, REQUEUE], [-signal.SIGKILL, -signal.SIGTERM]])
-def test_the_launcher_reports_other_failures_as_torchrun_does(codes, ended_by):
-    assert isinstance(ended_by(codes), ChildFailedError)
+def test_the_launcher_exits_with_the_code_of_interrupted_ranks_alone(ended_by):
+    # torchrun stopped the second rank; both ranks were starting.
+    for codes in ([REQUEUE], [REQUEUE, -signal.SIGTERM], [-signal.SIGUSR1] * 2):
+        assert ended_by(codes).code == REQUEUE
+        # A signal while Python ends must not change the code.
+        assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
+    for codes in ([1], [1, REQUEUE], [-signal.SIGKILL, -signal.SIGTERM]):
+        assert isinstance(ended_by(codes), ChildFailedError)
 
 
 def test_the_launcher_refuses_restarts_by_torchrun(ended_by, monkeypatch):

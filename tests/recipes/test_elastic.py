@@ -1,26 +1,23 @@
 """The elastic recipe: after a kill, the same number of ranks ends with the same bits, and another
-number loses nothing."""
+number continues with the mean residual."""
 
 import os
 import shutil
 import signal
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import torchcomp
-from recipes.checkpoints import Marker
 from recipes.elastic.train import Run, Settings, main, read_settings
 from recipes.errors import RecipeError
 from tests.support.cases import thorough
-from tests.support.outcomes import same
+from tests.support.outcomes import same, unsent
 from tests.support.ranks import on_processes
 
-STEPS, EVERY = 60, 16
 METHODS = {
     "ef": {"compress": "ef(topk(0.01))"},
     "bidirectional": {"compress": 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'},
@@ -28,96 +25,51 @@ METHODS = {
 }
 
 
-class Counted(Run):
-    """A run that sums lr times the gradients of this rank, and takes the sums along."""
-
-    def __init__(self, settings, dies_after=0):
-        self.dies_after, self.sums = dies_after, None
-        super().__init__(settings)
-        self.start = getattr(self, "start", self.weights())
-        named = dict(self.model.module.named_parameters())
-        self.sums = self.sums or {name: torch.zeros_like(p) for name, p in named.items()}
-        for name, parameter in named.items():
-            # Called with the gradient of this rank, before DDP averages it.
-            parameter.register_hook(lambda grad, name=name: self.add(name, grad))
-
-    def weights(self):
-        return {name: w.clone() for name, w in self.model.module.state_dict().items()}
-
-    def add(self, name, grad):
-        self.sums[name].add_(grad, alpha=self.optimizer.param_groups[0]["lr"])
-
-    def backward(self):
-        if self.rank == 1 and self.step == self.dies_after > 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        super().backward()
-
-    def state_dict(self):
-        return {**super().state_dict(), "sums": self.sums}
-
-    def resized(self, states):
-        return {**super().resized(states), "sums": mean_sums(states)}
-
-    def load(self, state):
-        self.start = self.weights()
-        super().load(state)
-        self.sums = state["sums"]
-
-
-def mean_sums(states):
-    names = states[0]["sums"]
-    return {name: torch.stack([each["sums"][name] for each in states]).mean(0) for name in names}
+def states_after(step, settings, ranks):
+    folder = f"{settings.out}/checkpoints/step-{step:09d}"
+    return [torch.load(f"{folder}/rank-{rank}.pt") for rank in range(ranks)]
 
 
 def train(settings, dies_after=0):
-    run = Counted(settings, dies_after)
+    """Train to the end, or until rank 1 dies, which the other ranks notice in an exchange."""
+    run = Run(settings)
+    first, backward = run.state_dict()["method"], run.backward
+
+    def dying():
+        if run.rank == 1 and run.step == dies_after > 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        backward()
+
+    run.backward = dying
     run.train()
     run.method.close()
-    return run.start
-
-
-def finished(ranks, settings):
-    """Train until the end. Return the states of all ranks, and what is lost, relative to all.
-
-    Without an outer step, the sum of lr times mean gradient = what was applied + what is unsent.
-    """
-    start = on_processes(ranks, train, settings)[0]
-    folder = Path(settings.out) / "checkpoints" / f"step-{settings.steps:09d}"
-    assert len(Marker.read(folder).sha256) == ranks
-    states = [torch.load(folder / f"rank-{rank}.pt") for rank in range(ranks)]
-    (joined,) = torchcomp.redistribute([state["method"] for state in states], 1)
-    worst = largest = 0.0
-    for name, total in mean_sums(states).items():
-        # The residual of local steps is a change of weights, the other a gradient of the last lr.
-        unit = joined["lrs"][name] if settings.sync == "none" else -1.0
-        slots = (joined["slots"].get(slot) for slot in ("error", "server_error"))
-        unsent = sum(slot["tensors"][name].view_as(total) for slot in slots if slot)
-        moved = start[name] - states[0]["model"][name] + unit * unsent
-        worst = max(worst, float((moved - total).abs().max()))
-        largest = max(largest, float(total.abs().max()))
-    return states, worst / largest
+    return first
 
 
 @pytest.mark.parametrize("method", ["bidirectional", *thorough(["ef", "local"])])
 def test_a_killed_run_ends_with_the_same_bits_or_conserves(method, tmp_path):
-    folder = tmp_path / "run"
-    settings = Settings(**METHODS[method], steps=STEPS, checkpoint_every=EVERY, out=str(folder))
+    settings = Settings(**METHODS[method], steps=60, checkpoint_every=16, out=str(tmp_path / "run"))
     outcomes = on_processes(3, train, settings, 41, catch=True)
     assert all(isinstance(outcome, Exception) for outcome in outcomes)
-    steps = [int(path.parent.name[5:]) for path in folder.glob("*/*/complete.json")]
+    steps = [int(path.parent.name[5:]) for path in tmp_path.glob("run/*/*/complete.json")]
     assert sorted(steps) == [16, 32]
+    saved = [state["method"] for state in states_after(32, settings, 3)]
+    resized = replace(settings, out=str(tmp_path / "resized"))
+    shutil.copytree(settings.out, resized.out)
 
-    resized = tmp_path / "resized"
-    shutil.copytree(folder, resized)
-    whole, _ = finished(3, replace(settings, out=str(tmp_path / "whole")))
-    again, _ = finished(3, settings)
-    for one, other in zip(again, whole, strict=True):
+    whole = replace(settings, out=str(tmp_path / "whole"))
+    for each in (settings, whole):
+        on_processes(3, train, each)
+    for one, other in zip(states_after(60, settings, 3), states_after(60, whole, 3), strict=True):
         # A new process compares its settings with the other ranks, which sends some more bytes.
-        one["method"].pop("traffic"), other["method"].pop("traffic")
+        assert one["method"].pop("traffic").keys() == other["method"].pop("traffic").keys()
         assert same(one, other)
-    states, lost = finished(2, replace(settings, out=str(resized)))
-    assert len(states) == 2
-    assert settings.outer != "none" or lost < 1e-13
+
+    begins = on_processes(2, train, resized)
+    torch.testing.assert_close(unsent(begins), unsent(saved), rtol=1e-14, atol=1e-16)
+    assert unsent(saved).norm() > 0
+    first, second = states_after(60, resized, 2)
+    assert same(first["model"], second["model"])
 
 
 @pytest.mark.parametrize(

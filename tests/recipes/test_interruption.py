@@ -17,7 +17,6 @@ from recipes.errors import RecipeError
 from recipes.signals import REQUEUE
 from tests.recipes.conftest import (
     assert_equal_runs,
-    descendants,
     kill_tree,
     steps_and_losses,
     wait_until,
@@ -162,16 +161,6 @@ def test_a_slurm_job_saves_and_requeues_itself_and_ends_with_the_same_bits(job, 
     assert job.script.wait(PATIENCE) == 0, job.printed.read_text()
     assert f"resumed after step {step}" in job.printed.read_text()
     assert_equal_runs(whole, out)
-
-
-@pytest.mark.thorough
-def test_a_slurm_job_whose_processes_get_sigterm_requeues_itself(job, out):
-    wait_until(lambda: has_begun(out), job.is_alive, job.printed)
-    # As before a preemption: launchers and ranks, but neither the script nor srun, the first one.
-    for pid in descendants(job.script.pid)[1:]:
-        os.kill(pid, signal.SIGTERM)
-    job.assert_requeued()
-    assert_saved(out, job.printed.read_text())
 
 
 def test_a_signal_before_a_launcher_catches_it_requeues_the_job(tmp_path):

@@ -1,8 +1,6 @@
 """Models by name, the simple ViT of vit-pytorch, learning rates, and errors for unknown names."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -13,7 +11,6 @@ from recipes.models import build_model, check_model
 from recipes.optimizers import build_optimizer, lr_function
 from recipes.settings import Settings
 from recipes.simple_vit import sin_cos_positions
-from tests.support.patience import PATIENCE
 from tests.test_learning_rates import FINAL, by_hand
 from torchcomp.specs.learning_rates import DECAYS
 
@@ -100,31 +97,18 @@ def test_images_that_do_not_fit_are_refused_before_training():
     assert model.training
 
 
-def test_torchvision_imports_without_its_compiled_operators():
-    code = (
-        "from torchcomp.advisor.torchvision_compat import import_torchvision\n"
-        "first = import_torchvision()\n"
-        "assert import_torchvision() is first\n"
-        "first.models.get_model('resnet18', weights=None)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
-
-
 # Learning rates: those of every step equal the formula in float64.
 
 
 @pytest.mark.parametrize("decay", [*DECAYS, "step"])
-@pytest.mark.parametrize("warmup", [0, 20])
-def test_the_optimizer_gets_exactly_the_learning_rate_of_every_step(decay, warmup):
+def test_the_optimizer_gets_exactly_the_learning_rate_of_every_step(decay):
     more = {"milestones": (3, 6), "gamma": 0.1} if decay == "step" else {}
-    settings = Settings(
-        epochs=9, lr=0.8, final_lr=FINAL, warmup_steps=warmup, schedule=decay, **more
-    )
+    settings = Settings(epochs=9, lr=0.8, final_lr=FINAL, warmup_steps=20, schedule=decay, **more)
     lr_at = lr_function(settings, 10)
     expected = [0.8 * 0.1 ** ((step >= 30) + (step >= 60)) for step in range(91)]
-    expected[:warmup] = [FINAL + (0.8 - FINAL) * step / 20 for step in range(warmup)]
+    expected[:20] = [FINAL + (0.8 - FINAL) * step / 20 for step in range(20)]
     if decay != "step":
-        expected = by_hand(decay, total=90, warmup=warmup, peak=0.8)
+        expected = by_hand(decay, total=90, warmup=20, peak=0.8)
     np.testing.assert_allclose([lr_at(t) for t in range(91)], expected, rtol=1e-12)
     made = build_optimizer(settings, torch.nn.Linear(2, 2))
     scheduler = torch.optim.lr_scheduler.LambdaLR(made, lr_at)
