@@ -14,8 +14,7 @@ from recipes.bidirectional_topk import averagers, counterexample, problems, runs
 from recipes.bidirectional_topk.runs import Run, cosine
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.rows import build, read_rows
-from tests.recipes.forked_ranks import RECIPES
-from tests.recipes.papers import published, quick
+from tests.recipes.runs import RECIPES, published, quick
 from tests.support.ranks import on_threads
 
 NAME = "bidirectional_topk"

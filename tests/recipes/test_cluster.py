@@ -15,13 +15,12 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from recipes.cluster import launch
 from recipes.settings import read_settings
 from recipes.signals import REQUEUE, SIGNALS
-from tests.recipes.forked_ranks import RECIPES
+from tests.recipes.runs import RECIPES
 from tests.support.commands import ROOT, run
 from tests.support.patience import PATIENCE
 
 CLUSTER = RECIPES / "cluster"
 BATCH_SCRIPT = CLUSTER / "slurm.sbatch"
-SHELL_SCRIPTS = [BATCH_SCRIPT, *(Path(__file__).parent / "slurm_stand_ins").iterdir()]
 YAML_RULES = "{extends: default, rules: {document-start: disable, line-length: {max: 100}, "
 YAML_RULES += "braces: {max-spaces-inside: 1}, comments: {min-spaces-from-content: 1}}}"
 
@@ -29,7 +28,7 @@ YAML_RULES += "braces: {max-spaces-inside: 1}, comments: {min-spaces-from-conten
 def test_scripts_and_manifests_are_clean():
     # Beside the interpreter, as pip installs it: the folder need not be in PATH.
     shellcheck = Path(sys.executable).parent / "shellcheck"
-    run([shellcheck, "--shell=bash", "--severity=warning", *SHELL_SCRIPTS])
+    run([shellcheck, "--shell=bash", "--severity=warning", BATCH_SCRIPT])
     manifests = sorted(CLUSTER.glob("*.yaml"))
     run([sys.executable, "-m", "yamllint", "--strict", "-d", YAML_RULES, *manifests])
 
@@ -42,6 +41,26 @@ def test_slurm_signals_the_batch_script_and_may_requeue_it():
     wanted |= {"gpus-per-node": "8", "ntasks-per-node": "1"}
     assert wanted.items() <= options.items()
     assert f"\nrequeue={REQUEUE}\n" in text
+
+
+SIGNAL = 'if [ "$1" = show ]; then kill -USR1 "$SCRIPT"; fi'
+
+
+@pytest.mark.parametrize(("scontrol", "srun"), [(SIGNAL, ""), ("", f"exit {REQUEUE}")])
+def test_a_signal_before_the_ranks_start_or_a_code_of_theirs_requeues_the_job(
+    scontrol, srun, tmp_path
+):
+    for name, body in (("srun", srun), ("scontrol", scontrol)):
+        (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/calls\n{body}\n')
+        (tmp_path / name).chmod(0o755)
+    names = ["SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_GPUS_ON_NODE", "SLURM_CPUS_PER_TASK"]
+    variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **dict.fromkeys(names, "1")}
+    command = ["bash", "-c", f'SCRIPT=$$ exec bash "{BATCH_SCRIPT}"']
+    environment = os.environ | variables | {"SLURM_JOB_ID": "7"}
+    assert subprocess.run(command, cwd=ROOT, env=environment).returncode == REQUEUE
+    calls = [line.split()[:2] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [calls[0], calls[-1]] == [["scontrol", "show"], ["scontrol", "requeue"]]
+    assert (len(calls) == 2) == (scontrol == SIGNAL)
 
 
 # Kubernetes.

@@ -12,7 +12,7 @@ from recipes.experiments import PROVENANCE, ExperimentParser, ResultTable
 from recipes.page_tables import filled, pages
 from recipes.result_files import read_csv, read_notes
 from recipes.rows import best, paired, spread
-from tests.recipes.forked_ranks import RECIPES
+from tests.recipes.runs import RECIPES
 
 HOME = Path("recipes") / "work"
 EXPERIMENTS = sorted(path.parent.name for path in RECIPES.glob("*/experiment.py"))

@@ -25,8 +25,7 @@ from recipes.small_gpt.corpus import VOCABULARY, Corpus, windows
 from recipes.small_gpt.model import Shape, SmallGPT
 from recipes.small_gpt.training import SHAPE
 from tests.fsdp.runs import NEEDS_HOOK
-from tests.recipes.forked_ranks import RECIPES
-from tests.recipes.papers import quick
+from tests.recipes.runs import RECIPES, quick
 from tests.support import commands
 from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes

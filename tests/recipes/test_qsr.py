@@ -14,7 +14,7 @@ from recipes.qsr.settings import METHODS, PARALLEL, QUICK_GRID, Point, Run, Sett
 from recipes.qsr.task import SAMPLES
 from recipes.qsr.training import Outcome, train
 from recipes.rows import build, columns, grouped, typed, where
-from tests.recipes.papers import published, quick
+from tests.recipes.runs import published, quick
 from tests.support.cases import thorough
 from tests.support.ranks import on_threads
 

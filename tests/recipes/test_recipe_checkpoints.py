@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import torchcomp
-from recipes.checkpoints import MARKER, Checkpoints, Marker
+from recipes.checkpoints import MARKER, Checkpoints
 from recipes.errors import RecipeError
 from recipes.random_state import random_state, seed_all, set_random_state
 from recipes.report import Report
@@ -82,6 +82,9 @@ def flip_a_bit(path):
 
 DAMAGE = {"truncated": truncate, "a bit": flip_a_bit, "deleted": Path.unlink}
 DAMAGE["marker"] = lambda path: path.with_name(MARKER).write_bytes(b"\xff{")
+DAMAGE["a setting"] = lambda path: path.with_name(MARKER).write_text(
+    path.with_name(MARKER).read_text().replace("smallcnn", "smallcnm")
+)
 DAMAGE["empty marker"] = lambda path: path.with_name(MARKER).write_text("{}")
 
 
@@ -102,23 +105,6 @@ def test_a_damaged_checkpoint_is_skipped_and_does_not_count_as_kept(damage, chec
         truncate(file_of(checkpoints, step))
     with pytest.raises(RecipeError, match=r"--resume: .*checkpoints are damaged"):
         checkpoints.load(SETTINGS)
-
-
-def test_every_changed_bit_of_a_marker_is_found(tmp_path):
-    marker = Marker(("0f", "1e"), {"lr": 0.2, "compress": "ef(topk(0.01))"})
-    marker.write(tmp_path)
-    path = tmp_path / MARKER
-    good = path.read_bytes()
-    for bit in range(8 * len(good)):
-        bad = bytearray(good)
-        bad[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(bad)
-        try:
-            # JSON ignores white space, so a changed space can leave everything as it was.
-            assert Marker.read(tmp_path) == marker
-        except RecipeError:
-            continue
-        assert chr(good[bit // 8]).isspace()
 
 
 # Disks, and other runs in the same folder.
@@ -144,18 +130,13 @@ def test_what_cannot_be_deleted_or_is_of_others_stays(checkpoints, monkeypatch):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
     save(checkpoints, 1)
-    copies = [checkpoints.folder / name / "a" for name in ("step-000000000.bak", "step-0-best")]
-    for copy in copies:
-        copy.parent.mkdir()
-        copy.touch()
-    (checkpoints.folder / "step-000000000").write_text("a file")
+    copy = checkpoints.folder / "step-000000000.bak"
+    copy.mkdir()
     monkeypatch.setattr(os, "rmdir", busy)
-    save(checkpoints, 2, 3)
-    assert steps_in(checkpoints) == [2, 3]
-    assert all(copy.exists() for copy in copies)
     # Below the steps of another run, what was just saved is kept.
-    save(checkpoints, 100, 110, 10)
+    save(checkpoints, 2, 100, 110, 10)
     assert steps_in(checkpoints) == [10, 100, 110]
+    assert copy.exists()
 
 
 # Several ranks: none of them waits for another one, and all return the same.

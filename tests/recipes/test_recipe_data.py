@@ -84,25 +84,20 @@ def test_digits_match_their_preset():
     assert sorted(labels.tolist()) == sorted(data["test"].labels.tolist())
 
 
-@pytest.mark.parametrize(
-    ("name", "kind", "shape"),
-    [
-        ("mnist", "MNIST", (28, 28)),
-        ("svhn", "SVHN", (3, 32, 32)),
-        ("cifar100", "CIFAR100", (32, 32, 3)),
-    ],
-)
-def test_torchvision_reads_the_small_data_sets(name, kind, shape, tmp_path, monkeypatch):
+SHAPES = {"MNIST": (28, 28), "SVHN": (3, 32, 32), "CIFAR100": (32, 32, 3)}
+
+
+@pytest.mark.parametrize("kind", SHAPES)
+def test_torchvision_reads_the_small_data_sets(kind, tmp_path, monkeypatch):
     class Made:
         def __init__(self, root, split="", train=False):
-            assert root == str(tmp_path)
-            self.data = np.full((6, *shape), 3 if train or split == "train" else 4, np.uint8)
+            value = 3 if train or split == "train" else 4
+            self.data = np.full((6, *SHAPES[kind]), value, np.uint8)
             self.targets = [0, 1, 2, 0, 1, 2]
 
     monkeypatch.setattr(sources.vision().datasets, kind, Made)
-    found = sources.read_public(name, tmp_path)
-    size, channels = PRESETS[name].size, PRESETS[name].channels
-    assert found["train"].images.shape == (6, size, size, channels)
+    found, preset = sources.read_public(kind.lower(), tmp_path), PRESETS[kind.lower()]
+    assert found["train"].images.shape == (6, preset.size, preset.size, preset.channels)
     assert (found["train"].images.max(), found["test"].images.max()) == (3, 4)
     assert found["train"].classes == 3
 
@@ -222,59 +217,58 @@ def without_images(folder):
         image.unlink()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (corrupt, r"dog/3\.jpg"),
-        (lambda folder: shutil.rmtree(folder / "val" / "dog"), r"train/.*val/.* dog"),
-        (lambda folder: shutil.rmtree(folder / "val"), r"val .*sub-folder"),
-        (without_images, r"train .*\.jpg"),
-        # Without ffcv, the message says what to install.
-        (lambda f: (f / "train_x.beton").touch(), r"libturbojpeg0-dev.*--loader torchvision"),
-    ],
-)
-def test_bad_folders(change, message, photo_folder, monkeypatch):
+BAD_FOLDERS = {
+    r"dog/3\.jpg": corrupt,
+    r"train/.*val/.* dog": lambda folder: shutil.rmtree(folder / "val" / "dog"),
+    r"val .*sub-folder": lambda folder: shutil.rmtree(folder / "val"),
+    r"train .*\.jpg": without_images,
+    # Without ffcv, the message says what to install.
+    r"libturbojpeg0-dev.*--loader torchvision": lambda f: (f / "train_x.beton").touch(),
+}
+
+
+@pytest.mark.parametrize("message", BAD_FOLDERS)
+def test_bad_folders(message, photo_folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "ffcv", None)
-    change(photo_folder)
+    BAD_FOLDERS[message](photo_folder)
     with pytest.raises(RecipeError, match=message):
         all_of(opened(**where(photo_folder)).train(0, 0))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"image_size": 32}, r"--image-size 32 .*digits .*8 x 8"),
-        ({"dataset": "cifar10", "data_path": "nowhere"}, r"--dataset cifar10 .*root"),
-        ({"dataset": "folder", "data_path": "nowhere"}, r"--data-path nowhere"),
-        ({"loader": "ffcv"}, r"--loader ffcv .*digits"),
-        ({"batch_size": 2000}, r"--batch-size .*1442 .*2000"),
-        ({"world_size": 7}, r"--batch-size 64 .*7 ranks"),
-    ],
-)
-def test_bad_data_settings(changes, message):
+BAD_SETTINGS = {
+    r"--image-size 32 .*digits .*8 x 8": {"image_size": 32},
+    r"--dataset cifar10 .*root": {"dataset": "cifar10", "data_path": "nowhere"},
+    r"--data-path nowhere": {"dataset": "folder", "data_path": "nowhere"},
+    r"--loader ffcv .*digits": {"loader": "ffcv"},
+    r"--batch-size .*1442 .*2000": {"batch_size": 2000},
+    r"--batch-size 64 .*7 ranks": {"world_size": 7},
+}
+
+
+@pytest.mark.parametrize("message", BAD_SETTINGS)
+def test_bad_data_settings(message):
     with pytest.raises(RecipeError, match=message):
-        opened(**changes)
+        opened(**BAD_SETTINGS[message])
 
 
 @pytest.mark.usefixtures("needs_ffcv")
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda content: content[:10], "missing or empty"),
-        (lambda content: content[:1000], "truncated"),
-        (lambda content: content[:-1], "truncated"),
-        # Never finished, no images, and no .beton file at all.
-        (lambda content: content[:16] + bytes(8) + content[24:], "truncated"),
-        (lambda content: content[:8] + bytes(8) + content[16:], "0 samples"),
-        (lambda content: b"\xff" * 10_000, "version is 65535"),
-    ],
-)
-def test_a_damaged_beton_file_is_named(change, message, photo_folder, tmp_path):
+def test_a_damaged_beton_file_is_named(photo_folder, tmp_path):
     path = tmp_path / "train_tiny.beton"
     beton.write_beton(path, sources.photographs(photo_folder)["train"])
     beton.check_beton(path)
     with pytest.raises(RecipeError, match=r"val\*\.beton .*none.*--loader torchvision"):
         opened(**where(tmp_path, loader="ffcv"))
-    path.write_bytes(change(path.read_bytes()))
-    with pytest.raises(RecipeError, match=rf"train_tiny\.beton.*{message}.*write_beton"):
-        beton.check_beton(path)
+    good = path.read_bytes()
+    # Cut at several places, never finished, without images, and no .beton file at all.
+    unfinished, empty = good[:16] + bytes(8) + good[24:], good[:8] + bytes(8) + good[16:]
+    for content, message in (
+        (good[:10], "missing or empty"),
+        (good[:1000], "truncated"),
+        (good[:-1], "truncated"),
+        (unfinished, "truncated"),
+        (empty, "0 samples"),
+        (b"\xff" * 10_000, "version is 65535"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(RecipeError, match=rf"train_tiny\.beton.*{message}.*write_beton"):
+            beton.check_beton(path)

@@ -10,7 +10,7 @@ from recipes.errors import RecipeError
 from recipes.optimizers import lr_function
 from recipes.options import read_yaml
 from recipes.settings import Settings, read_settings
-from tests.recipes.forked_ranks import RECIPES
+from tests.recipes.runs import RECIPES
 from tests.support.cases import only
 from torchcomp.specs.spec import parse_schedule
 

@@ -71,10 +71,8 @@ def test_a_file_overrides_its_base_and_flags_override_both(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--learning-rat 1", "'--learning-rat'.*--"),
         ("a.yaml", r"'a\.yaml'.*--config a\.yaml"),
         ("--momentun 0.9", "'--momentun'.*--momentum"),
-        ("--lr fast", "--lr: .*'fast'"),
         ("--lr nan", "--lr: .*'nan'"),
         ("--lr 0", r"--lr .* 0, .*0\.0"),
         ("--lr", "--lr: expected one argument"),
@@ -86,16 +84,12 @@ def test_a_file_overrides_its_base_and_flags_override_both(tmp_path):
         ("--dataset folder --dry-run", "--dataset folder .*--data-path"),
         ("--schedule step", "--schedule step .*--milestones"),
         ("--schedule step --milestones 5,3", "--milestones 5,3.* 19.*--epochs 20"),
-        ("--schedule step --milestones 20", "--milestones 20.* 19.*--epochs 20"),
         ("--milestones 5", "--milestones .*step.*cosine"),
         ("--milestones x", "--milestones: .*'x'"),
-        ("--lr-inside", "--lr-inside .*--compress"),
         ("--lr-inside --compress ef(topk(0.1)) --sync every(3)", "--lr-inside .*--sync"),
         ("--guard 5", "--guard .*--compress"),
         ("--nesterov --momentum 0", "--nesterov .*--momentum"),
         ("--lr 1e-9", "--final-lr .*--lr 1e-09.* 1e-06"),
-        ("--crop-ratio 1.5", r"--crop-ratio .* 1, .*1\.5"),
-        ("--seed 9223372036854775808", "--seed .* 9223372036854775807, .*9223372036854775808"),
         ("--config nowhere.yaml", r"--config nowhere\.yaml"),
     ],
 )
@@ -108,20 +102,15 @@ def test_bad_flags(flags, message):
     ("text", "message"),
     [
         ("epoch: 3", r"'epoch' .*some\.yaml.*'epochs'"),
-        ("config: a.yaml", r"'config' .*some\.yaml"),
-        ("bas: a.yaml", r"'bas' .*some\.yaml.*'base'"),
         ("base: a.yaml", r"some\.yaml: base: .*a\.yaml"),
         ("base: some.yaml", r"some\.yaml: base: some\.yaml"),
-        ("base: [a.yaml]", r"some\.yaml: base: .*text"),
         ("amp: no", "amp: .*quote.* False"),
         ("epochs: true", "epochs: .*True"),
         ("epochs: 1.0", r"epochs: .*1\.0"),
         ("nesterov: 1", "nesterov: .*true or false.* 1"),
-        ("lr: .inf", "lr: .*inf"),
         ("milestones: 3", "milestones: .* 3"),
         ("lr: {", r"some\.yaml .*YAML"),
         ("- lr", r"some\.yaml .*'key: value'"),
-        ("", r"some\.yaml .*'key: value'"),
     ],
 )
 def test_bad_files(text, message, tmp_path):

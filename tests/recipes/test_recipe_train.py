@@ -2,8 +2,8 @@
 
 import copy
 import json
-import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,9 +19,16 @@ from recipes import write_beton
 from recipes.errors import RecipeError
 from recipes.models import SmallCNN
 from recipes.random_state import seed_all
-from tests.recipes.conftest import assert_equal_runs, steps_and_losses, summary_in, wait_until
+from tests.recipes.runs import (
+    assert_equal_runs,
+    steps_and_losses,
+    steps_of,
+    summary_in,
+    train_rank,
+)
 from tests.support.cases import only
 from tests.support.patience import PATIENCE
+from tests.support.ranks import on_processes
 
 TrainHere = Callable[..., dict[str, Any]]
 SHARD = 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'
@@ -247,30 +254,17 @@ def test_a_conversion_that_stops(flags, message, photo_folder, tmp_path):
 # Several ranks.
 
 
-def kill_after_checkpoint(step, out, run):
-    """Kill a run as soon as it has a complete checkpoint of ``step`` or later."""
-    complete = "checkpoints/step-*/complete.json"
-    wait_until(
-        lambda: any(int(p.parent.name[5:]) >= step for p in out.glob(complete)),
-        run.is_alive,
-        run.printed,
-    )
-    run.kill()
-    assert not (out / "summary.json").exists()
-
-
 @pytest.mark.parametrize("method", only(METHODS, now=["both"]))
-def test_a_killed_run_resumes_and_ends_with_the_same_weights(
-    method, forked, tmp_path, digits_flags
-):
-    # 22 steps per epoch: step 25 is inside the second epoch and inside a round (4, 8, ...).
-    flags = [*digits_flags, "--epochs", "3", "--log-every", "1", *METHODS[method]]
-    whole = forked.start(*flags, "--out", str(tmp_path / "whole"))
-    killed_flags = [*flags, "--out", str(tmp_path / "killed"), "--checkpoint-every", "5"]
-    kill_after_checkpoint(25, tmp_path / "killed", forked.start(*killed_flags))
-    whole.finish()
-    assert re.search(r"resumed after step \d+", forked.start(*killed_flags, "--resume").finish())
-    assert_equal_runs(tmp_path / "whole", tmp_path / "killed")
+def test_a_killed_run_resumes_and_ends_with_the_same_weights(method, tmp_path):
+    # 22 steps per epoch: step 28 is inside the second epoch and inside a round (4, 8, ...).
+    flags = ["--threads", "1", "--epochs", "3", "--log-every", "1", *METHODS[method]]
+    flags += ["--checkpoint-every", "5", "--auto-resume", "--out"]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    on_processes(2, train_rank, [*flags, str(killed)], signal.SIGKILL, 28, [1], catch=True)
+    assert steps_of(killed) == [20, 25]
+    for out, first in ((killed, 26), (whole, 1)):
+        assert on_processes(2, train_rank, [*flags, str(out)]) == [(first, 0)] * 2
+    assert_equal_runs(whole, killed)
 
 
 @pytest.mark.thorough
@@ -280,25 +274,25 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(
     [(METHODS["both"], 4, 2, 1), (["--compress", SHARD], 6, 1, 2)],
 )
 def test_a_killed_run_resumes_with_another_number_of_ranks(
-    method, saved, before, after, forked, tmp_path, digits_flags
+    method, saved, before, after, digits_flags, out
 ):
     flags = [*digits_flags, *method, "--epochs", "2", "--checkpoint-every", "6"]
     flags += ["--elastic", "--auto-resume"]
-    kill_after_checkpoint(2 * saved, tmp_path / "run", forked.start(*flags, ranks=before))
-    found = re.search(r"resumed after step (\d+)", forked.start(*flags, ranks=after).finish())
-    assert found is not None
-    assert int(found[1]) % saved == 0
-    summary = summary_in(tmp_path / "run")
+    dies = (signal.SIGKILL, 2 * saved + 7, [before - 1])
+    on_processes(before, train_rank, flags, *dies, catch=True)
+    ((first, code), *_) = on_processes(after, train_rank, flags)
+    assert (first % saved, code) == (1, 0)
+    summary = summary_in(out)
     assert (summary["ranks"], summary["steps"]) == (after, 44)
     assert summary["replicas_agree"]
 
 
 @pytest.mark.thorough
-def test_three_dense_ranks_resume_bit_for_bit(forked, tmp_path, digits_flags):
+def test_three_dense_ranks_resume_bit_for_bit(digits_flags, out):
     # From three ranks on, the position of a gradient in DDP's buckets affects how its sum rounds.
     flags = [*digits_flags, "--epochs", "1", "--batch-size", "240", "--checkpoint-every", "2"]
-    forked.start(*flags, ranks=3).finish()
-    whole = summary_in(tmp_path / "run")
-    delete_newest_checkpoint(tmp_path / "run")
-    forked.start(*flags, "--resume", ranks=3).finish()
-    assert summary_in(tmp_path / "run")["weights_sha256"] == whole["weights_sha256"]
+    on_processes(3, train_rank, flags)
+    whole = summary_in(out)
+    delete_newest_checkpoint(out)
+    on_processes(3, train_rank, [*flags, "--resume"])
+    assert summary_in(out)["weights_sha256"] == whole["weights_sha256"]

@@ -19,7 +19,7 @@ from recipes.two_direction.methods.ef21p import EF21P
 from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
 from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
 from recipes.two_direction.tuning import MethodRun, tune
-from tests.recipes.papers import published, quick
+from tests.recipes.runs import published, quick
 from tests.support.ranks import on_threads
 from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import Identity, RandK, TopK
