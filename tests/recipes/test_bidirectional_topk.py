@@ -15,6 +15,7 @@ from recipes.bidirectional_topk.runs import Run, cosine
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.rows import build, read_rows
 from tests.recipes.runs import RECIPES, published, quick
+from tests.support.cases import thorough
 from tests.support.ranks import on_threads
 
 NAME = "bidirectional_topk"
@@ -153,9 +154,7 @@ def test_an_accuracy_is_reproduced():
     assert unions[0] == pytest.approx(unions[1], rel=0.02)
 
 
-@pytest.mark.parametrize(
-    "part", ["lr_inside", *(pytest.param(p, marks=pytest.mark.thorough) for p in ("all", "union"))]
-)
+@pytest.mark.parametrize("part", ["lr_inside", *thorough(["all", "union"])])
 def test_a_quick_part_runs_and_resumes(part, tmp_path, monkeypatch):
     flags = [] if part == "all" else ["--only", part]
     quick(NAME, tmp_path, monkeypatch, *flags, "--processes", "1")

@@ -72,17 +72,10 @@ def test_a_killed_run_ends_with_the_same_bits_or_conserves(method, tmp_path):
     assert same(first["model"], second["model"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "error"),
-    [
-        (["--batch", "50"], RecipeError),
-        (["--outer", "nesterov()"], RecipeError),
-        (["--compress", "topkk"], torchcomp.SpecError),
-    ],
-)
-def test_flags_that_cannot_be_used(flags, error):
-    with pytest.raises(error):
-        read_settings(flags, 4)
+@pytest.mark.parametrize("flags", ["--batch 50", "--outer nesterov()", "--compress topkk"])
+def test_flags_that_cannot_be_used(flags):
+    with pytest.raises((RecipeError, torchcomp.SpecError)):
+        read_settings(flags.split(), 4)
 
 
 @pytest.mark.parametrize("full", [4, 6])

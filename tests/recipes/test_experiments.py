@@ -2,23 +2,18 @@
 
 import importlib
 import math
-import shlex
 from pathlib import Path
 
 import pytest
 
 from recipes.errors import RecipeError
-from recipes.experiments import PROVENANCE, ExperimentParser, ResultTable
+from recipes.experiments import ExperimentParser, ResultTable
 from recipes.page_tables import filled, pages
-from recipes.result_files import read_csv, read_notes
 from recipes.rows import best, paired, spread
 from tests.recipes.runs import RECIPES
 
 HOME = Path("recipes") / "work"
 EXPERIMENTS = sorted(path.parent.name for path in RECIPES.glob("*/experiment.py"))
-RESULTS = sorted(path.relative_to(RECIPES) for path in RECIPES.glob("*/results/**/*.csv"))
-# Their programs were part of version 0.1.0 alone.
-DROPPED = {"backward.csv", "on_ranks.csv", "scaling.csv", "selection.csv"}
 
 
 def read(*words):
@@ -56,27 +51,10 @@ def test_all_experiments_have_the_same_flags(name, tmp_path):
             program.parse([flag, value])
 
 
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name not in DROPPED], ids=str)
-def test_published_rows_name_a_command_of_their_experiment(path):
-    rows = read_csv(RECIPES / path)
-    if set(PROVENANCE) - set(rows[0]):
-        assert path.stem.endswith("_curves") or "command" in read_notes(RECIPES / path)
-    for command in {row["command"] for row in rows if "command" in row}:
-        python, flag, module, *_ = shlex.split(command)
-        assert (python, flag, module.split(".")[:2]) == ("python", "-m", ["recipes", path.parts[0]])
-
-
 @pytest.mark.parametrize("page", list(pages()), ids=lambda page: f"{page.parent.name}/{page.name}")
 def test_the_tables_of_the_pages_are_those_of_the_results(page):
     text = page.read_text()
     assert text == filled(text), "run python -m recipes.page_tables"
-
-
-def test_a_bad_mark_is_refused():
-    mark = "<!-- table: small_gpt/dense -->\n"
-    for text in (f"{mark}no end", f"{mark}{mark}<!-- end -->", f"{mark}<!-- end -->"):
-        with pytest.raises(RecipeError):
-            filled(text.replace("dense", "unknown") if text == f"{mark}<!-- end -->" else text)
 
 
 def test_a_file_that_cannot_be_resumed_is_refused(tmp_path):

@@ -12,7 +12,6 @@ from recipes.options import read_yaml
 from recipes.settings import Settings, read_settings
 from tests.recipes.runs import RECIPES
 from tests.support.cases import only
-from torchcomp.specs.spec import parse_schedule
 
 CONFIGS = {path.stem: path for path in sorted((RECIPES / "configs").rglob("*.yaml"))}
 # A line of the page: name, method, synchronisations and terabytes.
@@ -59,17 +58,6 @@ def test_every_configuration_has_the_synchronisations_and_bytes_of_the_page():
         share = f"{100 * syncs / steps:.1f}".removesuffix(".0")
         text = CONFIGS[name].read_text()
         assert f"\n# {syncs:,} synchronisations in {steps:,} steps ({share} %).\n" in text
-
-
-@pytest.mark.parametrize("model", ["resnet152", "vit_b16"])
-def test_rules_begin_to_grow_at_the_learning_rate_of_qsr(model):
-    base = {"resnet152": 2, "vit_b16": 4}[model]
-    qsr = parse_schedule(configured(f"{model}_4096_qsr{base}").sync)
-    begins = qsr.alpha / (base + 1) ** 0.5
-    for name in ("linear", "cubic"):
-        rule = parse_schedule(configured(f"{model}_4096_{name}_rule{base}").sync)
-        # The coefficient has three digits.
-        assert rule.coef == pytest.approx(begins * (base + 1) ** (1 / rule.exponent), rel=5e-3)
 
 
 @pytest.mark.parametrize("name", only(CONFIGS, now=NOW))

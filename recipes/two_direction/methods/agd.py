@@ -13,9 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from torchcomp.specs.checks import check_positive
 from torchcomp.two_direction.base import Method
-from torchcomp.two_direction.checks import check_convexity
 from torchcomp.two_direction.parameter_server import DENSE
 from torchcomp.two_direction.theory import Constants, learning_rates
 
@@ -55,7 +53,6 @@ class _Extrapolation(Method):
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
-        check_positive("gamma", self.gamma)
         self.y = self.x
 
     @abstractmethod
@@ -78,8 +75,6 @@ class ConstantMomentumAGD(_Extrapolation):
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
-        check_positive("mu", self.mu)
-        check_convexity(self.mu, 1 / self.gamma, "1/gamma")
         root = math.sqrt(self.gamma * self.mu)  # 1 / sqrt(condition number), if gamma = 1/L
         self.momentum = (1 - root) / (1 + root)
 

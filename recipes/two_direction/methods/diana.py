@@ -7,6 +7,7 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 from torch import Tensor
 
 from recipes.two_direction.methods.compressed import CompressedMethod
+from torchcomp.two_direction.checks import require
 from torchcomp.two_direction.parameter_server import DENSE
 
 
@@ -17,10 +18,9 @@ class DIANA(CompressedMethod):
     mean h of the h_i. The h_i start as the gradients at x0, which one dense uplink message sends.
     """
 
-    _kind = "unbiased"
-
-    def _start(self, declared: float) -> None:
-        self.beta = 1 / (declared + 1)
+    def _start(self) -> None:
+        omega = require("unbiased", self.up, self.x.numel(), "up")
+        self.beta = 1 / (omega + 1)
         self.h_i, self.h = self.server.uplink(self.gradients_at(self.x), DENSE, 0)
 
     def _iterate(self, t: int) -> None:

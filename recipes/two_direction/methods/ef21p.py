@@ -9,9 +9,7 @@ from dataclasses import KW_ONLY, dataclass
 from torch import Tensor
 
 from torchcomp.compressors import Compressor
-from torchcomp.specs.checks import check_positive
 from torchcomp.two_direction.base import Method
-from torchcomp.two_direction.checks import require
 from torchcomp.two_direction.parameter_server import DENSE
 
 
@@ -25,8 +23,6 @@ class EF21P(Method):
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
-        check_positive("gamma", self.gamma)
-        require("contractive", self.down, x0.numel(), "down")
         self.w = self.x
 
     def _iterate(self, t: int) -> None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from recipes.two_direction.methods.diana import DIANA
 from torchcomp.compressors import Compressor
-from torchcomp.two_direction.checks import require
 
 
 @dataclass(eq=False, repr=False)
@@ -19,9 +18,8 @@ class EF21PDIANA(DIANA):
 
     down: Compressor
 
-    def _start(self, declared: float) -> None:
-        require("contractive", self.down, self.x.numel(), "down")
-        super()._start(declared)
+    def _start(self) -> None:
+        super()._start()
         # All workers have x0, so w needs no message at the start.
         self.w = self.x
 
