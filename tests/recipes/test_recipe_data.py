@@ -144,9 +144,8 @@ def test_augmentation_depends_on_epoch_and_step_and_not_on_ranks(kind):
     images = torch.randint(0, 256, (20, 32, 32, 3), dtype=torch.uint8)
     change = CHANGES[kind](TrainOrder(100, 20, 0, 1, seed=3))
     whole = change(images, 1, 2)
-    orders = [TrainOrder(100, 20, rank, 2, seed=3) for rank in range(2)]
-    halves = [CHANGES[kind](o)(images[10 * o.rank : 10 * o.rank + 10], 1, 2) for o in orders]
-    assert torch.equal(torch.cat(halves), whole)
+    second = CHANGES[kind](TrainOrder(100, 20, 1, 2, seed=3))
+    assert torch.equal(second(images[10:], 1, 2), whole[10:])
     for other in (images, change(images, 1, 3), change(images, 2, 2)):
         assert not torch.equal(other, whole)
 
