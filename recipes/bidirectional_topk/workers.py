@@ -50,11 +50,11 @@ class SerialWorkers:
     def __init__(self, model: nn.Module, method: Method, count: int, ratio: float) -> None:
         self.model, self.method, self.count = model, method, count
         self.weights = parameters_to_vector(model.parameters()).detach()
-        vector_to_parameters(self.weights, model.parameters())
+        vector_to_parameters(self.weights, model.parameters())  # which are then views of it
         d = self.weights.numel()
         self._topk = TopK(ratio)
         self.k = self._topk.kept(d)
-        self.union = 0
+        self.union = 0  # entries that at least one worker sent in the last step
         self.residuals = torch.zeros(count if method.up else 0, d)
         self.server_residual = torch.zeros(d)
         # A step writes the new residuals here, because the selection also reads the old ones.

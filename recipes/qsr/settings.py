@@ -74,10 +74,13 @@ class Run:
 class Grid:
     """The points to try: the same number for every method."""
 
+    # Peak learning rates of parallel training, by optimizer. The others use the best.
     lrs: Mapping[str, tuple[float, ...]]
     weight_decays: Mapping[str, tuple[float, ...]]
-    periods: tuple[int, ...] = (2, 4, 8)
+    periods: tuple[int, ...] = (2, 4, 8)  # H of constant H, and of post-local SGD
+    # H_base, and the coefficient (alpha, for QSR) divided by the peak learning rate.
     rules: tuple[tuple[int, float], ...] = ((2, 1.0), (4, 1.0), (4, 2.0))
+    # When SWAP stops averaging every step, as a share of the steps after warm-up.
     switches: tuple[float, ...] = (0.5, 0.7, 0.9)
     seeds: int = 3  # how many seeds every point is tried with
 
