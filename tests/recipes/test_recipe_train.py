@@ -339,19 +339,10 @@ def test_all_ranks_stop_at_one_step_and_resume_with_the_same_bits(number, signal
 
 @pytest.mark.thorough
 def test_a_signal_to_the_launcher_reaches_the_ranks(out):
-    command = [sys.executable, "-m", "recipes.cluster.launch", "--standalone"]
-    command += [
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "recipes.train",
-        *SYNCED,
-        str(out),
-        "--epochs",
-        "400",
-    ]
+    command = [sys.executable, "-m", "recipes.cluster.launch", "--standalone", "--nproc-per-node"]
+    command += ["2", "-m", "recipes.train", *SYNCED, str(out), "--epochs", "400"]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    launcher = subprocess.Popen([*command, "--epochs", "400"], env=environment)
+    launcher = subprocess.Popen(command, env=environment)
     try:
         deadline = time.monotonic() + PATIENCE
         while not (out / "metrics.jsonl").exists() and time.monotonic() < deadline:
