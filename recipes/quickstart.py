@@ -27,7 +27,7 @@ from recipes.experiments import seed_list
 from recipes.pictures import MARKERS, Line, Panel, draw
 from recipes.result_files import make_folder
 from recipes.rows import spread
-from torchcomp.schedules import Schedule
+from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.spec import parse_any
 

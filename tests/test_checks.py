@@ -10,6 +10,7 @@ from torchcomp.specs import checks
 from torchcomp.specs.errors import SpecError
 
 HUGE = 10**400  # beyond the range of floats
+LONG = 10**5000  # cannot be printed
 
 PASS = {
     checks.check_count: [1, 7, np.int64(3), HUGE],
@@ -30,7 +31,7 @@ FAIL = {
     checks.check_fraction: [*NEVER, True, 0.0, 1.0000001],
     checks.check_share: [*NEVER, True, -1e-9, 1.0000001],
     checks.check_momentum: [*NEVER, False, 1.0, 1],
-    checks.check_flag: [*NEVER, 0, 1, np.True_],
+    checks.check_flag: [*NEVER, 0, 1, np.True_, LONG],
 }
 
 
@@ -42,7 +43,7 @@ def test_valid_values_pass_and_others_raise(check):
         with pytest.raises(SpecError, match="option") as caught:
             check("option", value)
         assert caught.value.field == "option"
-        assert repr(value) in str(caught.value)
+        assert value is LONG or repr(value) in str(caught.value)
 
 
 def test_errors_name_the_owner_the_option_the_bounds_and_the_value():
@@ -53,12 +54,6 @@ def test_errors_name_the_owner_the_option_the_bounds_and_the_value():
     with pytest.raises(SpecError, match=r'^x .*"b", "a".* \[\]$'):
         checks.check_choice("x", [], ("b", "a"))
     checks.check_choice("x", "a", ("b", "a"))
-
-
-def test_a_value_that_cannot_be_printed_is_refused():
-    for check in (checks.check_positive, checks.check_flag):
-        with pytest.raises(SpecError, match="x"):
-            check("x", 10**5000)
 
 
 def test_a_misspelt_choice_is_answered_by_the_closest():

@@ -1,7 +1,6 @@
 """explain: its numbers against hand calculations, and the table that it prints."""
 
 import re
-import time
 
 import numpy as np
 import pytest
@@ -10,11 +9,8 @@ from torch import nn
 
 import torchcomp
 from tests.local_sgd.script import Script
-from tests.support.cases import thorough
 from tests.support.ranks import on_threads
 from torchcomp import ScheduleError, SpecError, UnsupportedModelError, explain
-from torchcomp.aggregators import EF
-from torchcomp.compressors import TopK
 
 RESNET50 = 25_557_032
 TOPK_MESSAGE = 255_571 * 4 + 191_679 + 81_863
@@ -22,19 +18,7 @@ TOPK_MESSAGE = 255_571 * 4 + 191_679 + 81_863
 TOPK_FRAME = 16 + TOPK_MESSAGE + 6
 """The message with its header, padded to a multiple of 8 bytes."""
 
-METHOD_ROWS = [
-    "elements",
-    "ranks",
-    "collective",
-    "message",
-    "sent per step",
-    "received per step",
-    "plain DDP sends",
-    "traffic",
-    "break-even",
-    "state per rank",
-    "hint",
-]
+LONG = "bidirectional(topk(0.01, values=int8), topk(0.01, values=int8), selection=exact)"
 
 
 def topk(world_size, spec="ef(topk(0.01))", numel=RESNET50):
@@ -205,16 +189,6 @@ def test_a_plan_by_hand(options, expected):
     assert {name: getattr(plan, name) for name in expected} == expected
 
 
-def test_a_component_is_explained_like_its_string():
-    assert explain(EF(TopK(0.01)), numel=1000, world_size=8) == topk(8, numel=1000)
-
-
-def test_a_whole_model_is_one_group():
-    plan = explain('ef(topk(k=7, scope="model"))', model=TWO_GROUPS, world_size=2)
-    split = explain("ef(topk(k=7))", model=TWO_GROUPS, world_size=2)
-    assert split.message_bytes == pytest.approx(2 * plan.message_bytes, rel=0.1)
-
-
 # --- Many ranks -----------------------------------------------------------------------------------
 
 
@@ -237,17 +211,6 @@ def test_exchange_is_chosen_by_bytes():
     # From about 80 ranks on, "auto" is sharded, which stays below plain DDP.
     assert topk(2).break_even_world_size is large.break_even_world_size is None
     assert saving(topk(158)) > 1
-
-
-@pytest.mark.parametrize("selection", ["exact", "shard"])
-def test_bidirectional_saves_the_same_on_any_number_of_ranks(selection):
-    spec = f'bidirectional(topk(0.01), topk(0.01), selection="{selection}")'
-    few, many = topk(4, spec), topk(1000, spec)
-    assert saving(few) == pytest.approx(78, rel=0.03)
-    assert saving(many) == pytest.approx(saving(few), rel=0.1)
-    assert few.break_even_world_size is many.break_even_world_size is None
-    # Two copies of the worker's residual, and of the server's.
-    assert few.memory_bytes == 8 * RESNET50 + 8 * -(-RESNET50 // 4)
 
 
 @pytest.mark.parametrize(
@@ -313,61 +276,16 @@ def test_break_even_of_averages_counts_the_steps_between_them():
 # --- The table ------------------------------------------------------------------------------------
 
 
-def test_table_shows_the_whole_plan_of_a_method():
-    title, table = rows(topk(world_size=8))
-    assert title.startswith("ef(topk(0.01))")
-    assert list(table) == METHOD_ROWS
-    assert table["collective"] == "all-gather"
-    assert {name: numbers(value) for name, value in table.items()} == {
-        "elements": ["25,557,032"],
-        "ranks": ["8"],
-        "collective": [],
-        "message": ["1.3", "1,295,826"],
-        "sent per step": ["9.07", "9,070,936"],
-        "received per step": ["9.07", "9,070,936"],
-        "plain DDP sends": ["179", "178,899,224"],
-        "traffic": ["19.7"],
-        "break-even": [],
-        "state per rank": ["204", "204,456,256"],
-        "hint": ["0.01", "0.01", "4"],
-    }
-
-
-def test_table_has_no_ratio_of_0_to_0_bytes():
-    assert not re.search(r"\d", rows(topk(world_size=1))[1]["traffic"])
-
-
-def test_table_shows_the_whole_plan_of_a_schedule():
-    title, table = rows(explain("every(4)", numel=1000, world_size=8, total_steps=10))
-    assert title.startswith("every(4)")
-    assert list(table) == [*METHOD_ROWS[:4], "synchronisations", *METHOD_ROWS[4:-1]]
-    assert numbers(table["synchronisations"]) == ["3", "10", "30.0"]
-    assert numbers(table["message"]) == ["4", "4,000"]
-
-
-@pytest.mark.parametrize("numel", [0, RESNET50, 10**12, *thorough([1])])
-@pytest.mark.parametrize("world_size", [1, 2, 1000, *thorough([10_000])])
-@pytest.mark.parametrize(
-    "spec",
-    [
-        "mean",
-        "ef(topk(0.001))",
-        "ef(quantize(int8), memory_dtype=fp32)",
-        "bidirectional(topk(0.01, values=int8), topk(0.01, values=int8), selection=exact)",
-        "every(7)",
-    ],
-)
-def test_table_fits_80_columns(spec, world_size, numel):
+@pytest.mark.parametrize("numel", [0, RESNET50, 10**12])
+@pytest.mark.parametrize(("spec", "world_size"), [("mean", 1), (LONG, 1000), ("every(7)", 10**6)])
+def test_a_table_fits_80_columns_and_writes_large_numbers_out(spec, world_size, numel):
     run = {"total_steps": 99_999} if spec.startswith("every") else {}
-    plan = explain(spec, numel=numel, world_size=world_size, **run)
-    assert max(map(len, str(plan).split("\n"))) <= 80
-
-
-@pytest.mark.parametrize(
-    ("spec", "numel"), [("ef(topk(0.0001))", RESNET50), ("mean", 249_999), ("mean", 10**12)]
-)
-def test_table_writes_large_numbers_out(spec, numel):
-    assert not re.search(r"\de[+-]\d", str(topk(2, spec, numel)))
+    text = str(explain(spec, numel=numel, world_size=world_size, **run))
+    assert max(map(len, text.split("\n"))) <= 80
+    assert not re.search(r"\de[+-]\d", text)
+    # One rank sends nothing, and DDP neither: there is no ratio.
+    assert world_size > 1 or not re.search(r"\d", rows(text)[1]["traffic"])
+    assert spec != "every(7)" or "14,286 of 99,999 steps (14.3%)" in text
 
 
 # --- Hints ----------------------------------------------------------------------------------------
@@ -435,60 +353,38 @@ def test_integers_of_numpy_are_those_of_python():
     assert found == explain(method, numel=2**31 - 1, world_size=200, nodes=8)
 
 
-@pytest.mark.parametrize("selection", ["exact", "shard"])
-def test_a_million_ranks_are_planned_at_once(selection):
-    model = nn.Sequential(nn.Linear(2000, 1001, device="meta"), nn.Linear(1001, 7, device="meta"))
-    spec = f"bidirectional(topk(0.1, scope=tensor), topk(0.01), selection={selection})"
-    start = time.perf_counter()
-    plan = explain(spec, model=model, world_size=10**6, rank=10**6 - 1)
-    # 200 s if it listed all shards.
-    assert time.perf_counter() - start < 20
-    assert plan.bytes_sent > 0
-
-
 # --- Bad input ------------------------------------------------------------------------------------
 
 QSR_OF_9 = {"spec": "qsr(alpha=0.1, h_base=2)", "total_steps": 9}
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "error", "word"),
     [
-        ({"numel": None}, r"\bnumel\b.*\bmodel\b.*neither"),
-        ({"model": nn.Linear(1, 1)}, r"\bnumel\b.*\bmodel\b.*both"),
-        ({"numel": -1}, "numel.*-1$"),
-        ({"numel": 2.5}, r"numel.*2\.5$"),
-        ({"numel": True}, "numel.*True$"),
-        ({"world_size": 0}, "world_size.* 0$"),
-        ({"world_size": 2.0}, r"world_size.* 2\.0$"),
-        ({"world_size": 10**20}, r"world_size.* 1,000,000, .* 10{20}$"),
-        ({"rank": 2}, "rank.* 0 to 1, .* 2$"),
-        ({"dtype": torch.int8}, "dtype.*int8"),
-        ({"spec": "meen"}, "'meen'.*'mean'"),
-        # A method takes no arguments of schedules.
-        ({"compress": "ef(topk(0.01))"}, r"\bcompress\b.*'mean'"),
-        ({"outer": "slowmo"}, r"\bouter\b.*'mean'"),
-        ({"lr": float}, r"\blr\b.*'mean'"),
-        ({"total_steps": 9}, r"\btotal_steps\b.*'mean'"),
-        ({"warmup_steps": 2}, r"\bwarmup_steps\b.*'mean'"),
-        ({"spec": "every(4)"}, r"'every\(4\)'.*total_steps"),
-        ({"spec": "every(4)", "total_steps": 0}, "total_steps.* 0$"),
-        ({"spec": "every(4)", "total_steps": 5, "warmup_steps": 6}, "warmup_steps.*6.*5"),
-        (QSR_OF_9, r"'qsr.*'.*\blr\b"),
-        ({**QSR_OF_9, "lr": 0.1}, r"^lr .*0\.1$"),
+        ({"numel": None}, SpecError, "neither"),
+        ({"model": nn.Linear(1, 1)}, SpecError, "both"),
+        *(({"numel": bad}, SpecError, "numel") for bad in (-1, 2.5, True)),
+        *(({"world_size": bad}, SpecError, "world_size") for bad in (0, 2.0, 10**20)),
+        ({"rank": 2}, SpecError, "rank"),
+        ({"dtype": torch.int8}, SpecError, "dtype"),
+        ({"spec": "meen"}, SpecError, "'mean'"),
+        *(({"nodes": bad}, SpecError, "nodes") for bad in (0, 3, 4, 2.0, True, "auto")),
+        # A method takes no arguments of schedules, and a schedule no nodes.
+        ({"compress": "ef(topk(0.01))"}, SpecError, "compress"),
+        ({"outer": "slowmo"}, SpecError, "outer"),
+        ({"lr": float}, SpecError, "lr"),
+        ({"total_steps": 9}, SpecError, "total_steps"),
+        ({"warmup_steps": 2}, SpecError, "warmup_steps"),
+        ({"spec": "every(4)", "total_steps": 9, "nodes": 2}, SpecError, "nodes"),
+        ({"spec": "every(4)"}, SpecError, "total_steps"),
+        ({"spec": "every(4)", "total_steps": 0}, SpecError, "total_steps"),
+        ({"spec": "every(4)", "total_steps": 5, "warmup_steps": 6}, SpecError, "warmup_steps"),
+        (QSR_OF_9, SpecError, "lr"),
+        ({**QSR_OF_9, "lr": 0.1}, SpecError, "lr"),
+        ({**QSR_OF_9, "lr": lambda step: 0.0}, ScheduleError, "step 0"),
+        ({"numel": None, "model": nn.Linear}, UnsupportedModelError, "type"),
     ],
 )
-def test_a_bad_argument_is_refused(options, words):
-    with pytest.raises(SpecError, match=words):
+def test_a_bad_argument_is_refused(options, error, word):
+    with pytest.raises(error, match=rf"\b{word}\b" if word.isidentifier() else word):
         explain(**{"spec": "mean", "numel": 5, "world_size": 2, **options})
-
-
-@pytest.mark.parametrize(("model", "found"), [(nn.Linear, "type"), ("resnet50", "str")])
-def test_a_model_must_be_a_module(model, found):
-    with pytest.raises(UnsupportedModelError, match=rf"torch\.nn\.Module.*\b{found}\b"):
-        explain("mean", model=model, world_size=2)
-
-
-def test_an_impossible_learning_rate_is_refused():
-    with pytest.raises(ScheduleError, match=r"step 0\b"):
-        explain(**QSR_OF_9, numel=5, world_size=2, lr=lambda step: 0.0)

@@ -1,11 +1,7 @@
 """explain with nodes: bytes through a network card, against those that a run counts."""
 
-import os
 import re
-import socket
-import struct
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from fractions import Fraction
 from itertools import product
 from typing import Any
@@ -18,9 +14,9 @@ from torch import Tensor, nn
 import torchcomp
 from tests.support.cases import only, thorough
 from tests.support.models import METHODS, SMALL_BUCKETS, loss_of, mlp, rows, wrap
-from tests.support.ranks import on_processes, on_threads
-from torchcomp import SpecError, explain, run_in_process
-from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
+from tests.support.ranks import on_threads
+from torchcomp import explain, run_in_process
+from torchcomp.exchange import InProcessExchange
 from torchcomp.exchange.traffic import COPIED
 
 RESNET50 = 25_557_032
@@ -180,85 +176,7 @@ def test_a_long_message_of_an_all_gather_goes_around_a_ring() -> None:
     assert cards == [plan.nodes.flat_card_bytes] * 2
 
 
-Sockets = dict[tuple[int, int], int]
-"""Bytes sent, by local and remote port."""
-
-
-def sockets() -> Sockets:
-    """The TCP sockets of this process, with the bytes that the kernel has sent."""
-    found: Sockets = {}
-    for number in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # closed in the meantime, or not a TCP connection
-            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
-                continue
-            with socket.socket(fileno=os.dup(int(number))) as each:
-                info = each.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-                ports = each.getsockname()[1], each.getpeername()[1]
-                (found[ports],) = struct.unpack_from("Q", info, 200)  # tcpi_bytes_sent
-    return found
-
-
-def sent_by_kernel(call: Callable[[], Any]) -> list[int]:
-    """The bytes that the kernel sends from this rank to each other rank during a call."""
-    dist.barrier()
-    before = sockets()
-    call()
-    dist.barrier()
-    sent = {ports: now - before.get(ports, 0) for ports, now in sockets().items()}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, list(sent))
-    owners = {ports: rank for rank, own in enumerate(everyone) for ports in own}
-    to = [0] * len(everyone)
-    for (local, remote), count in sent.items():
-        if (remote, local) in owners:
-            to[owners[remote, local]] += count
-    return to
-
-
-def sent_over_gloo(nbytes: int) -> dict[str, list[float]]:
-    """By collective, the messages of `nbytes` that this rank sends to each rank."""
-    exchange = ProcessGroupExchange()
-    message, sizes = torch.zeros(nbytes, dtype=torch.uint8), [nbytes] * exchange.world_size
-    exchange.all_gather_v(message, sizes)  # connects all ranks
-    collectives: dict[str, Callable[[], Any]] = {
-        "all_reduce": lambda: exchange.all_reduce(torch.zeros(nbytes // 4)),
-        "all_gather": lambda: exchange.all_gather_rows(message),
-        "all_gather of a short message": lambda: exchange.all_gather_rows(message[: COPIED // 2]),
-        "all_gather_v": lambda: exchange.all_gather_v(message, sizes),
-    }
-    return {
-        name: [count / nbytes for count in sent_by_kernel(call)]
-        for name, call in collectives.items()
-    }
-
-
-@pytest.mark.thorough
-def test_gloo_sends_to_the_ranks_that_the_plan_assumes() -> None:
-    # Larger than all else that is sent meanwhile.
-    found = on_processes(4, sent_over_gloo, 4 * COPIED)
-    for rank, sent in enumerate(found):
-        others = [float(to != rank) for to in range(4)]
-        after, before = ([float(to == (rank + step) % 4) for to in range(4)] for step in (1, -1))
-        expected = {
-            "all_reduce": [2 * 3 / 4 * each for each in before],
-            "all_gather": [3 * each for each in after],
-            "all_gather of a short message": [each / 8 for each in others],
-            "all_gather_v": others,
-        }
-        for name, wanted in expected.items():
-            assert sent[name] == pytest.approx(wanted, abs=0.1), name
-
-
 # --- The better one -------------------------------------------------------------------------------
-
-
-def numbers(text: str) -> set[str]:
-    return set(re.findall(r"\d+", text))
-
-
-def table(plan: torchcomp.Plan) -> dict[str, str]:
-    lines = re.sub(r"\n {20}", " ", str(plan)).split("\n")
-    return {line[2:19].strip(): line[20:] for line in lines[1:]}
 
 
 def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
@@ -274,28 +192,12 @@ def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
     assert nodes.inside_bytes_sent == 2 * 3 * 4 * RESNET50 // 4
     # Two copies of the residuals, of which each rank has a fourth.
     assert nodes.memory_bytes == 2 * 4 * (RESNET50 // 4 + RESNET50 // 8)
-    printed = table(plan)
-    for name, value in (
-        ("card, plain DDP", nodes.dense_card_bytes),
-        ("card, flat", nodes.flat_card_bytes),
-        ("card, two levels", nodes.card_bytes),
-        ("inside, per rank", nodes.inside_bytes_sent),
-        ("state, two levels", nodes.memory_bytes),
-    ):
-        assert f"{value:,}" in printed[name]
-    assert re.match(r"nodes=4 .*\b4x less\b.* flat", printed["better"])
-    assert re.match(r"2\b.*\b4$", printed["nodes"])
+    printed = re.sub(r"\s+", " ", str(plan))
+    for nbytes in (nodes.dense_card_bytes, nodes.card_bytes, nodes.flat_card_bytes):
+        assert f"{nbytes:,} bytes" in printed
+    assert "better nodes=4 sends 4x less" in printed
     # All else is the plan without nodes.
-    assert "nodes" not in table(explain(plan.spec, numel=RESNET50, world_size=8))
-
-
-def test_flat_is_better_where_pieces_are_padded() -> None:
-    # One row: every piece has the length of the whole row.
-    model = nn.Linear(1000, 1, bias=False)
-    plan = explain("mean", model=model, world_size=8, nodes=4)
-    assert plan.nodes is not None
-    assert (plan.nodes.flat_card_bytes, plan.nodes.card_bytes) == (7_000, 16_000)
-    assert re.match(r"the flat method .*\b2.29x less\b.*nodes=4", table(plan)["better"])
+    assert "better" not in str(explain(plan.spec, numel=RESNET50, world_size=8))
 
 
 @pytest.mark.parametrize("nodes", [1, 8])
@@ -304,26 +206,12 @@ def test_one_rank_a_node_and_one_node(nodes: int) -> None:
     assert plan.nodes is not None
     sent = plan.bytes_sent if nodes == 1 else 0
     assert plan.nodes.flat_card_bytes == plan.nodes.card_bytes == sent
-    assert not numbers(table(plan)["better"]) - {str(nodes)}
 
 
-def test_a_million_ranks_are_planned_at_once() -> None:
-    spec = "bidirectional(topk(0.01, scope=tensor), topk(0.01), selection=exact)"
-    plan = explain(spec, numel=RESNET50, world_size=10**6, nodes=10**5)
+def test_flat_is_better_where_pieces_are_padded() -> None:
+    # One row: every piece has the length of the whole row.
+    model = nn.Linear(1000, 1, bias=False)
+    plan = explain("mean", model=model, world_size=8, nodes=4)
     assert plan.nodes is not None
-    assert plan.nodes.card_bytes < plan.nodes.flat_card_bytes
-
-
-# --- Bad input ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("nodes", [0, -1, 3, 16, 2.0, True, "auto"])
-def test_bad_nodes_are_refused(nodes: Any) -> None:
-    with pytest.raises(SpecError) as caught:
-        explain("ef(topk(0.1))", numel=1000, world_size=8, nodes=nodes)
-    assert caught.value.field == "nodes"
-
-
-def test_schedules_have_no_nodes() -> None:
-    with pytest.raises(SpecError, match=r"\bnodes\b.*'every\(4\)'"):
-        explain("every(4)", numel=1000, world_size=8, total_steps=9, nodes=4)
+    assert (plan.nodes.flat_card_bytes, plan.nodes.card_bytes) == (7_000, 16_000)
+    assert "the flat method sends 2.29x less" in str(plan)

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import torchcomp
 from torchcomp.specs.errors import SpecError
 from torchcomp.specs.learning_rates import DECAYS, decaying
 
@@ -53,19 +52,6 @@ def test_step_cosine_falls_by_halves():
     last = VIT["warmup"] + rates.count(2.0**-7) - 1
     cosine = decayed("cosine", **VIT)
     assert cosine(last) >= 2**-7.5 > cosine(last + 1)
-
-
-@pytest.mark.parametrize(
-    ("decay", "syncs"), [("cosine", 9_711), ("linear", 8_741), ("step-cosine", 9_880)]
-)
-def test_synchronisations_of_the_papers_vit(decay, syncs):
-    steps = torchcomp.sync_steps(
-        "qsr(alpha=0.0175, h_base=4)",
-        lr=decayed(decay, **VIT),
-        total_steps=VIT["total"],
-        warmup_steps=VIT["warmup"],
-    )
-    assert len(steps) == syncs
 
 
 @pytest.mark.parametrize(

@@ -73,27 +73,15 @@ def test_each_rank_has_its_rows_and_zeros(tensors: list[Tensor], ranks: int) -> 
             if parameter.numel():
                 assert found[name].shape == wanted.shape
             assert torch.equal(found[name].reshape(-1), wanted.reshape(-1))
-
-
-@given(PARAMETERS, st.integers(1, 6))
-def test_join_is_the_inverse_of_cut(tensors: list[Tensor], ranks: int) -> None:
-    _, bucket = bucket_of(tensors)
-    pieces = Pieces(bucket.shape, ranks)
-    back = torch.full_like(bucket.flat, torch.nan)
-    pieces.join(cut_of(pieces, bucket.parts()), Bucket(bucket.shape, back).parts())
-    assert torch.equal(back, bucket.flat)
-
-
-@given(PARAMETERS, st.integers(1, 6))
-def test_no_piece_is_larger_than_a_fair_share_of_rows(tensors: list[Tensor], ranks: int) -> None:
-    _, bucket = bucket_of(tensors)
-    pieces = Pieces(bucket.shape, ranks)
-    assert pieces.piece.names == bucket.shape.names
-    assert pieces.piece.dtype == bucket.shape.dtype
+    # No piece is larger than a fair share of rows.
     for chunk, size in zip(pieces.chunks, pieces.piece.sizes, strict=True):
         row = torch.Size(chunk.row).numel()
         assert size <= chunk.numel
         assert ranks * size < chunk.numel + max(ranks * row, 1)
+    # `join` is the inverse.
+    back = torch.full_like(bucket.flat, torch.nan)
+    pieces.join(cut, Bucket(bucket.shape, back).parts())
+    assert torch.equal(back, bucket.flat)
 
 
 @given(PARAMETERS, st.integers(1, 6))
@@ -118,12 +106,8 @@ def test_a_matrix_is_cut_into_matrices_and_a_transposed_one_into_vectors() -> No
     pieces = Pieces(BucketShape.of("ab", {"a": matrix, "b": torch.zeros(3, 10).t()}), 4)
     assert pieces.piece.shapes == ((3, 3), (8,))
     assert pieces.piece.numel == 17
-
-
-def test_channels_last_remains_channels_last() -> None:
     conv = torch.zeros(6, 4, 3, 3).to(memory_format=torch.channels_last)
-    shape = BucketShape.of(("conv",), {"conv": conv})
-    piece = Pieces(shape, 4).like(conv)
+    piece = Pieces(BucketShape.of(("conv",), {"conv": conv}), 4).like(conv)
     assert piece.shape == (2, 4, 3, 3)
     assert piece.is_contiguous(memory_format=torch.channels_last)
 

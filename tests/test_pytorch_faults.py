@@ -96,50 +96,34 @@ def finite_after(scale: Callable[[int], float], register: Register) -> bool:
     return all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
 
 
+OF_PYTORCH = pytest.param(False, marks=pytest.mark.soak)
+
+
+@pytest.mark.parametrize("torchcomps", [True, OF_PYTORCH])
 @pytest.mark.parametrize("scale", [one_inf, no_gradient_at_first])
-def test_powersgd_is_finite_after(scale: Callable[[int], float]) -> None:
-    assert all(on_processes(2, finite_after, scale, ours))
+def test_powersgd_is_finite_after(scale: Callable[[int], float], torchcomps: bool) -> None:
+    outcomes = on_processes(2, finite_after, scale, ours if torchcomps else theirs)
+    assert outcomes == [torchcomps] * 2
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("scale", [one_inf, no_gradient_at_first])
-def test_pytorchs_powersgd_is_not_finite_after(scale: Callable[[int], float]) -> None:
-    assert not any(on_processes(2, finite_after, scale, theirs))
-
-
-def resumed_theirs() -> bool:
-    model = wrap(mlp(torch.float32), bucket_cap_mb=25)
-    state = theirs(model)
+def resumed(torchcomps: bool) -> bool:
+    """Whether a run that continues from a checkpoint ends with the weights of one that went on."""
+    model, other = (wrap(mlp(torch.float32), bucket_cap_mb=25) for _ in range(2))
+    method: Any = ours(model) if torchcomps else theirs(model)
     train(model, range(6))
-    saved, trained = pickle.dumps(state), reloaded(model.module.state_dict())
-    train(model, range(6, STEPS))
-    other = wrap(mlp(torch.float32), bucket_cap_mb=25)
-    other.module.load_state_dict(trained)
-    theirs(other, pickle.loads(saved))
-    train(other, range(6, STEPS))
+    other.module.load_state_dict(reloaded(model.module.state_dict()))
+    if torchcomps:
+        ours(other).load_state_dict(reloaded(method.state_dict()))
+    else:
+        theirs(other, pickle.loads(pickle.dumps(method)))
+    for each in (model, other):
+        train(each, range(6, STEPS))
     return torch.equal(weights(model), weights(other))
 
 
-def resumed_ours() -> bool:
-    model = wrap(mlp(torch.float32), bucket_cap_mb=25)
-    handle = ours(model)
-    train(model, range(6))
-    saved, trained = reloaded(handle.state_dict()), reloaded(model.module.state_dict())
-    train(model, range(6, STEPS))
-    other = wrap(mlp(torch.float32), bucket_cap_mb=25)
-    other.module.load_state_dict(trained)
-    ours(other).load_state_dict(saved)
-    train(other, range(6, STEPS))
-    return torch.equal(weights(model), weights(other))
-
-
-def test_powersgd_resumes_bit_for_bit() -> None:
-    assert on_processes(2, resumed_ours) == [True, True]
-
-
-@pytest.mark.soak
-def test_pytorchs_powersgd_does_not_resume_bit_for_bit() -> None:
-    assert on_processes(2, resumed_theirs) == [False, False]
+@pytest.mark.parametrize("torchcomps", [True, OF_PYTORCH])
+def test_powersgd_resumes_bit_for_bit(torchcomps: bool) -> None:
+    assert on_processes(2, resumed, torchcomps) == [torchcomps] * 2
 
 
 def branches(average: Callable[[Model], None]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -168,20 +152,12 @@ def with_local_sgd(model: Model) -> None:
     sync.close()
 
 
-def means_of_ranks(average: Callable[[Model], None]) -> list[bool]:
-    """Whether each tensor is the mean of itself over the ranks afterwards."""
-    outcomes = on_processes(2, branches, average)
-    (first, after), (second, _) = outcomes
-    return [torch.allclose(after[name], (first[name] + second[name]) / 2) for name in after]
-
-
-def test_local_steps_average_branches_that_only_some_ranks_train() -> None:
-    assert all(means_of_ranks(with_local_sgd))
-
-
-@pytest.mark.soak
-def test_pytorchs_average_parameters_mixes_layers_that_only_some_ranks_train() -> None:
-    assert not all(means_of_ranks(with_pytorch))
+@pytest.mark.parametrize("torchcomps", [True, OF_PYTORCH])
+def test_local_steps_average_branches_that_only_some_ranks_train(torchcomps: bool) -> None:
+    average = with_local_sgd if torchcomps else with_pytorch
+    (first, after), (second, _) = on_processes(2, branches, average)
+    means = [torch.allclose(after[name], (first[name] + second[name]) / 2) for name in after]
+    assert all(means) == torchcomps
 
 
 def weights_of_fsdp2(interrupt: bool, reset: bool) -> Tensor:

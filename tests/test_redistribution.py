@@ -1,6 +1,8 @@
 """Redistribution between nodes: pieces of parameters are joined and cut again."""
 
 import copy
+import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,8 +17,8 @@ from torchcomp import CheckpointError, redistribute
 from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.pieces import Pieces
 from torchcomp.checkpoints.redistribution import Place, check_place, gathered, own_state, two_levels
-from torchcomp.checkpoints.saved_slots import load_slot, save_slot
-from torchcomp.engine.bucket import Bucket, BucketShape, memory_order
+from torchcomp.checkpoints.resume import load_slots, save_slots
+from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.state import Kind, Slot
 
 Tensors = dict[str, Tensor]
@@ -47,15 +49,7 @@ def drawn(seed: int) -> Tensors:
 
 
 class Node:
-    """What the ranks of one node save.
-
-    Args:
-        node: which node.
-        run: nodes and ranks of a node.
-        error: the residual of the node, by parameter.
-        server: the server residual of all nodes, by parameter.
-        dtype: of the residual.
-    """
+    """What the ranks of one node save: the residual of the node, and the server's of all nodes."""
 
     def __init__(
         self,
@@ -85,31 +79,20 @@ class Node:
             for name, parameter in self.parameters.items()
         }
 
-    def error_slot(self, shape: BucketShape) -> Slot:
-        return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.dtype)
-
-    def server_slot(self, shape: BucketShape) -> Slot:
-        shard = shape.shards(self.nodes)[self.node]
-        return Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True)
-
     def slots(self, position: int) -> dict[str, Any]:
         here = self.piece_parameters()
         shape = BucketShape.of(here, here)
-        error = Bucket(shape, self.error[position]).parts()
         shard = shape.shards(self.nodes)[self.node]
         mine = torch.split(self.server[position][shard.span], list(shard.sizes))
-        found = {
-            "error": (self.error_slot(shape), error),
-            "server_error": (self.server_slot(shape), dict(zip(shard.names, mine, strict=True))),
+        held = {
+            "error": Bucket(shape, self.error[position].to(self.dtype)).parts(),
+            "server_error": dict(zip(shard.names, mine, strict=True)),
         }
-        return {
-            name: {
-                "kind": slot.kind.value,
-                "sharded": slot.sharded,
-                "tensors": {n: t.to(slot.dtype) for n, t in save_slot(slot, held, here).items()},
-            }
-            for name, (slot, held) in found.items()
-        }
+        slots = [
+            Slot("error", Kind.DEBT, shape.names, shape.sizes, self.dtype),
+            Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True),
+        ]
+        return save_slots(slots, SimpleNamespace(items=lambda name: held[name].items()), here)
 
     def state(self, position: int, rank: int | None = None) -> dict[str, Any]:
         rank = self.node * self.size + position if rank is None else rank
@@ -168,15 +151,6 @@ def test_every_new_rank_has_its_piece_of_the_mean_over_the_nodes(
     for state, expected in zip(found, wanted, strict=True):
         for key in ("rank", "world_size", "parameters", "two_levels", "slots", "step", "buckets"):
             assert same(state.get(key), expected.get(key)), key
-
-
-@given(RUNS, RUNS)
-def test_a_conversion_there_and_back_is_the_mean(before: Run, after: Run) -> None:
-    errors, server = [drawn(node) for node in range(before[0])], drawn(50)
-    back = converted(converted(states_of(before, errors, server), after), before)
-    wanted = states_of(before, [mean(errors)] * before[0], server)
-    for state, expected in zip(back, wanted, strict=True):
-        assert same(state["slots"], expected["slots"])
 
 
 @given(RUNS, st.randoms(use_true_random=False))
@@ -241,13 +215,15 @@ def with_basis(run: Run) -> list[Any]:
     return states
 
 
-def drawn_anew(name: str, out: Tensor) -> None:
-    out.fill_(5.0)
-
-
-def basis_slot(*names: str, size: int = 3) -> Slot:
-    sizes = (size,) * len(names)
-    return Slot("q", Kind.ESTIMATE, names, sizes, torch.float32, init=drawn_anew)
+def loaded(state: Any, slot: str, *names: str, size: int, model: Tensors) -> dict[str, list[Any]]:
+    """What a run loads from a slot. It begins new values with fives."""
+    kind, sizes = Kind(state["slots"][slot]["kind"]), (size,) * len(names)
+    fives = lambda name, out: out.fill_(5.0)  # noqa: E731
+    declared = Slot(slot, kind, names, sizes, torch.float32, init=fives)
+    kept = {name: t for name, t in state["slots"][slot]["tensors"].items() if name in names}
+    only = {slot: state["slots"][slot] | {"tensors": kept}}
+    parts = load_slots([declared], state | {"slots": only}, model, "a method")[slot][2]
+    return {name: part.tolist() for name, part in parts.items()}
 
 
 @pytest.mark.parametrize(
@@ -255,27 +231,20 @@ def basis_slot(*names: str, size: int = 3) -> Slot:
 )
 def test_they_begin_anew_on_other_pieces(before: Run, after: Run) -> None:
     for state in converted(with_basis(before), after):
-        node = Node(0, after, drawn(0), drawn(1))
-        parts = load_slot(basis_slot("odd", "one"), state, node.piece_parameters())
-        assert {name: part.tolist() for name, part in parts.items()} == {
-            "odd": [5.0] * 3,
-            "one": [5.0] * 3,
-        }
+        model = Node(0, after, drawn(0), drawn(1)).piece_parameters()
+        found = loaded(state, "q", "odd", "one", size=3, model=model)
+        assert found == {"odd": [5.0] * 3, "one": [5.0] * 3}
 
 
-def test_they_are_averaged_without_nodes() -> None:
+def test_they_are_averaged_without_nodes_and_a_missing_residual_is_refused() -> None:
     for state in converted(with_basis((2, 1)), (3, 1)):
-        assert load_slot(basis_slot("odd", size=2), state, model())["odd"].tolist() == [0.5, 0.5]
+        assert loaded(state, "q", "odd", size=2, model=model()) == {"odd": [0.5, 0.5]}
         with pytest.raises(CheckpointError, match="lacks 'one'"):
-            load_slot(basis_slot("one"), state, model())
-
-
-def test_a_missing_residual_is_refused_also_after_a_conversion() -> None:
+            loaded(state, "q", "one", size=3, model=model())
     (state,) = converted(with_basis((1, 2)), (1, 1))
     del state["slots"]["error"]["tensors"]["odd"]
-    slot = Slot("error", Kind.DEBT, ("odd",), (14,), torch.float32, init=drawn_anew)
     with pytest.raises(CheckpointError, match="lacks 'odd'"):
-        load_slot(slot, state, model())
+        loaded(state, "error", "odd", size=14, model=model())
 
 
 # --- Damage ---------------------------------------------------------------------------------------
@@ -337,39 +306,96 @@ def test_damage_raises_nothing_but_a_checkpoint_error(
             assert same(state["slots"], wanted["slots"])
 
 
-def without(states: list[Any], *ranks: int) -> list[Any]:
-    return [state for state in states if state["rank"] not in ranks]
+def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
+    state = copy.deepcopy(state)
+    damaged(state, path, value)
+    return state
 
 
-def moved(states: list[Any], rank: int, **place: int) -> list[Any]:
-    states = copy.deepcopy(states)
-    states[rank]["two_levels"] |= place
-    return states
+TWO = states_of((2, 1), [drawn(0), drawn(1)], drawn(2))
+ODD = ("slots", "error", "tensors", "odd")
+NEW = {"kind": "debt", "sharded": False, "tensors": {"new": torch.zeros(1)}}
+FIRST_SHARD = ("slots", "server_error", "tensors", "odd")
 
 
 @pytest.mark.parametrize(
-    "states",
+    ("states", "problem"),
     [
-        without(WHOLE, 0),
-        without(WHOLE, 1, 3),
-        [*WHOLE, WHOLE[0]],
-        moved(WHOLE, 0, position=1),
-        moved(WHOLE, 0, node=1),
-        moved(WHOLE, 0, node=2),
-        moved(WHOLE, 3, node_size=4),
-        [*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]],
+        ([], r"^states\b"),
+        (5, r"^states\b"),
+        ([{}, {}], r"states\[0\]"),
+        ([None, None], r"states\[0\]"),
+        (TWO[:1], r"\b2 ranks.* \[0\]"),
+        ([*TWO, TWO[1]], r"\b2 ranks.* \[0, 1, 1\]"),
+        ([changed(TWO[0], ("world_size",), 2**62), TWO[1]], rf"\b{2**62} ranks.* \[0, 1\]"),
+        *(
+            ([TWO[0], changed(TWO[1], (name,), value)], rf": {name}\b")
+            for name, value in {"step": 11, "spec": "ef", "scale": 2.0, "parameters": {}}.items()
+        ),
+        ([changed(TWO[0], ("rank",), DELETED), TWO[1]], "'rank'"),
+        ([TWO[0], changed(TWO[1], ("slots",), DELETED)], "'slots'"),
+        ([TWO[0], changed(TWO[1], ("slots",), {})], "slots"),
+        ([TWO[0], changed(TWO[1], ODD, DELETED)], "slots"),
+        ([changed(TWO[0], ODD, DELETED), TWO[1]], "slots"),
+        ([changed(state, ("buckets",), [["foreign"]]) for state in TWO], "'foreign'"),
+        ([changed(state, ("slots", "q"), NEW) for state in TWO], "'new'"),
+        ([changed(TWO[0], FIRST_SHARD, torch.zeros(3)), TWO[1]], "rank 0"),
+        # With nodes.
+        (WHOLE[1:], "ranks"),
+        ([*WHOLE, WHOLE[0]], "ranks"),
+        ([changed(WHOLE[0], ("two_levels", "position"), 1), *WHOLE[1:]], "node"),
+        ([changed(WHOLE[0], ("two_levels", "node"), 2), *WHOLE[1:]], "node"),
+        ([*WHOLE[:3], changed(WHOLE[3], ("two_levels", "node_size"), 4)], "node"),
+        ([*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]], "run"),
     ],
-    ids=range(8),
+    ids=range(25),
 )
-def test_states_that_are_not_all_ranks_of_the_same_nodes_are_refused(states: list[Any]) -> None:
-    with pytest.raises(CheckpointError):
+def test_states_that_are_not_all_ranks_of_one_run_are_refused(states: Any, problem: str) -> None:
+    with pytest.raises(CheckpointError, match=problem):
         redistribute(states, 2)
 
 
-@pytest.mark.parametrize("nodes", [0, -1, 3, 8, 1.0, True, "2", [2]])
-def test_nodes_must_divide_the_new_ranks(nodes: Any) -> None:
-    with pytest.raises(CheckpointError, match="nodes"):
-        redistribute(WHOLE, 4, nodes)
+@pytest.mark.parametrize(
+    ("dtype", "values", "mean"),
+    [(torch.float16, (60_000.0, 50_016.0), 55_008.0), (torch.float32, (1e8, 1.5, -1e8), 0.5)],
+)
+def test_means_are_summed_in_float64(dtype: torch.dtype, values: Any, mean: float) -> None:
+    drawns = [{**drawn(0), "scalar": torch.tensor(value)} for value in values]
+    states = states_of((len(values), 1), drawns, drawn(1), dtype=dtype)
+    (after,) = (state["slots"]["error"]["tensors"]["scalar"] for state in redistribute(states, 1))
+    assert (after.dtype, after.item()) == (dtype, mean)
+
+
+def test_a_server_residual_of_another_world_size_or_memory_order_is_refused() -> None:
+    here = model()
+    other = here | {"odd": here["odd"].t().contiguous().t()}
+    only = TWO[0] | {"slots": {"server_error": TWO[0]["slots"]["server_error"]}}
+
+    def load(nodes: int, parameters: Tensors) -> Exception | None:
+        shard = BucketShape.of(here, here).shards(nodes)[0]
+        slot = Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True)
+        return caught(lambda: load_slots([slot], only, parameters, "a method"))
+
+    assert load(2, here) is None
+    for error, words in (
+        (load(3, here), r"\d+ elements .*torchcomp\.redistribute"),
+        (load(2, other), r"'odd' .*\[2, 1\].* \[1, 7\]"),
+    ):
+        assert type(error) is CheckpointError
+        assert re.search(words, str(error))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        *(({"nodes": nodes}, "nodes") for nodes in (0, -1, 3, 8, 1.0, True, "2", [2])),
+        *(({"rank": rank}, "rank") for rank in (-1, 4, 1.0, True, "2")),
+        *(({"world_size": size}, f"world_size .* {size}$") for size in (0, -1, True)),
+    ],
+)
+def test_a_bad_argument_is_refused_by_its_name(arguments: Any, field: str) -> None:
+    with pytest.raises(CheckpointError, match=field):
+        redistribute(WHOLE, **{"world_size": 4, **arguments})
 
 
 @given(RUNS, RUNS)
@@ -378,21 +404,10 @@ def test_the_state_of_one_new_rank_is_that_among_all(before: Run, after: Run) ->
     for rank, wanted in enumerate(converted(states, after)):
         (found,) = converted(states, after, rank)
         assert same(found, wanted)
-
-
-def test_the_state_of_one_rank_takes_no_longer_among_more() -> None:
+    # It takes no longer among more, and numbers of NumPy give states that can be saved.
     assert redistribute(WHOLE, 10**12, rank=5)[0]["world_size"] == 10**12
-
-
-def test_numbers_of_numpy_give_states_that_can_be_saved() -> None:
-    (found,) = redistribute(WHOLE, np.int64(4), np.int64(2), np.int64(1))
-    assert same(reloaded(found), found)
-
-
-@pytest.mark.parametrize("rank", [-1, 4, 1.0, True, "2"])
-def test_a_rank_must_be_one_of_the_new_ranks(rank: Any) -> None:
-    with pytest.raises(CheckpointError, match="rank"):
-        redistribute(WHOLE, 4, rank=rank)
+    (numpys,) = redistribute(WHOLE, np.int64(4), np.int64(2), np.int64(1))
+    assert same(reloaded(numpys), numpys)
 
 
 def test_a_gathered_state_is_converted_only_if_the_place_is_another_one() -> None:
@@ -415,14 +430,3 @@ def test_the_state_of_another_place_is_refused_with_both_places() -> None:
         with pytest.raises(CheckpointError, match="redistribute") as raised:
             check_place(WHOLE[3], place)
         assert place.described in str(raised.value)
-
-
-def test_the_parts_of_a_bucket_are_in_memory_order() -> None:
-    """The twin of these tests: a piece of a bucket has the rows of each parameter."""
-    values, node = drawn(3), Node(0, (1, 2), drawn(3), drawn(3))
-    first = Bucket(node.pieces.piece, node.error[0]).tensors()
-    assert torch.equal(first["odd"], values["odd"][:4])
-    assert torch.equal(first["conv"], values["conv"][:3])
-    transposed = torch.empty(20)
-    memory_order(model()["transposed"], transposed).copy_(values["transposed"])
-    assert torch.equal(first["transposed"], transposed[:10])

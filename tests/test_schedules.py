@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import torchcomp
 from torchcomp import ScheduleError, SpecError, sync_steps
-from torchcomp.schedules import QSR, SCHEDULES, Every, Horizon, PostLocal, Power, Swap
+from torchcomp.local_sgd.schedules import QSR, SCHEDULES, Every, Horizon, PostLocal, Power, Swap
 
 
 def warmed_up(decay, step, *, peak, total_steps, warmup_steps, final=1e-6):

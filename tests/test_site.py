@@ -15,7 +15,7 @@ import torch
 import torchcomp
 from torchcomp.advisor.torchvision_compat import import_torchvision
 from torchcomp.exchange.traffic import compared, three_digits
-from torchcomp.schedules import Schedule
+from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs import spec
 
 yaml = pytest.importorskip("yaml")

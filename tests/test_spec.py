@@ -1,6 +1,5 @@
 """Spec strings: parsing, printing, and errors that point at what is wrong."""
 
-import ast
 import builtins
 import re
 import string
@@ -17,7 +16,7 @@ from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mea
 from torchcomp.aggregators.one_way import COLLECTIVES
 from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
 from torchcomp.local_sgd.outer_steps import OUTER_STEPS, Nesterov, SlowMo
-from torchcomp.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
+from torchcomp.local_sgd.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
 from torchcomp.specs.auto import Auto
 from torchcomp.specs.errors import SpecError
 from torchcomp.specs.spec import (
@@ -172,63 +171,37 @@ def test_random_specs_cover_the_registry():
 
 # --- Specs by hand --------------------------------------------------------------------------------
 
+EXACT = 'bidirectional(topk(0.5, values="int8"), identity, selection="exact")'
+BY_HAND = [
+    ("mean", Mean(Identity()), "mean"),
+    ("identity", Mean(Identity()), "mean"),
+    ("topk(0.01)", Mean(TopK(0.01)), "mean(topk(0.01))"),
+    ("ef(topk(None, 5))", EF(TopK(k=5)), "ef(topk(k=5))"),
+    ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
+    # Names of an earlier release.
+    ("mean(exchange='sum')", Mean(exchange="allreduce"), 'mean(exchange="allreduce")'),
+    ("mean(topk(.5), gather)", Mean(TopK(0.5), "allgather"), None),
+    ("ef(cast(bf16))", EF(Cast("bf16")), 'ef(cast("bf16"))'),
+    (
+        "bidirectional(topk(.5, values=int8), identity, exact)",
+        Bidirectional(TopK(0.5, values="int8"), Identity(), "exact"),
+        EXACT,
+    ),
+    ("powersgd(rank=2)", PowerSGD(2), "powersgd"),
+    ("powersgd(4, min_ratio=2.0)", PowerSGD(4, 2.0), "powersgd(4, min_ratio=2.0)"),
+    ("dgc(topk(0.05), momentum=0.9)", DGC(TopK(0.05)), "dgc(topk(0.05))"),
+    ("every(4)", Every(4), "every(4)"),
+    ("qsr(0.0175, 4)", QSR(0.0175, 4), "qsr(alpha=0.0175, h_base=4)"),
+    ("topk(np)", Mean(TopK(np.float64(0.25))), "mean(topk(0.25))"),
+]
 
-@pytest.mark.parametrize(
-    ("text", "component", "canonical"),
-    [
-        ("mean", Mean(Identity()), "mean"),
-        ("identity", Mean(Identity()), "mean"),
-        ("mean(topk(0.01))", Mean(TopK(0.01)), "mean(topk(0.01))"),
-        ("topk(0.01)", Mean(TopK(0.01)), "mean(topk(0.01))"),
-        ("ef(topk(k=5))", EF(TopK(k=5)), "ef(topk(k=5))"),
-        ("ef(topk(None, 5))", EF(TopK(k=5)), "ef(topk(k=5))"),
-        ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
-        # Names of the previous release.
-        (
-            "ef(topk(.5), 'gather')",
-            EF(TopK(0.5), "allgather"),
-            'ef(topk(0.5), exchange="allgather")',
-        ),
-        ("mean(exchange='sum')", Mean(exchange="allreduce"), 'mean(exchange="allreduce")'),
-        (
-            "bidirectional(topk(.5), topk(k=3))",
-            Bidirectional(TopK(0.5), TopK(k=3), "shard"),
-            "bidirectional(topk(0.5), topk(k=3))",
-        ),
-        (
-            "bidirectional(topk(.5), identity, 'exact')",
-            Bidirectional(TopK(0.5), Identity(), "exact"),
-            'bidirectional(topk(0.5), identity, selection="exact")',
-        ),
-        ("ef(cast('bf16'))", EF(Cast("bf16")), 'ef(cast("bf16"))'),
-        (
-            "ef(cast(bf16), gather)",
-            EF(Cast("bf16"), "allgather"),
-            'ef(cast("bf16"), exchange="allgather")',
-        ),
-        (
-            "bidirectional(topk(.5, values=int8), identity, exact)",
-            Bidirectional(TopK(0.5, values="int8"), Identity(), "exact"),
-            'bidirectional(topk(0.5, values="int8"), identity, selection="exact")',
-        ),
-        ("every(4)", Every(4), "every(4)"),
-        ("qsr(0.0175, 4)", QSR(0.0175, 4), "qsr(alpha=0.0175, h_base=4)"),
-        ("qsr(h_base=4, alpha=1)", QSR(1, 4), "qsr(alpha=1, h_base=4)"),
-    ],
-)
+
+@pytest.mark.parametrize(("text", "component", "canonical"), BY_HAND)
 def test_spec_is_read_and_printed(text, component, canonical):
-    parsed = torchcomp.parse(text)
-    assert (parsed, str(parsed)) == (component, canonical)
-
-
-def test_a_component_is_returned_as_it_is():
-    aggregator, schedule = EF(TopK(0.01)), Every(4)
-    assert torchcomp.parse(aggregator) is aggregator
-    assert parse_schedule(schedule) is schedule
-
-
-def test_a_numpy_number_prints_as_a_number():
-    assert str(TopK(np.float64(0.25))) == "topk(0.25)"
+    parsed = component if text == "topk(np)" else torchcomp.parse(text)
+    assert parsed == component
+    assert str(parsed) == (canonical or str(component))
+    assert torchcomp.parse(parsed) is parsed
 
 
 # --- Errors ---------------------------------------------------------------------------------------
@@ -250,39 +223,29 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^topp(0.1))", "'topp'.*'topk'"),
         ("^zzz", "'zzz'.*methods: bidirectional, cast, dgc, ef, ef21, identity, mean"),
         ("ef(^zzz)", "'zzz'.*compressors: cast, identity, quantize, randk, topk, warmup;"),
-        ("ef(^power1)", "'power1'.*compressors: "),
         ("topk(0.1, ^scop='tensor')", "^topk .*'scop'.*'scope'"),
-        ("ef(randk(0.1, ^unbiase=True))", "^randk .*'unbiase'.*'unbiased'"),
         ("topk(0.1, ^unbiased=True)", "^topk .*'unbiased'.*randk"),
-        ("qsr(^beta=1, h_base=2)", "^qsr .*'beta'"),
         ("identity(^x=1)", "^identity .*'x'.*no options"),
         # Too many, too few, twice.
-        ("cast('bf16', ^'fp16')", "^cast .*1.*2"),
         ("ef(identity(^5))", "^identity .*0.*1"),
         ("topk(0.1, ^ratio=0.2)", "^topk: 'ratio' .*twice"),
-        ("^ef", "^ef .*'compressor'"),
         ("^every()", "^every .*'h'"),
         ("^qsr", "^qsr .*'alpha'.*'h_base'"),
         ("ef(^topk)", r"topk\(0\.01\).*topk\(k=5\).*neither"),
         ("ef(^randk(0.1, k=5))", r"randk\(0\.01\).*randk\(k=5\).*both"),
         # Out of range and not finite.
         ("topk(^0.0)", r"^topk: ratio .*0\.0$"),
-        ("topk(^-0.1)", r"^topk: ratio .*-0\.1$"),
         ("topk(^1e999)", "^topk: ratio .*inf$"),
         ("topk(k=^0)", "^topk: k .* 0$"),
         ("qsr(alpha=^0, h_base=4)", "^qsr: alpha .* 0$"),
-        ("qsr(alpha=1, h_base=^0)", "^qsr: h_base .* 0$"),
         # Of another type.
         ("topk(^1)", r"^topk: ratio=1\b.*topk\(0\.01\).*topk\(k=1\)"),
-        ("topk(^0.1j)", r"^topk: ratio .*0\.1j$"),
         ("every(^4.0)", r"^every: h .*4\.0$"),
         ("randk(0.1, unbiased=^1)", "^randk: unbiased .* 1$"),
         ("topk(0.1, scope=^'layer')", "^topk: scope .*bucket.*tensor.*model.*'layer'$"),
         ("cast(^'fp8')", "^cast: dtype .*bf16.*fp16.*'fp8'$"),
         # Without quotes.
         ("cast(^bf1)", "^cast: dtype .*fp16.*'bf1'.*\"bf16\"?"),
-        ("ef(topk(0.1), memory_dtype=^nan)", "^ef: memory_dtype .*fp64.*'nan'"),
-        ("mean(exchange=^mean)", "^mean: exchange .*sharded.*'mean'"),
         ("bidirectional(topk(0.1), ^exact)", "'exact'.*compressors: "),
         # Known by another name, or of another kind.
         ("ef(^BF16)", r"'BF16'.*docs/methods/README\.md#"),
@@ -290,22 +253,44 @@ def refusal(text, parse=torchcomp.parse):
         ("^post_locl(1)", "'post_locl'.*'post_local'"),
         ("ef(^powersdg)", "'powersdg'; compressors: .*the aggregator 'powersgd'"),
         ("mean(exchange=^'ring')", "^mean: exchange .*auto.*allreduce.*allgather.*sharded.*'ring'"),
-        ("ef(topk(0.1), memory_dtype=^'fp8')", "^ef: memory_dtype .*'fp8'"),
         ("ef(^0.01)", r"^ef .*compressor.* 0\.01$"),
         # Combinations that make no sense.
         ("mean(topk(0.1), exchange=^'allreduce')", "allreduce.*topk"),
-        ("ef(topk(k=5), exchange=^'sum')", "allreduce.*topk.*allgather"),
         ("mean(quantize('int8'), exchange=^'sharded')", "sharded.*quantize"),
         ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", "quantize.*selection=.shard"),
         ("bidirectional(topk(k=5), topk(k=5), ^'whole')", "selection .*exact.*shard.*'whole'"),
-        ("ef(^randk(0.1, unbiased=True))", r"contractive.*randk\(0\.1, unbiased=True\)"),
         ("ef(^ef(topk(0.1)))", r"^ef .*compressor.*aggregator 'ef\(topk\(0\.1\)\)'"),
         ("mean(^every(4))", r"^mean .*compressor.*schedule 'every\(4\)'"),
+        # Options of methods, and warm-ups.
+        ("powersgd(^0)", "^powersgd: rank .* 0$"),
+        ("powersgd(^2.5)", r"^powersgd: rank .*2\.5$"),
+        ("powersgd(min_ratio=^0)", "^powersgd: min_ratio "),
+        ("powersgd(memory_dtype=^'int8')", "^powersgd: memory_dtype "),
+        ("^ef21", "^ef21 .*'compressor'"),
+        ("ef21(^randk(0.1, unbiased=True))", "^ef21 .*contractive"),
+        ("ef21(topk(0.1), exchange=^'allreduce')", "^ef21: exchange"),
+        ("dgc(^randk(0.1))", "^dgc .*randk"),
+        ("dgc(topk(0.1), momentum=^1.0)", "^dgc: momentum "),
+        ("dgc(topk(0.1), nesterov=^1)", "^dgc: nesterov "),
+        ("dgc(topk(0.1), warmup_steps=^-1)", "^dgc: warmup_steps "),
+        ("dgc(topk(k=5), warmup_steps=^10)", "^dgc: warmup_steps=10 .*count"),
+        ("dgc(^warmup(topk(0.1), 5))", "^dgc .*start"),
+        ("dgc(warmup(topk(0.1), 5, start=0.25), warmup_steps=^5)", "^dgc: warmup_steps=5 "),
+        ("ef(warmup(topk(0.1), 5), exchange=^'allreduce')", "^ef: exchange"),
+        ("ef(^warmup(randk(0.1, unbiased=True), steps=5))", "contractive"),
+        ("warmup(^topk(k=5), steps=10)", "^warmup .*ratio"),
+        ("warmup(^quantize('int8'), steps=10)", "^warmup .*ratio"),
+        ("warmup(^warmup(topk(0.1), steps=5), steps=10)", "^warmup .*ratio"),
+        ("warmup(^mean, steps=10)", "^warmup .*mean"),
+        ("warmup(topk(0.1), steps=^0)", "^warmup: steps "),
+        ("warmup(topk(0.1), steps=^2.5)", "^warmup: steps "),
+        ("^warmup(topk(0.1))", "^warmup .*steps"),
+        ("warmup(topk(0.1), steps=10, start=^0.1)", "^warmup: start"),
+        ("warmup(topk(0.1), steps=10, start=^1.5)", "^warmup: start"),
         # Not part of the language.
         ("topk(^*[0.1])", "name.*call.*literal"),
         ("topk(^**{})", r"\*\*"),
         ("ef(^topk.encode)", "name.*call.*literal"),
-        ("ef(topk(0.1), exchange=^['allgather'])", "name.*call.*literal"),
         ("every(^10**100)", "name.*call.*literal"),
         ("^topk(0.1)(2)", "name"),
         # Columns are counted in characters, not in bytes.
@@ -322,135 +307,86 @@ def test_error_points_at_what_is_wrong_and_says_why(marked, words):
 
 @pytest.mark.parametrize(
     "text",
-    ["topk(0.1", "topk 0.1", "ef(topk(0.1)))", "topk(0.1,, 2)", "mean mean", "1topk", "'mean"],
+    ["topk(0.1", "topk 0.1", "ef(topk(0.1)))", "mean mean", "ef(topk(0,01))", "ef(topk(1%))"],
 )
 def test_syntax_error_shows_the_spec_and_a_caret_within_it(text):
-    with pytest.raises(SyntaxError) as pythons:
-        ast.parse(text, mode="eval")
     message, shown, caret = refusal(text).split("\n")
-    assert pythons.value.msg in message
+    assert "0.01" in message or not {",", "%"} & set(text)
     assert shown == f"  {text}"
     assert caret.strip() == "^"
     assert len(caret) <= len(shown) + 1
 
 
-@pytest.mark.parametrize("text", ["ef(topk(0,01))", "ef(topk(1%))"])
-def test_errors_for_decimal_commas_and_percent_show_how_to_write_them(text):
-    message, shown, _ = refusal(text).split("\n")
-    assert "0.01" in message
-    assert shown == f"  {text}"
-
-
-@pytest.mark.parametrize(
-    ("text", "parse", "hint"),
-    [
-        ("qsrs(1)", torchcomp.parse, "'qsr'"),
-        ("PowerSGD(4)", parse_schedule, "schedules: every, post_local, power, "),
-        ("power_sgd(4)", parse_schedule, "the aggregator 'powersgd'"),
-        ("qsrs(1)", parse_aggregator, "methods: bidirectional, "),
-        ("tpk(0.1)", parse_aggregator, "'topk'"),
-        ("tpk(0.1)", parse_schedule, "schedules: every, "),
-        ("tpk(0.1)", parse_local, "schedules: every, "),
-        ("aut", parse_local, "'auto'"),
-        ("aut", parse_any, "'auto'"),
-        ("tpk(0.1)", parse_outer_step, "outer steps: nesterov, slowmo"),
-    ],
-)
-def test_only_names_of_the_expected_kind_are_suggested(text, parse, hint):
-    _, name, rest = refusal(text, parse).partition(f"'{text.partition('(')[0]}'")
-    assert name
-    assert hint in rest
-
-
-def test_caret_counts_from_the_spec_without_its_surplus_whitespace():
-    assert refusal("\n  ef(  topp(0.1)\t)").endswith("\n  ef( topp(0.1) )\n      ^")
-
-
-@pytest.mark.parametrize(
-    "value", ["", " \n", "5", "'mean'", "nan", "-1", None, 0.01, b"mean", ["mean"], TopK]
-)
-def test_what_is_no_spec_is_refused_with_an_example(value):
-    message = refusal(value)
-    assert "'ef(topk(0.01))'" in message
-    literal = isinstance(value, str) and value.strip()
-    assert "empty" in message or message.endswith(value if literal else repr(value))
-
-
 @pytest.mark.parametrize(
     ("text", "parse", "words"),
     [
-        *(
-            (text, parse, (f"'{torchcomp.parse(text)}'", "'every(4)'", "torchcomp.register"))
-            for text in ("ef(topk(0.01))", "mean", "topk(0.01)")
-            for parse in (parse_schedule, parse_local)
-        ),
-        ("every(4)", parse_aggregator, ("'every(4)'", "'ef(topk(0.01))'", "torchcomp.LocalSGD")),
+        # Only names of the expected kind are suggested.
+        ("PowerSGD(4)", parse_schedule, ["schedules: every, post_local, power, "]),
+        ("power_sgd(4)", parse_schedule, ["the aggregator 'powersgd'"]),
+        ("qsrs(1)", parse_aggregator, ["methods: bidirectional, "]),
+        ("tpk(0.1)", parse_aggregator, ["'topk'"]),
+        ("tpk(0.1)", parse_local, ["schedules: every, "]),
+        ("aut", parse_any, ["'auto'"]),
+        ("tpk(0.1)", parse_outer_step, ["outer steps: nesterov, slowmo"]),
+        # A component of another kind.
+        ("mean", parse_local, ["'mean'", "'every(4)'", "torchcomp.register"]),
+        ("topk(0.01)", parse_schedule, ["'mean(topk(0.01))'", "torchcomp.register"]),
+        ("every(4)", parse_aggregator, ["'every(4)'", "'ef(topk(0.01))'", "torchcomp.LocalSGD"]),
+        # Surplus whitespace does not count for the caret.
+        ("\n  ef(  topp(0.1)\t)", torchcomp.parse, ["\n  ef( topp(0.1) )\n      ^"]),
+        # Names of other projects.
+        ("diloco", torchcomp.parse, ["docs/methods/README.md#other-names"]),
+        # No spec.
+        *((value, torchcomp.parse, ["'ef(topk(0.01))'"]) for value in ("", " \n", "5", "'mean'")),
+        *((value, torchcomp.parse, ["'ef(topk(0.01))'"]) for value in ("-1", None, b"mean", TopK)),
     ],
+    ids=range(20),
 )
-def test_a_component_of_another_kind_is_refused(text, parse, words):
+def test_an_error_says_what_is_expected(text, parse, words):
     message = refusal(text, parse)
-    assert all(word in message for word in words)
-    other = parse_schedule if parse is parse_aggregator else parse_aggregator
-    assert other(text) == torchcomp.parse(text)
+    assert all(word in message for word in words), message
 
 
-# --- Names of other projects ----------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["fp16", "ef(memsgd)", "diloco"])
-def test_an_unknown_name_has_a_link_to_the_names_of_other_projects(name):
-    page, _, anchor = re.search(r"(docs/\S+\.md)(#)(\S+)", refusal(name)).groups()
-    text = (Path(torchcomp.__file__).parents[1] / page).read_text()
-    section = text.partition(f"## {anchor.replace('-', ' ').capitalize()}\n")[2]
-    cells = [row.split("|")[2] for row in section.partition("\n## ")[0].splitlines()[6:] if row]
+def test_the_names_of_other_projects_are_specs():
+    text = (Path(torchcomp.__file__).parents[1] / "docs/methods/README.md").read_text()
+    section = text.partition("## Other names\n")[2].partition("\n## ")[0]
+    cells = [row.split("|")[2] for row in section.splitlines()[6:] if row]
     written = [spec for cell in cells for spec in re.findall("`([^`]*)`", cell)]
     specs = [each for each in written if each != "LocalSGD" and not each.startswith("outer=")]
     assert len(specs) > 10
-    for spec in specs:
-        parse(spec)
-    (outer,) = [each for each in written if each.startswith("outer=")]
-    parse_outer_step(ast.literal_eval(outer.removeprefix("outer=")))
+    for each in specs:
+        parse(each)
 
 
 # --- Nothing is evaluated -------------------------------------------------------------------------
 
 INJECTIONS = [
     "__import__('os').system('true')",
-    "__import__('os')",
     "().__class__.__base__.__subclasses__()",
     "topk.__init__.__globals__",
-    "topk(0.1).encode",
     "topk(ratio=open('/etc/passwd'))",
     "lambda: mean",
     "[mean for mean in [1]]",
-    "mean if True else mean",
     "f'{mean}'",
-    "topk(f'{0.1}')",
     "(x := mean)",
     "mean; mean",
-    "import os",
     "mean[0]",
-    "topk(0.05 + 0.05)",
     "topk(k=9**9**9)",
-    "await mean",
     "mean\0",
     "'\ud800'",
-]
-HUGE = [
-    "(" * 500 + "mean" + ")" * 499,
+    # Huge, or deeply nested.
     "ef(" * 300 + "topk(0.1)" + ")" * 300,
     "ef(" * 80 + "topk(0.1)" + ")" * 80,
     "-" * 990 + "1",
-    "a." * 490 + "b",
     "topk(" + "0.1, " * 190 + ")",
+    "mean " * 250,
     "mean" * 10**6,
-    "9" * 990,
     "qsr(alpha=" + "9" * 900 + ", h_base=4)",
     "topk(k=-0x" + "f" * 900 + ")",
 ]
 
 
-@pytest.mark.parametrize("text", INJECTIONS)
+@pytest.mark.parametrize("text", INJECTIONS, ids=range(len(INJECTIONS)))
 def test_code_is_refused_and_never_run(text, monkeypatch):
     run = []
     for name in ("eval", "exec", "open", "__import__"):
@@ -459,16 +395,7 @@ def test_code_is_refused_and_never_run(text, monkeypatch):
         torchcomp.parse(text)
     monkeypatch.undo()
     assert not run
-
-
-@pytest.mark.parametrize("text", HUGE, ids=range(len(HUGE)))
-def test_huge_and_deeply_nested_text_is_a_spec_error(text):
-    refusal(text)
-
-
-def test_the_length_of_a_spec_is_limited_without_its_surplus_whitespace():
     assert torchcomp.parse("mean" + " " * 5000) == Mean()
-    assert re.search("1249.*1000", refusal("mean " * 250))
 
 
 def spec_or_spec_error(text):
@@ -483,19 +410,13 @@ def spec_or_spec_error(text):
 @given(st.text(max_size=40))
 @example("\ufefftopk(1)")
 @example("\x0ctopk(0.1)")
-@example("topk(0.1)\\")
 @example("# coding: latin-1 é")
+@example("1if")
+@example("'\\d'")
 def test_any_text_is_a_spec_or_a_spec_error(text):
-    spec_or_spec_error(text)
-
-
-@pytest.mark.parametrize("text", ["1if", "0x1for", "'\\d'"])
-def test_python_warns_of_nothing_beside_the_error(text):
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with pytest.raises(SpecError):
-            torchcomp.parse(text)
-    assert caught == []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Python warns of some texts before it refuses them
+        spec_or_spec_error(text)
 
 
 WORDS = [*COMPONENTS, *"()=,.-+*:[]{}'\"\\#@ \n", *string.digits, "0.1", "nan", "inf", "1j"]

@@ -9,8 +9,7 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from torchcomp.checkpoints.gathering import Gathered
-from torchcomp.checkpoints.per_rank import PerRank
+from torchcomp.checkpoints.gathering import Gathered, PerRank
 from torchcomp.checkpoints.redistribution import redistribute
 from torchcomp.ddp.entry import register
 from torchcomp.ddp.handle import Handle
@@ -41,40 +40,12 @@ if TYPE_CHECKING:
     from torchcomp.advisor.explain import explain, sync_steps
     from torchcomp.guard import Alarm, Guard, watch
 
-__all__ = [
-    "Alarm",
-    "Auto",
-    "Averager",
-    "CheckpointError",
-    "Choice",
-    "Exchange",
-    "Gathered",
-    "Guard",
-    "Handle",
-    "InProcessExchange",
-    "JointSpar",
-    "LocalSGD",
-    "NonFiniteError",
-    "PerRank",
-    "Plan",
-    "ProcessGroupExchange",
-    "RankFailureError",
-    "RankMismatchError",
-    "ScheduleError",
-    "SpecError",
-    "Stats",
-    "UnsupportedModelError",
-    "WireError",
-    "__version__",
-    "explain",
-    "parse",
-    "redistribute",
-    "reestimate_batchnorm",
-    "register",
-    "run_in_process",
-    "sync_steps",
-    "watch",
-]
+__all__ = ["Alarm", "Auto", "Averager", "CheckpointError", "Choice", "Exchange", "Gathered"]
+__all__ += ["Guard", "Handle", "InProcessExchange", "JointSpar", "LocalSGD", "NonFiniteError"]
+__all__ += ["PerRank", "Plan", "ProcessGroupExchange", "RankFailureError", "RankMismatchError"]
+__all__ += ["ScheduleError", "SpecError", "Stats", "UnsupportedModelError", "WireError"]
+__all__ += ["__version__", "explain", "parse", "redistribute", "reestimate_batchnorm", "register"]
+__all__ += ["run_in_process", "sync_steps", "watch"]
 
 
 _LATER = {

@@ -10,15 +10,18 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
-from torchcomp.advisor import BF16, DDP, USUAL, Link, Prediction, Run, values_of
+from torchcomp.advisor import Link, Prediction, Run, values_of
 from torchcomp.advisor.catalogue import described, listed
-from torchcomp.advisor.comparison import MOST_RANKS
-from torchcomp.advisor.costs import wrapped
 from torchcomp.advisor.doctor import examine
-from torchcomp.advisor.explain import explain, refuse_for_methods, refuse_for_schedules
-from torchcomp.advisor.flags import number, whole
+from torchcomp.advisor.explain import (
+    MOST_RANKS,
+    explain,
+    refuse_for_methods,
+    refuse_for_schedules,
+)
 from torchcomp.advisor.named_models import build_named
-from torchcomp.advisor.table import table
+from torchcomp.advisor.prediction import BF16, DDP, USUAL, table
+from torchcomp.advisor.units import number, whole, wrapped
 from torchcomp.aggregators import Aggregator
 from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs.errors import ScheduleError, SpecError
@@ -166,32 +169,28 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(metavar="command", required=True)
-    summary = "list the methods, compressors, schedules and outer steps"
-    command = commands.add_parser("methods", help=summary, description=f"{summary}.".capitalize())
-    command.set_defaults(command=_methods)
-    command.add_argument("name", nargs="?", help="show the options of this one, such as topk")
-    summary = "show the bytes sent and the state kept by a method or schedule"
-    command = commands.add_parser("explain", help=summary, description=f"{summary}.".capitalize())
-    command.set_defaults(command=_explain)
-    _add_options_of_explain(command)
-    summary = "predict hours, bytes and price of a whole run on a network"
-    command = commands.add_parser("plan", help=summary, description=f"{summary}.".capitalize())
-    command.set_defaults(command=_plan)
-    _add_options_of_plan(command)
-    summary = "measure the ranks of a job, their links and a training step"
-    command = commands.add_parser("doctor", help=summary, description=f"{summary}.".capitalize())
-    command.set_defaults(command=examine)
-    _add_options_of_doctor(command)
+    for name, run, add_options, summary in (
+        ("methods", _methods, _for_methods, "list the methods, schedules and outer steps"),
+        ("explain", _explain, _for_explain, "show the bytes sent and the state of a method"),
+        ("plan", _plan, _for_plan, "predict hours, bytes and price of a whole run on a network"),
+        ("doctor", examine, _for_doctor, "measure the ranks of a job, their links and a step"),
+    ):
+        command = commands.add_parser(name, help=summary, description=f"{summary}.".capitalize())
+        command.set_defaults(command=run)
+        add_options(command)
     return parser
 
 
-def _add_options_of_explain(command: argparse.ArgumentParser) -> None:
+def _for_methods(command: argparse.ArgumentParser) -> None:
+    command.add_argument("name", nargs="?", help="show the options of this one, such as topk")
+
+
+def _for_explain(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("spec", help='a method, "ef(topk(0.01))", or a schedule, "qsr(alpha=0.0175, h_base=4)"')
     _add_size(command)
     add = command.add_argument_group("for methods").add_argument
-    help_text = "ranks of a node, to show the bytes through the network card that they share"
-    add("--nodes", type=whole(1, MOST_RANKS), metavar="N", help=help_text)
+    add("--nodes", type=whole(1, MOST_RANKS), metavar="N", help="ranks that share a network card")
     add = command.add_argument_group("for schedules").add_argument
     add("--total-steps", type=whole(1), metavar="N", help="optimizer steps of the run (required)")
     add("--warmup-steps", type=whole(0), metavar="N", help="steps of warm-up (default: 0)")
@@ -200,7 +199,7 @@ def _add_options_of_explain(command: argparse.ArgumentParser) -> None:
     _add_learning_rate(command)
 
 
-def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
+def _for_plan(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     names = f'"{DDP}", "{BF16}" (DDP with that hook), a method or a schedule'
     add("spec", nargs="?", help=names)
@@ -208,8 +207,7 @@ def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
     _add_size(command)
     positive, at_least_0 = number("above 0"), number("of at least 0")
     add("--total-steps", type=whole(1), required=True, metavar="N", help="optimizer steps")
-    help_text = "milliseconds of a step of one rank without any exchange"
-    add("--step-ms", type=positive, required=True, metavar="MS", help=help_text)
+    add("--step-ms", type=positive, required=True, metavar="MS", help="time without any exchange")
     help_text = "how many times as fast the ranks encode as this machine (default: 1)"
     add("--speedup", type=positive, default=1.0, metavar="N", help=help_text)
     add("--two-levels", action="store_true", help="as with register(..., nodes=ranks per node)")
@@ -218,44 +216,35 @@ def _add_options_of_plan(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group("the network").add_argument
     add("--gbit", type=positive, required=True, help="Gbit/s of the network card of a node")
     add("--latency-us", type=at_least_0, metavar="US", help="from node to node (default: 30)")
-    help_text = "ranks that share a card (default: 1)"
-    add("--ranks-per-node", type=whole(1, MOST_RANKS), metavar="N", help=help_text)
-    help_text = "Gbit/s of a rank inside its node (default: 1000)"
-    add("--inside-gbit", type=positive, metavar="GBIT", help=help_text)
+    ranks = whole(1, MOST_RANKS)
+    add("--ranks-per-node", type=ranks, metavar="N", help="ranks that share a card (default: 1)")
+    add("--inside-gbit", type=positive, metavar="GBIT", help="inside a node (default: 1000)")
     add("--inside-latency-us", type=at_least_0, metavar="US", help="inside a node (default: 5)")
-    help_text = "share of the bandwidth that is reached (default: 0.9)"
-    add("--efficiency", type=positive, metavar="SHARE", help=help_text)
-    help_text = "of each collective, on top (default: 20)"
-    add("--overhead-us", type=at_least_0, metavar="US", help=help_text)
+    add("--efficiency", type=positive, metavar="SHARE", help="of the bandwidth (default: 0.9)")
+    add("--overhead-us", type=at_least_0, metavar="US", help="of each collective (default: 20)")
     add("--backend", choices=("nccl", "gloo"), help="(default: nccl)")
     add = command.add_argument_group("for schedules").add_argument
     add("--warmup-steps", type=whole(0), metavar="N", help="steps of warm-up (default: 0)")
     _add_learning_rate(command)
 
 
-def _add_options_of_doctor(command: argparse.ArgumentParser) -> None:
+def _for_doctor(command: argparse.ArgumentParser) -> None:
     command.epilog = _EPILOG_OF_DOCTOR
     add = command.add_argument
     seconds = number("above 0")
     help_text = "how long one answer of another rank may take (default: 15)"
     add("--timeout", type=seconds, default=15.0, metavar="SECONDS", help=help_text)
-    help_text = "gloo or nccl (default: nccl where there are GPUs)"
-    add("--backend", choices=("gloo", "nccl"), help=help_text)
-    help_text = "write all results as JSON to this file, or - for stdout in place of the report"
-    add("--json", metavar="FILE", help=help_text)
+    add("--backend", choices=("gloo", "nccl"), help="(default: nccl where there are GPUs)")
+    add("--json", metavar="FILE", help="write results as JSON to it, or - for stdout, not a report")
     group = command.add_argument_group("a training step", "one of --model, --numel and --script")
     add = group.add_argument
     add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
     add("--batch", type=whole(1), metavar="N", help="images per rank, for --model (default: 8)")
     add("--numel", type=whole(1), metavar="N", help="parameters of a model that only waits")
-    help_text = "compute time of its step, as you measured it"
-    add("--step-ms", type=seconds, metavar="MS", help=help_text)
+    add("--step-ms", type=seconds, metavar="MS", help="compute time of its step, as measured")
     help_text = "about how long to take steps; the collectives get half of it (default: 20)"
     add("--seconds", type=seconds, default=20.0, help=help_text)
-    help_text = (
-        "run your own script for some steps: FILE or -m MODULE, and its arguments; the last "
-        "option. What it trains is thrown away"
-    )
+    help_text = "run some steps of a script, FILE or -m MODULE, with its arguments; the last option"
     add("--script", nargs=argparse.REMAINDER, metavar="...", help=help_text)
 
 
@@ -263,10 +252,8 @@ def _add_size(command: argparse.ArgumentParser) -> None:
     add = command.add_mutually_exclusive_group(required=True).add_argument
     add("--numel", type=whole(0), metavar="N", help="parameters of the model, such as 25.6e6")
     add("--model", metavar="NAME", help="torchvision/resnet50, timm/vit_base_patch16_224, ...")
-    ranks = whole(1, MOST_RANKS)
-    command.add_argument(
-        "--world-size", type=ranks, required=True, metavar="N", help="number of ranks"
-    )
+    ranks, add = whole(1, MOST_RANKS), command.add_argument
+    add("--world-size", type=ranks, required=True, metavar="N", help="number of ranks")
 
 
 def _add_learning_rate(command: argparse.ArgumentParser) -> None:
@@ -274,8 +261,7 @@ def _add_learning_rate(command: argparse.ArgumentParser) -> None:
     add = command.add_argument_group(title).add_argument
     add("--lr", type=number("above 0"), help="peak learning rate, at the end of warm-up (required)")
     add("--decay", choices=DECAYS, help="decay after warm-up (default: cosine)")
-    help_text = "learning rate at the end of the run (default: 1e-6)"
-    add("--final-lr", type=number("of at least 0"), metavar="LR", help=help_text)
+    add("--final-lr", type=number("of at least 0"), metavar="LR", help="at the end (default: 1e-6)")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.optim import SGD
 import torchcomp
 from benchmarks.net import baselines
 from benchmarks.net.names import BASELINES, BF16, FLOOR, NAIVE_TOPK, ONE_VALUE, POWERSGD
-from torchcomp.schedules import SCHEDULES
+from torchcomp.local_sgd.schedules import SCHEDULES
 
 LAYERS = "jointspar("
 # Large enough for a whole model. PyTorch's PowerSGD hook waits for collectives inside callbacks,

@@ -12,10 +12,11 @@ from torchcomp.advisor import (
     Compute,
     Link,
     Recording,
-    Times,
     simulate,
     simulate_alone,
 )
+from torchcomp.advisor.collectives import Point, Times
+from torchcomp.advisor.simulation import Activity, Call, Submitted, Work
 
 _COPIED = ("date", "revision", "torch", "device", "cpus", "batch")
 _SETUP = ("hosts", "ranks", "mbit", "delay_us")
@@ -117,9 +118,9 @@ class Known:
         """The step time that this rank predicts, with the measured collectives or with others."""
         if link is None:
             measured = self._link[rank].items()
-            link = {name: CollectiveTimes.from_dict(times) for name, times in measured}
-        compute = Compute.from_dict(self._compute[rank]["compute"])
-        recorded = Recording.from_dict(self._recorded[rank])
+            link = {name: _times(values) for name, values in measured}
+        compute = _computation(self._compute[rank]["compute"])
+        recorded = _recording(self._recorded[rank])
         period = period_of(result["method"])
         if period > 1:
             average = simulate_alone(recorded, link["flat"], cores=cores)
@@ -128,6 +129,37 @@ class Known:
             return simulate(recorded, compute, link["flat"], cores=cores).seconds
         between, inside = link["between"], link["inside"]
         return simulate(recorded, compute, between, inside, cores=cores).seconds
+
+
+def _times(values: Mapping[str, Any]) -> CollectiveTimes:
+    """Return what JSON has made of measured collectives."""
+    points = {kind: tuple(Point(*row) for row in rows) for kind, rows in values["points"].items()}
+    return CollectiveTimes(values["world_size"], points)
+
+
+def _computation(values: Mapping[str, Any]) -> Compute:
+    """Return what JSON has made of a step without an exchange."""
+    buckets = tuple(map(tuple, values["buckets"]))
+    return Compute(buckets, tuple(values["ready"]), values["backward"], values["total"])
+
+
+def _recording(values: Mapping[str, Any]) -> Recording:
+    """Return what JSON has made of the exchange of a step."""
+
+    def lane(plain: Sequence[Mapping[str, Any]]) -> tuple[Activity, ...]:
+        return tuple(Call(**each) if "kind" in each else Work(**each) for each in plain)
+
+    return Recording(
+        values["method"],
+        tuple(
+            Submitted(
+                tuple(each["names"]),
+                tuple(tuple(map(lane, job)) for job in each["jobs"]),
+                each["work"],
+            )
+            for each in values["buckets"]
+        ),
+    )
 
 
 def _formulas(setup: Mapping[str, Any]) -> Levels:

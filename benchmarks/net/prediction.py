@@ -7,8 +7,8 @@ other exchange.
 
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +18,25 @@ from torch.optim import SGD
 
 import torchcomp
 from benchmarks.net import data, models
+from benchmarks.net.compute import measure_compute
 from benchmarks.net.job import Job
 from benchmarks.net.methods import Course, Trainee, attached, in_ddp
 from benchmarks.net.names import BASELINES, BF16, ONE_VALUE, PLAIN
 from benchmarks.net.steps import StepBench
 from torchcomp.advisor import (
-    ALL_REDUCE,
     Compute,
     Recording,
     measure_collectives,
-    measure_compute,
     record,
     record_all_reduce,
     record_average,
 )
-from torchcomp.advisor.activities import Call, Submitted
+from torchcomp.advisor.collectives import ALL_REDUCE
+from torchcomp.advisor.simulation import Call, Submitted
 from torchcomp.engine.bucket import DEFAULT_CAPS, partition
 from torchcomp.exchange import PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
-from torchcomp.schedules import Every
+from torchcomp.local_sgd.schedules import Every
 
 PROBES = (ONE_VALUE, "topk(k=1)")
 """A hook of PyTorch and one of ours that send one value of a bucket. What their steps take more
@@ -51,6 +51,7 @@ _MOST_STEPS = 400
 # cores. More of them take no time, and means over several have one usual length.
 _SMALL, _MORE = 2_000_000, 5
 _WARM_UP = 2
+_BACKGROUND_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -105,9 +106,10 @@ class PredictionBench:
             # Closed at once: idle threads of gloo would take time from what follows.
             exchange = PrivateExchange(unique, ranks, self._everyone)
             # All hosts share the cores of this machine, with the switch between them.
-            found[name] = measure_collectives(
-                exchange, seconds=collectives_seconds(world), host_ranks=world
-            ).to_dict()
+            measured = measure_collectives(
+                exchange, seconds=collectives_seconds(world), stopwatch=share_of(world)
+            )
+            found[name] = measured.to_dict()
             dist.barrier()
             exchange.close()
         return found
@@ -132,7 +134,7 @@ class PredictionBench:
             if p.grad is not None
         }
         dist.barrier()
-        return compute, gradients, {"compute": compute.to_dict(), **used}
+        return compute, gradients, {"compute": asdict(compute), **used}
 
     def _record(
         self,
@@ -147,22 +149,21 @@ class PredictionBench:
         dist.barrier()  # all ranks work at the same time, as in a step
         if method == ONE_VALUE:
             call = Call(ALL_REDUCE, 4)
-            return Recording(
-                method, tuple(Submitted(names, (((call,),),)) for names in compute.buckets)
-            ).to_dict()
+            submitted = tuple(Submitted(names, (((call,),),)) for names in compute.buckets)
+            return asdict(Recording(method, submitted))
         if method in (PLAIN, BF16):
             dtype = torch.bfloat16 if method == BF16 else None
             recorded = record_all_reduce(
                 parameters, buckets=compute.buckets, dtype=dtype, steps=steps
             )
-            return recorded.to_dict()
+            return asdict(recorded)
         if isinstance(torchcomp.parse(method), Every):
             statistics = statistics_of(updated_layers(module))
             recorded = record_average(
                 parameters, self._job.world, statistics=statistics, steps=steps
             )
-            return recorded.to_dict()
-        return record(
+            return asdict(recorded)
+        recorded = record(
             method,
             parameters,
             self._job.world,
@@ -171,7 +172,8 @@ class PredictionBench:
             gradients=gradients,
             nodes=self._job.ranks if levels == 2 else 1,
             steps=steps,
-        ).to_dict()
+        )
+        return asdict(recorded)
 
     def _step(self, name: str, method: str, levels: int) -> dict[str, Any]:
         """The mean seconds of a step with the method, over each round."""
@@ -221,6 +223,31 @@ class Usage:
         idle = ticks[3] + ticks[4]  # the fourth and fifth: idle, and waiting for a disk
         busy = (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK")
         return time.perf_counter(), busy, time.process_time()
+
+
+def share_of(ranks: int) -> Callable[[], Callable[[], float]]:
+    """Return a stopwatch of the core that a rank uses: its share of what the whole host uses.
+
+    All ranks call this at the same time. Other programs must be idle, or equally busy all the time.
+    """
+    dist.barrier()  # all ranks are idle from here on
+    idle = Usage()
+    time.sleep(_BACKGROUND_SECONDS)
+    others = idle.since()
+    dist.barrier()
+
+    def stopwatch() -> Callable[[], float]:
+        usage = Usage()
+
+        def used() -> float:
+            found = usage.since()
+            background = others["busy"] / others["wall"] * found["wall"]
+            # Its share of a busy host is not known well, but it is at least its own.
+            return max(found["worked"], (found["busy"] - background) / ranks)
+
+        return used
+
+    return stopwatch
 
 
 def collectives_seconds(world: int) -> float:

@@ -24,7 +24,7 @@ import yaml
 import torchcomp
 from recipes.errors import RecipeError, exit_on_user_error
 from recipes.integrations.upstream_data import write_image_folder, write_tokens
-from torchcomp.schedules import Schedule
+from torchcomp.local_sgd.schedules import Schedule
 
 _ROOT = Path(__file__).resolve().parents[2]
 

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from recipes.small_gpt.corpus import VOCABULARY, Corpus, open_corpus, windows
 from recipes.small_gpt.model import Shape, SmallGPT
-from torchcomp.schedules import Schedule
+from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs.learning_rates import decaying
 
 DENSE = "dense"

@@ -1,23 +1,14 @@
 """Recordings: their bytes are those that are planned, for every method and number of ranks."""
 
-import json
 import time
 
 import pytest
 import torch
 from torch import nn
 
-from torchcomp.advisor import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_REDUCE_BF16,
-    Call,
-    Recording,
-    Work,
-    record,
-    record_all_reduce,
-    record_average,
-)
+from torchcomp.advisor import record, record_all_reduce, record_average
+from torchcomp.advisor.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_BF16
+from torchcomp.advisor.simulation import Call, Work
 from torchcomp.aggregators import AGGREGATORS, planned_traffic, planned_two_levels
 from torchcomp.compressors import COMPRESSORS
 from torchcomp.engine.bucket import BucketShape, partition
@@ -34,7 +25,6 @@ NAMES = [name for group in GROUPS for name in group]
 BUCKETS = [tuple(NAMES[:3]), tuple(NAMES[3:])]
 SHAPES = [BucketShape.of(group, PARAMETERS) for group in GROUPS]
 
-PER_TENSOR = 'topk(0.1, scope="tensor")'
 SPECS = sorted(
     {cls.example or cls.name for cls in (*AGGREGATORS, *COMPRESSORS)}
     | {
@@ -99,20 +89,11 @@ def test_a_recording_has_the_planned_bytes(spec, world_size):
     assert 0 <= min(works) <= sum(works) <= passed
 
 
-@pytest.mark.parametrize(
-    ("spec", "most"),
-    [
-        ('bidirectional(topk(0.1), topk(0.1), selection="exact")', 2),
-        # A search for each parameter, among threads.
-        (f'bidirectional(topk(0.1), {PER_TENSOR}, selection="exact")', 3),
-    ],
-)
-def test_an_exact_selection_is_recorded_with_its_search(spec, most):
-    recording = recorded(spec, 4)
+def test_an_exact_selection_is_recorded_with_its_search():
+    spec = 'bidirectional(topk(0.1), topk(0.1), selection="exact")'
     planned = planned_traffic(parse_aggregator(spec), SHAPES, 4).sent
     # How long the search takes depends on the values.
-    assert planned / 2 < sent(recording.calls(), 4) < most * planned
-    assert [bucket.names for bucket in recording.buckets] == BUCKETS
+    assert planned / 2 < sent(recorded(spec, 4).calls(), 4) < 2 * planned
 
 
 def test_two_levels_are_recorded_in_three_lanes():
@@ -147,24 +128,20 @@ def test_a_synchronisation_compares_the_ranks_and_averages_everything():
     assert recording.calls() == [compared, compared, *averaged]
 
 
-def test_a_recording_survives_json_and_scaling_and_changes_no_parameter():
+def test_a_recording_changes_no_parameter():
     before = {name: p.detach().clone() for name, p in PARAMETERS.items()}
-    recording = recorded("ef(topk(0.1))", 4, nodes=2)
+    recorded("ef(topk(0.1))", 4, nodes=2)
     record_average(PARAMETERS, 4, steps=2)
     assert all(torch.equal(p, before[name]) for name, p in PARAMETERS.items())
-    assert Recording.from_dict(json.loads(json.dumps(recording.to_dict()))) == recording
-    assert recording.scaled(2.0).scaled(0.5) == recording != recording.scaled(2.0)
-    assert recording.scaled(2.0).calls() == recording.calls()
 
 
-SEARCH = f"bidirectional(identity, {PER_TENSOR}, selection='exact')"
+SEARCH = "bidirectional(identity, topk(0.1, scope='tensor'), selection='exact')"
 
 
 @pytest.mark.parametrize(
     ("spec", "world_size", "nodes"),
     [
-        *[("nothing", 4, 1), ("mean", 0, 1), ("mean", 1025, 1), ("mean", 5, 2), ("mean", 4, 0)],
-        *[(SEARCH, 17, 1), (SEARCH, 4, 2)],
+        *[("nothing", 4, 1), ("mean", 0, 1), ("mean", 1025, 1), ("mean", 5, 2), (SEARCH, 4, 1)],
     ],
 )
 def test_bad_input_is_refused(spec, world_size, nodes):

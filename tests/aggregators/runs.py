@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,8 +12,8 @@ from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.exchange import Exchange, run_in_process
 
+on_ranks = run_in_process
 Named = dict[str, Tensor]
-T = TypeVar("T")
 
 SEED = 5
 SHAPES = {
@@ -82,14 +82,10 @@ def step(
     """Average `tensors` in one step, in these buckets, and return their means."""
     like = parameters(next(iter(tensors.values())).dtype)
     engine.begin(scale)
-    buckets = []
-    for names in groups:
-        shape = BucketShape.of(names, like)
-        bucket = Bucket(shape, torch.zeros(shape.numel, dtype=shape.dtype))
-        for name, view in bucket.tensors().items():
-            view.copy_(tensors[name] * scale)
+    scaled = {name: tensor * scale for name, tensor in tensors.items()}
+    buckets = [Bucket.read(BucketShape.of(names, like), scaled) for names in groups]
+    for bucket in buckets:
         engine.average(bucket)
-        buckets.append(bucket)
     engine.finish(**finish)
     return {
         name: view.clone(memory_format=torch.contiguous_format) / scale
@@ -107,10 +103,6 @@ def steps(
 ) -> list[Named]:
     rank = engine.exchange.rank
     return [step(engine, gradient(n, rank, dtype), groups, scale(n)) for n in numbers]
-
-
-def on_ranks(world_size: int, body: Callable[[Exchange], T]) -> list[T]:
-    return run_in_process(world_size, body)
 
 
 def assert_equal(actual: Named, expected: Named) -> None:

@@ -25,14 +25,13 @@ from tests.support.models import (
     wrap,
 )
 from tests.support.outcomes import (
-    assert_replicas_equal,
     caught,
     raised_by,
     reloaded,
     same,
 )
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import Auto, Guard, SpecError
+from torchcomp import Auto, Guard
 from torchcomp.advisor import auto
 from torchcomp.aggregators import Mean
 from torchcomp.ddp import register
@@ -105,6 +104,11 @@ def slow_mean() -> Iterator[None]:
         yield
 
 
+def made(spec: Any = AUTO, **options: Any) -> tuple[Any, Any]:
+    model = wrap(mlp())
+    return model, torchcomp.register(model, spec, **options)
+
+
 def train(model: Any, steps: int, first: int = 0) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
     for step in range(first, first + steps):
@@ -115,33 +119,29 @@ def train(model: Any, steps: int, first: int = 0) -> None:
 
 
 def trained(spec: Any, steps: int, **options: Any) -> tuple[Tensor, str, Any, list[str]]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, spec, **options)
+    model, handle = made(spec, **options)
     methods = []
     for step in range(steps):
         CLOCK.advance(COMPUTE)
         model.zero_grad()
         loss_of(model(rows(step))).backward()
         methods.append(str(handle.method))
-    return gradients(model), str(handle.method), handle.choice, methods
+    # Nothing watches the steps after the trial.
+    assert (handle.averager.observer is None) == (steps >= STEPS)
+    return str(handle.method), handle.choice, methods
 
 
-def after(spec: Any, steps: int, **options: Any) -> tuple[Tensor, Any]:
-    model = wrap(mlp(), **options)
-    handle = torchcomp.register(model, spec)
-    train(model, steps)
-    return weights(model), handle.stats
-
-
-@pytest.mark.parametrize("view", [False, True])
-def test_training_is_that_of_mean_bit_for_bit_while_candidates_are_timed(view: bool) -> None:
+def test_training_is_that_of_mean_bit_for_bit_while_candidates_are_timed() -> None:
     candidates = Auto(candidates=[TOPK, "powersgd(1)", "bidirectional(topk(0.1), topk(0.1))"])
 
-    def body() -> Any:
-        # All candidates were timed, and none was chosen yet.
-        return [after(each, 60, gradient_as_bucket_view=view) for each in (candidates, "mean")]
+    def after(spec: Any) -> tuple[Tensor, Any]:
+        model, handle = made(spec)
+        train(model, 60)  # all candidates were timed, and none was chosen yet
+        return weights(model), handle.stats
 
-    for (one, stats), (other, of_mean) in on_threads(2, body):
+    for (one, stats), (other, of_mean) in on_threads(
+        2, lambda: [*map(after, (candidates, "mean"))]
+    ):
         assert torch.equal(one, other)
         assert (stats.steps, stats.bytes_sent) == (of_mean.steps, of_mean.bytes_sent)
 
@@ -150,42 +150,16 @@ def test_the_fast_candidate_is_chosen_on_a_slow_network(
     slow_mean: None, caplog: pytest.LogCaptureFixture
 ) -> None:
     found = on_threads(2, trained, AUTO, STEPS + 5)
-    for _, method, choice, methods in found:
+    for method, choice, methods in found:
         assert method == choice.method == TOPK
         assert methods == ["mean"] * (STEPS - 1) + [TOPK] * 6
         assert choice.step == STEPS
-        assert choice == found[0][2]
+        assert choice == found[0][1]
         seconds = [choice.seconds["mean"], choice.seconds[TOPK], choice.alone, choice.average]
         average = BUCKETS * SECONDS
         assert seconds == pytest.approx([COMPUTE + average, COMPUTE, COMPUTE, average])
     (message,) = messages_of("advisor.auto", caplog)
     assert TOPK in message
-
-
-def test_what_every_step_waits_for_is_in_all_times(slow_mean: None) -> None:
-    wait = 0.01
-
-    def late(self: Buckets) -> BaseException | None:
-        CLOCK.join()
-        CLOCK.advance(wait)
-        return _join(self)
-
-    with mock.patch.object(Buckets, "join", late):
-        for _, _, choice, _ in on_threads(2, trained, AUTO, STEPS):
-            average = BUCKETS * SECONDS
-            seconds = [choice.seconds["mean"], choice.seconds[TOPK]]
-            assert seconds == pytest.approx([COMPUTE + average + wait, COMPUTE + wait])
-
-
-def test_no_step_is_shorter_than_the_computation_of_its_gradients() -> None:
-    def slow_alone(self: Mean, *args: Any) -> None:
-        if CLOCK.is_alone:  # what is timed takes longer than the same in training
-            CLOCK.exchange(SECONDS)
-        _mean(self, *args)
-
-    with mock.patch.object(Mean, "aggregate", slow_alone):
-        for _, _, choice, _ in on_threads(2, trained, AUTO, STEPS):
-            assert choice.seconds == pytest.approx({"mean": COMPUTE, TOPK: COMPUTE})
 
 
 @dataclass(frozen=True)
@@ -203,14 +177,14 @@ class OfTheModel(Mean):
 
 def test_a_candidate_is_timed_with_the_buckets_that_it_would_have() -> None:
     candidates = Auto(candidates=[OfTheModel()], steps=STEPS)
-    for _, _, choice, _ in on_threads(2, trained, candidates, STEPS):
+    for _, choice, _ in on_threads(2, trained, candidates, STEPS):
         # Once, and not for each of DDP's buckets.
         assert choice.seconds["of_the_model"] == pytest.approx(COMPUTE + SECONDS)
 
 
 def test_mean_is_kept_if_no_candidate_is_faster() -> None:
     slow = Auto(candidates=[SlowOnRank1()], steps=20)
-    for _, method, choice, _ in on_threads(2, trained, slow, STEPS + 5):
+    for method, choice, _ in on_threads(2, trained, slow, STEPS + 5):
         assert method == choice.method == "mean"
         # Rank 1 alone is slow, and its time counts on both.
         assert choice.seconds["slow_on_rank_1"] == pytest.approx(BUCKETS * SECONDS + COMPUTE)
@@ -229,63 +203,50 @@ def test_the_first_method_is_chosen_that_no_other_is_worth_changing_for(
     parts: list[float], chosen: str, slow_mean: None
 ) -> None:
     candidates = Auto(candidates=[Part(part=each) for each in parts], steps=16)
-    assert [method for _, method, *_ in on_threads(2, trained, candidates, 16)] == [chosen] * 2
+    assert [method for method, *_ in on_threads(2, trained, candidates, 20)] == [chosen] * 2
 
 
-def test_after_the_trial_nothing_watches_the_steps(slow_mean: None) -> None:
-    def body() -> list[bool]:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, AUTO)
-        found = [handle.averager.observer is None]
-        train(model, STEPS)
-        return [*found, handle.averager.observer is None]
-
-    assert on_threads(2, body) == [[False, True]] * 2
-
-
-def test_the_method_that_was_chosen_trains(slow_mean: None) -> None:
-    assert_replicas_equal([each for each, _ in on_threads(2, after, AUTO, STEPS + 10)])
-
-
-def resumed(at: int) -> list[Any]:
-    found = []
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
-    train(model, at)
-    saved = reloaded([handle.state_dict(), model.state_dict()])
-    train(model, 5, at)
-    found.append([handle.choice, str(handle.method), weights(model)])
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
-    handle.load_state_dict(saved[0])
-    model.load_state_dict(saved[1])
-    train(model, 5, at)
-    found.append([handle.choice, str(handle.method), weights(model)])
-    return [saved[0], *found]
+def resumed(at: int, auto: Any = AUTO) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(2):
+        model, handle = made(auto)
+        if found:
+            handle.load_state_dict(found[0][0])
+            model.load_state_dict(found[0][1])
+        else:
+            train(model, at)
+            found.append(reloaded([handle.state_dict(), model.state_dict()]))
+        train(model, 5, at)
+        found.append([handle.choice, str(handle.method), weights(model)])
+    return found
 
 
-def test_a_run_resumes_with_the_choice_bit_for_bit(slow_mean: None) -> None:
-    for state, straight, again in on_threads(2, resumed, STEPS + 3):
-        assert state["spec"] == TOPK
+FAST = Auto(candidates=[Part(part=0.0)], steps=20)
+"""With an object of a class of the user, which parse() does not know."""
+
+
+@pytest.mark.parametrize(("auto", "chosen"), [(AUTO, TOPK), (FAST, "part(part=0.0)")])
+def test_a_run_resumes_with_the_choice_bit_for_bit(
+    auto: Auto, chosen: str, slow_mean: None
+) -> None:
+    for (state, _), straight, again in on_threads(2, resumed, STEPS + 3, auto):
+        assert state["spec"] == straight[0].method == chosen
         assert straight[0] == again[0]
-        assert straight[0].method == TOPK
         assert same(straight[1:], again[1:])
 
 
 def test_a_trial_begins_again_after_a_resume(slow_mean: None) -> None:
-    for state, straight, again in on_threads(2, resumed, STEPS - 5):
+    for (state, _), straight, again in on_threads(2, resumed, STEPS - 5):
         assert state["spec"] == "mean"
         assert straight[0].step == STEPS
         assert again[0] is None
 
 
 def loads_another_method() -> list[Any]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, "ef(topk(0.2))")
+    model, handle = made("ef(topk(0.2))")
     train(model, 3)
     state = reloaded(handle.state_dict())
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     handle.load_state_dict(state)
     found: list[Any] = [str(handle.method), residual_norm(handle)]
     train(model, 3)
@@ -305,12 +266,10 @@ CHOICE = {"method": "mean", "seconds": {"mean": 1.0}, "alone": 1.0, "average": 1
 
 
 def with_other_candidates() -> tuple[str, str, list[str]]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     train(model, STEPS + 2)
     chosen, state = str(handle.method), handle.state_dict()
-    other = wrap(mlp())
-    again = torchcomp.register(other, Auto(candidates=["powersgd(1)"], steps=20))
+    other, again = made(Auto(candidates=["powersgd(1)"], steps=20))
     again.load_state_dict(state)
     methods = [str(again.method)]
     train(other, 2 * STEPS, STEPS + 2)
@@ -337,8 +296,7 @@ def test_a_choice_that_is_no_candidate_any_more_is_made_again(slow_mean: None) -
 )
 def test_a_damaged_checkpoint_changes_nothing(damage: dict[str, Any]) -> None:
     def body() -> None:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, AUTO)
+        model, handle = made()
         train(model, 2)
         before = handle.state_dict()
         error = raised_by(lambda: handle.load_state_dict({**before, **damage}))
@@ -349,8 +307,7 @@ def test_a_damaged_checkpoint_changes_nothing(damage: dict[str, Any]) -> None:
 
 
 def with_nan(at: int) -> list[bool]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     found = []
     for step in range(STEPS):
         CLOCK.advance(COMPUTE)
@@ -370,8 +327,7 @@ def test_a_nan_passes_through_a_trial_as_through_plain_ddp(at: int) -> None:
 
 def raises(at: int) -> list[Any]:
     """DDP itself cannot go on after a backward pass that raised, so another model does."""
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     train(model, at)
     before = handle.state_dict()
 
@@ -384,8 +340,7 @@ def raises(at: int) -> list[Any]:
     later = handle.state_dict()
     handle.close()
     weights_then = model.state_dict()
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     handle.load_state_dict(later)
     model.load_state_dict(weights_then)
     train(model, STEPS + 5)
@@ -455,28 +410,15 @@ def test_a_candidate_that_fails_on_one_rank_is_left_out_on_all(
     candidates = Auto(candidates=[BrokenOnRank1(), *others], steps=STEPS)
     with mock.patch.object(register, "rehearse_all"):
         found = on_threads(2, trained, candidates, STEPS + 2)
-    for _, method, choice, methods in found:
+    for method, choice, methods in found:
         assert methods[: STEPS - 1] == ["mean"] * (STEPS - 1)
         assert method == (TOPK if others else "mean")
         assert (choice is None) == (not others)
     assert any(str(BrokenOnRank1()) in message for message in messages_of("advisor.auto", caplog))
 
 
-@pytest.mark.parametrize("steps", [10, 30])
-def test_a_closed_handle_has_the_state_that_it_had_before(steps: int, slow_mean: None) -> None:
-    def closed() -> tuple[Any, Any]:
-        model = wrap(mlp())
-        with torchcomp.register(model, AUTO) as handle:
-            train(model, steps)
-            before = handle.state_dict()
-        return before, handle.state_dict()
-
-    for before, later in on_threads(2, closed):
-        assert same(before, later)
-
-
 def scaled(spec: Any) -> list[Any]:
-    """Train with a GradScaler and an overflow in a step after which a candidate is timed."""
+    """Train with a GradScaler, accumulated gradients, and an overflow while a trial runs."""
     model, scaler = wrap(mlp()), torch.amp.GradScaler("cpu", init_scale=64.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     guard = Guard(every=4)
@@ -484,6 +426,8 @@ def scaled(spec: Any) -> list[Any]:
     for step in range(16):
         CLOCK.advance(COMPUTE)
         optimizer.zero_grad()
+        with model.no_sync():
+            scaler.scale(loss_of(model(rows(step + 50)))).backward()
         loss = scaler.scale(loss_of(model(rows(step))))
         (loss * float("inf") if step == 11 else loss).backward()
         scaler.step(optimizer)
@@ -495,87 +439,13 @@ def test_a_trial_follows_the_scaler_the_learning_rates_and_the_guard() -> None:
     assert same(on_threads(2, scaled, AUTO), on_threads(2, scaled, "mean"))
 
 
-def accumulated(spec: Any) -> Tensor:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, spec)
-    for step in range(STEPS - 2):
-        CLOCK.advance(COMPUTE)
-        model.zero_grad()
-        with model.no_sync():
-            loss_of(model(rows(2 * step))).backward()
-        loss_of(model(rows(2 * step + 1))).backward()
-    assert handle.stats.steps == STEPS - 2
-    return weights(model)
-
-
-def test_a_trial_counts_steps_with_accumulated_gradients_once() -> None:
-    assert same(on_threads(2, accumulated, AUTO), on_threads(2, accumulated, "mean"))
-
-
-def test_a_trial_keeps_the_checksums_of_messages() -> None:
-    def body() -> tuple[bool, bool]:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, AUTO, checksum=True)
-        train(model, STEPS - 1)
-        return handle.choice is None, handle.averager.exchange.checksum
-
-    assert on_threads(2, body) == [(True, True)] * 2
-
-
-@dataclass(frozen=True)
-class Fast(Mean):
-    """A method of the user, which parse() does not know."""
-
-    name = "fast"
-
-    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
-        _mean(self, g, bucket, key)
-
-
-def resumed_with_an_object() -> tuple[str, str]:
-    fast = Auto(candidates=[Fast()], steps=20)
-    model = wrap(mlp())
-    handle = torchcomp.register(model, fast)
-    train(model, STEPS)
-    state = reloaded(handle.state_dict())
-    other = torchcomp.register(wrap(mlp()), fast)
-    other.load_state_dict(state)
-    return str(handle.method), str(other.method)
-
-
-def test_a_candidate_can_be_an_object_of_a_class_of_the_user(slow_mean: None) -> None:
-    assert on_threads(2, resumed_with_an_object) == [("fast", "fast")] * 2
-
-
-def gathered() -> Any:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
-    train(model, STEPS)
-    return handle.gather_state_dict()
-
-
-def loaded(state: Any) -> tuple[str, Any]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
-    handle.load_gathered(state)
-    train(model, 2)
-    return str(handle.method), handle.choice
-
-
-def test_the_choice_goes_to_another_number_of_ranks(slow_mean: None) -> None:
-    state = reloaded(on_threads(2, gathered)[0])
-    for method, choice in on_threads(3, loaded, state):
-        assert method == choice.method == TOPK
-
-
 def swaps(at: int) -> tuple[Any, str, str]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, AUTO)
+    model, handle = made()
     train(model, at)
     handle.swap("powersgd(1)")
     state = reloaded(handle.state_dict())
     train(model, STEPS)
-    again = torchcomp.register(wrap(mlp()), AUTO)
+    _, again = made()
     again.load_state_dict(state)
     return handle.choice, str(handle.method), str(again.method)
 
@@ -587,9 +457,8 @@ def test_a_swap_ends_auto(at: int, slow_mean: None) -> None:
 
 def swapped_by_a_guard() -> tuple[str, Any]:
     """Train with a guard that finds the first comparison wrong, at the step of the choice."""
-    model = wrap(mlp())
     guard = Guard(every=STEPS, callback=lambda alarm: handle.swap("powersgd(1)"))
-    handle = torchcomp.register(model, AUTO, guard=guard)
+    model, handle = made(guard=guard)
     measure = handle.guard.after
 
     def change(bucket: Bucket, method: Any) -> None:
@@ -638,33 +507,3 @@ def test_gloo_ranks_choose_alike(
         assert choice.seconds.keys() == {"mean", TOPK}
         assert 0 < choice.alone <= min(choice.seconds.values())
         assert same(applied, found[0][0])
-
-
-@pytest.mark.parametrize(
-    "spec", ["auto(steps=10)", "auto(candidates=[ef(topk(2.0))])", "auto(candidates=[every(4)])"]
-)
-def test_a_choice_that_cannot_be_made_is_refused_before_training(spec: str) -> None:
-    def body() -> None:
-        error = raised_by(lambda: torchcomp.register(wrap(mlp()), spec))
-        assert isinstance(error, SpecError)
-
-    on_threads(2, body)
-
-
-def test_only_register_takes_auto() -> None:
-    def body() -> list[Exception]:
-        model = wrap(mlp())
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = torchcomp.register(model, "mean")
-        return [
-            raised_by(lambda: handle.swap("auto")),
-            raised_by(lambda: torchcomp.JointSpar(wrap(mlp()), budget=0.5, compress="auto")),
-            raised_by(
-                lambda: torchcomp.LocalSGD(
-                    wrap(mlp()), optimizer, "every(2)", total_steps=4, compress="auto"
-                )
-            ),
-        ]
-
-    for errors in on_threads(2, body):
-        assert all(isinstance(error, SpecError) for error in errors)

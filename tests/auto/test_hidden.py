@@ -26,11 +26,6 @@ def exchanges(seconds: float, work: float = 0.0) -> list[Sequence[Moment]]:
     return [moments(*((n * seconds, n * work) for n in range(BUCKETS + 1)))] * 3
 
 
-def test_a_step_is_the_one_that_was_measured() -> None:
-    measured = hidden()
-    assert (measured.alone, measured.step) == (6.0, 8.0)
-
-
 @pytest.mark.parametrize(
     ("seconds", "step"),
     [
@@ -58,12 +53,6 @@ def test_work_competes_with_the_computation_of_gradients(
     cores: float, work: float, step: float
 ) -> None:
     assert hidden(cores).step_with(exchanges(1.0, work)) == pytest.approx(step)
-
-
-def test_one_slow_step_does_not_change_the_median() -> None:
-    slow = moments(*((n * 50.0, 0.0) for n in range(BUCKETS + 1)))
-    rows = [*exchanges(0.5), slow]
-    assert hidden().step_with(rows) == pytest.approx(6.5)
 
 
 def test_a_choice_says_what_was_measured_and_proposes_local_steps() -> None:

@@ -3,9 +3,12 @@
 from collections.abc import Callable
 
 import pytest
+import torch
 
 import torchcomp
+from tests.support.models import mlp, wrap
 from tests.support.outcomes import raised_by
+from tests.support.ranks import on_threads
 from torchcomp import Auto, SpecError
 from torchcomp.specs.spec import candidates, parse_registered
 
@@ -42,13 +45,9 @@ def test_candidates_are_specs_objects_or_quoted_specs() -> None:
     assert hash(Auto(candidates=[topk])) == hash(Auto(candidates=[topk]))
 
 
-def test_mean_comes_first_wherever_it_was_listed() -> None:
-    assert methods("auto(candidates=[powersgd(1), mean])") == ["mean", "powersgd(1)"]
-
-
-def test_a_trial_has_steps_for_every_method() -> None:
+def test_mean_comes_first_and_every_method_has_its_steps() -> None:
+    assert methods("auto(candidates=[powersgd(1), mean], steps=12)") == ["mean", "powersgd(1)"]
     assert len(methods("auto(steps=20)")) == 4
-    assert len(methods("auto(candidates=[powersgd(1)], steps=12)")) == 2
 
 
 @pytest.mark.parametrize(
@@ -65,6 +64,8 @@ def test_a_trial_has_steps_for_every_method() -> None:
         (lambda: methods("auto(candidates=[powersgd(1)], steps=11)"), "steps"),
         (lambda: torchcomp.parse("auto"), None),
         (lambda: torchcomp.parse("ef(auto)"), None),
+        (lambda: Auto(within="1%"), "within"),
+        (lambda: parse_registered('auto(within="1%")'), None),
     ],
 )
 def test_an_invalid_option_is_refused(make: Callable[[], object], field: str | None) -> None:
@@ -73,11 +74,18 @@ def test_an_invalid_option_is_refused(make: Callable[[], object], field: str | N
     assert error.field == field
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: Auto(within="1%"), lambda: parse_registered('auto(within="1%")')]
-)
-def test_the_removed_option_says_what_to_name_now(make: Callable[[], object]) -> None:
-    error = raised_by(make)
-    assert isinstance(error, SpecError)
-    assert "within" in str(error)
-    assert "candidates" in str(error)
+def test_only_register_takes_auto_and_only_one_that_can_be_made() -> None:
+    def body() -> list[Exception]:
+        model = wrap(mlp())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = torchcomp.register(model, "mean")
+        local = {"total_steps": 4, "compress": "auto"}
+        return [
+            raised_by(lambda: torchcomp.register(wrap(mlp()), "auto(candidates=[ef(topk(2.0))])")),
+            raised_by(lambda: handle.swap("auto")),
+            raised_by(lambda: torchcomp.JointSpar(wrap(mlp()), budget=0.5, compress="auto")),
+            raised_by(lambda: torchcomp.LocalSGD(wrap(mlp()), optimizer, "every(2)", **local)),
+        ]
+
+    for errors in on_threads(2, body):
+        assert all(isinstance(error, SpecError) for error in errors)

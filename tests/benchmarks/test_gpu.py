@@ -57,13 +57,6 @@ def test_a_hung_command_is_stopped_with_its_children_and_its_output_is_kept() ->
     assert status != 0
 
 
-def test_tests_for_which_no_time_is_left_are_named_and_have_not_failed() -> None:
-    tool = runpy.run_path(str(ROOT / "tools" / "gpu.py"))
-    failed, left_out = tool["tested"](sys.executable, True, 0.0)
-    assert failed == []
-    assert left_out == tool["TESTS"]
-
-
 # --- A rehearsal ----------------------------------------------------------------------------------
 
 
@@ -113,17 +106,6 @@ def test_a_profile_can_be_rehearsed(
     assert printed.startswith(f"== {spec}: ")
     assert " torchcomp/" in printed
     assert str(ROOT) not in printed
-
-
-def test_what_the_time_does_not_allow_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--out", str(tmp_path), "--minutes=0"])
-    with torch_threads(1):
-        main()
-    printed = capsys.readouterr().out
-    assert all(f"step {model}" in printed for model in TASKS)
-    assert list(tmp_path.iterdir()) == []
 
 
 def test_waits_are_counted_by_line() -> None:

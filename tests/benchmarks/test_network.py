@@ -10,21 +10,18 @@ import subprocess
 import sys
 import time
 import uuid
-from contextlib import closing
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 
-import torchcomp
 from benchmarks.net.hosts import Hosts
 from benchmarks.net.methods import Course, attach
 from benchmarks.net.shell import ShellError, missing
 from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
 from tests.support.ranks import with_fake_ranks
-from torchcomp.schedules import SCHEDULES
 
 TINY = ["--mbit", "1000", "--models", "mlp", "--seconds", "0.5"]
 SPECS = ["mean", "ef(topk(0.1))"]
@@ -86,16 +83,6 @@ class Run:
                 # The process has ended meanwhile, or belongs to another user.
                 continue
         return found
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda schedule: schedule.name)
-def test_every_schedule_takes_local_steps(schedule: type) -> None:
-    def counter() -> object:
-        course = Course(lr=0.1, total_steps=100_000)
-        with closing(attach(schedule.example, torch.nn.Linear(2, 2), course)) as trainee:
-            return trainee.counter
-
-    assert isinstance(with_fake_ranks(2, counter), torchcomp.LocalSGD)
 
 
 @pytest.mark.parametrize("method", ["qsr(alpha=0.2, h_base=4)", "jointspar(budget=0.6)"])

@@ -1,6 +1,7 @@
 """benchmarks/predict.py without shaped hosts."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from benchmarks import predict
 from benchmarks.net.names import PLAIN
 from benchmarks.net.predicted import Known
 from benchmarks.net.rows import PREDICTIONS, Table
-from torchcomp.advisor import ALL_REDUCE, ALL_TO_ALL, CollectiveTimes, Compute, Point
-from torchcomp.advisor.activities import Call, Recording, Submitted, Work
+from torchcomp.advisor import CollectiveTimes, Compute
+from torchcomp.advisor.collectives import ALL_REDUCE, ALL_TO_ALL, Point
+from torchcomp.advisor.simulation import Call, Recording, Submitted, Work
 
 TOPK = "ef(topk(0.01))"
 COMMON = {"date": "2026-01-02", "revision": "0", "torch": "2", "device": "cpu", "cpus": 2}
@@ -34,13 +36,13 @@ def results(method: str, recording: Recording) -> list[dict[str, Any]]:
     curve = (Point(1, 1e-6), Point(10**6, 1.0))
     link = CollectiveTimes(2, {ALL_REDUCE: curve, ALL_TO_ALL: curve})
     compute = Compute((("p",),), (1.0,), 1.0, 1.5)
-    computed = {"compute": compute.to_dict(), "wall": 4.0, "busy": 8.0, "worked": 4.0}
+    computed = {"compute": asdict(compute), "wall": 4.0, "busy": 8.0, "worked": 4.0}
     labels = {**COMMON, "model": "mlp", "parameters": 5, "method": method, "levels": 1}
     step = {"times": [3.0, 4.0, 3.0], "length": 5, "wall": 10.0, "busy": 12.0, "worked": 5.0}
     parts = [
         {"what": "link", **COMMON, "ranks": [{"flat": link.to_dict()}] * 2},
         {"what": "compute", **labels, "ranks": [computed] * 2},
-        {"what": "recording", **labels, "ranks": [recording.to_dict()] * 2},
+        {"what": "recording", **labels, "ranks": [asdict(recording)] * 2},
         {"what": "step", **labels, "ranks": [step] * 2},
     ]
     return [json.loads(json.dumps(part)) for part in parts]
@@ -62,11 +64,3 @@ def test_a_row_compares_the_prediction_with_the_measured_step() -> None:
     # 100 Mbit/s instead: 2 MB take 0.18 s.
     assert row["formula_ms"] == pytest.approx(2180.0, rel=1e-2)
     assert row["other_cores"] == 0.2
-
-
-def test_local_steps_share_their_average() -> None:
-    recording = Recording("mean", (Submitted(("p",), (((Call(ALL_REDUCE, 10**6),),),)),))
-    known = Known()
-    *_, row = [known.add(result) for result in results("every(4)", recording)]
-    assert row is not None
-    assert row["predicted_ms"] == pytest.approx(1750.0, rel=1e-3)

@@ -19,7 +19,7 @@ from tests.support.cases import only
 from tests.support.mutations import at, replaced
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
-from torchcomp import CheckpointError, RankMismatchError
+from torchcomp import RankMismatchError
 from torchcomp.routes.codec import Codec
 
 # --- Training -------------------------------------------------------------------------------------
@@ -150,11 +150,8 @@ def named(value: Any) -> str:
         ("states of a handle", ["scale"]),
         ("states of a handle, ef21", ["slots", "mean_estimate", "tensors", "0.weight"]),
         ("states of LocalSGD, compressed", ["slots", "reference", "tensors", "0.bias"]),
-        ("states of LocalSGD, compressed", ["slots", "outer_momentum", "tensors", "0.bias"]),
         ("states of LocalSGD, compressed", ["local_sgd", "fragments", 0, "synced"]),
-        ("states of JointSpar", ["jointspar", "bandit", "updates"]),
         ("states of JointSpar", ["jointspar", "averages", "0.bias", 0]),
-        ("states of TwoDirection", ["slots", "u", "tensors", "0"]),
         ("states of TwoDirection", ["two_direction", "rho"]),
     ],
     ids=named,
@@ -172,29 +169,3 @@ def test_a_value_that_differs_between_ranks_is_found_after_loading(
         client.train(3, 8)
 
     assert_refused(RANKS, body, RankMismatchError)
-
-
-@pytest.mark.parametrize(
-    ("name", "path", "value"),
-    [
-        ("states of LocalSGD", ["local_sgd", "syncs"], 2),
-        ("states of LocalSGD", ["scale"], 2.0),
-        ("states of JointSpar", ["slots"], torch.zeros(3)),
-        ("states of TwoDirection", ["flushing"], True),
-        ("states of TwoDirection", ["traffic", "sent"], 5),
-        ("states of PerRank", ["rank"], None),
-        ("states of PerRank", ["rank"], b"[" * 10**5),
-    ],
-    ids=named,
-)
-def test_a_contradictory_or_damaged_state_is_refused(
-    name: str, path: list[Any], value: Any
-) -> None:
-    def body() -> None:
-        client = CLIENTS[name]()
-        client.train(0, 4)
-        state = client.source.state_dict()
-        here = [f"rank{dist.get_rank()}" if key == "rank" else key for key in path]
-        client.source.load_state_dict(replaced(state, here, value))
-
-    assert_refused(RANKS, body, CheckpointError)

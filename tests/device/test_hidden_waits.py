@@ -18,7 +18,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "advisor/explain.py", "advisor/costs.py", "advisor/comparison.py"),
+    "__main__.py",
     *(
         "exchange/nodes.py",
         "specs/spec.py",
@@ -32,13 +32,12 @@ OUTSIDE = (
     *(
         "checkpoints/checkpoint.py",
         "checkpoints/redistribution.py",
-        "checkpoints/per_rank.py",
         "checkpoints/gathering.py",
         "two_direction/",
         "reference.py",
     ),
     # Measure and predict, before training.
-    *("advisor/", "advisor/flags.py"),
+    "advisor/",
     # NumPy.
     "jointspar/bandit.py",
 )
@@ -56,15 +55,15 @@ EXCEPTIONS = {
     "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",
     "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
     "engine/nonfinite.py FiniteWatch.error": "the step has failed",
-    "exchange/conclusion.py Conclusion._error": "the step has failed",
+    "exchange/base.py _problems": "the step has failed",
     "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
     "guard/observer.py GuardObserver._judge": "numbers that the host has",
     "guard/watch.py BucketWatch.read": "numbers that the host has",
     "guard/replicas.py Replicas.differing": "when the step after a comparison begins",
-    "guard/alarms.py replica_alarm": "a number of the host",
+    "guard/report.py replica_alarm": "a number of the host",
     # The one wait of a step.
-    "exchange/conclusion.py Conclusion.__call__": "the decision whether the step counts",
+    "exchange/base.py Exchange.conclude_later.conclusion": "the decision whether the step counts",
     "engine/host.py wait_for_all_streams": "the caller asks for norms",
     "engine/host.py copy_from": "starts a copy to pinned memory",
     "engine/host.py copy_from.wait": "the caller asks for numbers",

@@ -4,10 +4,9 @@ import operator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support.outcomes import caught
-from tests.support.ranks import on_processes, on_threads
+from tests.support.ranks import on_threads
 from torchcomp import (
     InProcessExchange,
     ProcessGroupExchange,
@@ -139,21 +138,6 @@ def test_collectives_return_and_count_what_is_expected(kind, world_size):
         assert counted == traffic(rank, world_size)
 
 
-def over_gloo():
-    found, counted = collectives(ProcessGroupExchange())
-    dist.barrier()
-    return found, counted
-
-
-def test_gloo_gives_the_same_results_as_the_ranks_of_one_process():
-    here = run_in_process(2, collectives)
-    for ours, theirs in zip(here, on_processes(2, over_gloo), strict=True):
-        assert ours[1] == theirs[1]
-        for name, tensors in ours[0].items():
-            # Equal bits also for sums: two ranks have only one order of addition.
-            assert all(map(torch.equal, tensors, theirs[0][name])), name
-
-
 @on_both
 def test_objects_arrive_in_rank_order(kind):
     objects = [{"rank": 0}, None, "two"]
@@ -208,20 +192,13 @@ def test_verify_raises_on_every_rank_with_the_values_that_differ(kind, odd):
         step = 4 if exchange.rank == odd else 3
         exchange.verify("a call", {"spec": "mean", "step": step}, "Do this.")
 
-    errors = refusals(kind, 3, body)
     others = ", ".join(str(rank) for rank in range(3) if rank != odd)
-    for error in errors:
+    for error in refusals(kind, 3, body):
         assert type(error) is RankMismatchError
         assert f"4 on rank {odd}" in str(error)
         assert f"3 on ranks {others}" in str(error)
         assert "mean" not in str(error)
         assert str(error).endswith("Do this.")
-
-
-@on_both
-def test_verify_names_the_calls_if_ranks_are_in_different_ones(kind):
-    errors = refusals(kind, 2, lambda e: e.verify(f"call {e.rank}", {"x": 1}))
-    assert all(type(e) is RankMismatchError and "call 1 on rank 1" in str(e) for e in errors)
 
 
 @on_both
@@ -232,39 +209,33 @@ def test_numbers_that_differ_in_their_sign_or_last_bit_are_not_the_same(kind):
     assert ranks_of(kind, 2, body) == [[True, False, True, False]] * 2
 
 
+def fails_alone(exchange):
+    return operator.truediv(1, exchange.rank), {}
+
+
+@pytest.mark.parametrize(
+    ("call", "make", "problem"),
+    [
+        (lambda e: "a call", lambda e: (0, {"spec": f"s{e.rank}"}), "s0 on rank 0, s1 on rank 1"),
+        (lambda e: "a call", fails_alone, "division by zero on rank 0, none on rank 1"),
+        (lambda e: f"call {e.rank}", lambda e: (0, {}), "call 1 on rank 1"),
+    ],
+    ids=["values", "error", "call"],
+)
 @on_both
-def test_build_returns_the_object_of_each_rank(kind):
-    body = lambda e: e.build("a call", {"x": 1}, lambda: (e.rank, {"y": 2}))  # noqa: E731
-    assert ranks_of(kind, 3, body) == [0, 1, 2]
+def test_build_raises_on_every_rank_if_they_differ(kind, call, make, problem):
+    for error in refusals(kind, 2, lambda e: e.build(call(e), {"x": 1}, lambda: make(e))):
+        assert type(error) is RankMismatchError
+        assert problem in str(error)
 
 
 @on_both
-def test_build_raises_the_original_error_if_all_ranks_fail(kind):
-    def make():
-        raise KeyError("gone")
-
-    errors = refusals(kind, 3, lambda e: e.build("a call", {}, make))
-    assert [(type(error), error.args) for error in errors] == [(KeyError, ("gone",))] * 3
-
-
-@on_both
-def test_build_raises_on_every_rank_if_one_rank_fails(kind):
+def test_build_returns_the_object_of_each_rank_or_raises_what_all_ranks_raise(kind):
     def body(exchange):
-        build = {0: lambda: ("x", {}), 1: lambda: operator.truediv(1, 0)}[exchange.rank]
-        return exchange.build("a call", {"x": 1}, build)
+        built = exchange.build("a call", {"x": 1}, lambda: (exchange.rank, {"y": 2}))
+        return built, repr(caught(lambda: exchange.build("a call", {}, lambda: {}["gone"])))
 
-    for error in refusals(kind, 2, body):
-        assert type(error) is RankMismatchError
-        assert "none on rank 0" in str(error)
-        assert "division by zero on rank 1" in str(error)
-
-
-@on_both
-def test_build_raises_on_every_rank_if_the_built_values_differ(kind):
-    body = lambda e: e.build("a call", {}, lambda: (0, {"spec": f"s{e.rank}"}))  # noqa: E731
-    for error in refusals(kind, 2, body):
-        assert type(error) is RankMismatchError
-        assert "s0 on rank 0, s1 on rank 1" in str(error)
+    assert ranks_of(kind, 3, body) == [(rank, "KeyError('gone')") for rank in range(3)]
 
 
 # --- Ranks of one process -------------------------------------------------------------------------

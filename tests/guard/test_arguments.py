@@ -4,7 +4,6 @@ import logging
 import math
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from tests.engine import small
@@ -16,21 +15,8 @@ from torchcomp import Guard, Handle, RankMismatchError, SpecError, register, wat
 
 TOPK = "ef(topk(0.1))"
 
-
-@pytest.mark.parametrize("value", ["yes", 1, 0, 50, {"every": 50}, Guard])
-def test_what_is_no_guard_is_refused_on_all_ranks(value):
-    def body():
-        register(wrap(mlp()), TOPK, guard=value)
-
-    assert_refused(2, body, SpecError, "guard", repr(value), field="guard")
-
-
 BAD = [
-    ({"every": 0}, "every"),
-    ({"every": -1}, "every"),
-    ({"every": 2.5}, "every"),
-    ({"every": True}, "every"),
-    ({"every": "50"}, "every"),
+    *(({"every": value}, "every") for value in (0, -1, 2.5, True, "50")),
     ({"age": 0}, "age"),
     ({"callback": "print"}, "callback"),
 ]
@@ -43,17 +29,22 @@ def test_bad_options_are_refused(options, field):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("value", [None, False])
-def test_without_a_guard_nothing_is_compared(value):
+@pytest.mark.parametrize("value", ["yes", 1, 0, 50, {"every": 50}, Guard])
+def test_what_is_no_guard_is_refused_on_all_ranks(value):
     def body():
-        model = wrap(mlp())
-        handle = register(model, TOPK, guard=value)
-        for step in range(3):
-            loss_of(model(rows(step))).backward()
-        handle.close()
-        return handle.guard.report, handle.guard.alarms
+        register(wrap(mlp()), TOPK, guard=value)
 
-    assert on_threads(2, body) == [(None, ())] * 2
+    assert_refused(2, body, SpecError, "guard", repr(value), field="guard")
+
+
+@pytest.mark.parametrize("value", [False, Guard(every=7), "yes"])
+def test_ranks_with_other_guards_are_refused(value):
+    def body():
+        # Each rank has a callback of its own.
+        own = Guard(callback=print if dist.get_rank() else None)
+        register(wrap(mlp()), TOPK, guard=value if dist.get_rank() == 1 else own)
+
+    assert_refused(3, body, RankMismatchError, "guard", "rank 1")
 
 
 @pytest.mark.parametrize("judge", [Handle.state_dict, Handle.close])
@@ -76,45 +67,6 @@ def test_a_state_or_the_end_judges_the_last_comparison_and_a_mean_has_no_age(jud
         assert math.isnan(old)
 
 
-@pytest.mark.parametrize("value", [False, Guard(every=7), "yes"])
-def test_ranks_with_other_guards_are_refused(value):
-    def body():
-        register(wrap(mlp()), TOPK, guard=value if dist.get_rank() == 1 else True)
-
-    assert_refused(3, body, RankMismatchError, "guard", "rank 1")
-
-
-def test_a_callback_that_raises_at_the_end_leaves_nothing_open():
-    def callback(alarm):
-        raise ValueError(alarm.kind)
-
-    def body():
-        model = wrap(mlp())
-        handle = register(model, "mean", guard=Guard(every=1, callback=callback))
-        after = handle.guard.after
-
-        def change(bucket, method):
-            bucket.flat.mul_(2)
-            after(bucket, method)
-
-        handle.guard.after = change
-        loss_of(model(rows(0))).backward()
-        with pytest.raises(ValueError, match="imbalance"):
-            handle.close()
-        handle.close()
-        return handle.closed
-
-    assert on_threads(2, body) == [True] * 2
-
-
-def test_each_rank_has_a_callback_of_its_own():
-    def body():
-        callback = None if dist.get_rank() else print
-        register(wrap(mlp()), TOPK, guard=Guard(callback=callback)).close()
-
-    on_threads(2, body)
-
-
 def accused(exchange, guard, parts):
     """Train; at each comparison, the guard believes that other parameters are wrong."""
     averager = small.averager(exchange, TOPK)
@@ -129,7 +81,7 @@ def accused(exchange, guard, parts):
     return watched.alarms
 
 
-def test_the_callback_is_called_on_each_rank_once_for_each_new_alarm():
+def test_the_callback_is_called_once_for_each_new_alarm_and_rank_0_logs_it_without_one(caplog):
     def body(exchange):
         told = []
         guard = Guard(every=2, callback=told.append)
@@ -140,38 +92,40 @@ def test_the_callback_is_called_on_each_rank_once_for_each_new_alarm():
     expected = [(4, ("conv",)), (8, ("conv", "matrix")), (14, ("matrix",))]
     told = [(step, "imbalance", names) for step, names in expected]
     assert small.on_ranks(3, body) == [(told, ("matrix",))] * 3
-
-
-def test_by_default_rank_0_logs_a_warning(caplog):
     with caplog.at_level(logging.WARNING, "torchcomp"):
         alarms = small.on_ranks(3, lambda e: accused(e, Guard(every=2), [("conv",), ("conv",)]))
     (record,) = caplog.records
     assert (record.name, record.levelname) == ("torchcomp.guard.observer", "WARNING")
-    assert "'conv'" in record.getMessage()
-    assert "step 2" in record.getMessage()
+    assert all(word in record.getMessage() for word in ("'conv'", "step 2"))
     assert all(each == alarms[0] for each in alarms)
 
 
-class Stop(Exception):
-    """Raised by a callback, to end a training."""
+@pytest.mark.parametrize("at_the_end", [False, True])
+def test_an_error_of_the_callback_reaches_the_user_after_all_alarms_were_told(at_the_end):
+    """The run can go on, or its end leaves nothing open."""
 
-
-def test_an_error_of_the_callback_reaches_the_user_on_each_rank_and_the_run_can_go_on():
     def body():
-        def stop(alarm):
-            raise Stop(alarm.kind)
+        told, rank = [], dist.get_rank()
+
+        def callback(alarm):
+            told.append(alarm.kind)
+            raise ValueError(alarm.kind)
 
         model = wrap(mlp())
-        handle = register(model, TOPK, guard=Guard(every=2, callback=stop))
-        for step in range(6):
-            if step == 1:
-                with torch.no_grad():
-                    model.module[0].bias[0] += dist.get_rank()
-            if step == 3:
-                with pytest.raises(Stop, match="replicas"):
-                    loss_of(model(rows(step))).backward()
-            loss_of(model(rows(step))).backward()
+        handle = register(model, "mean", guard=Guard(every=2, callback=callback))
+        accuse(handle.averager, "2.weight")
+        for step in range(2):
+            model.zero_grad()
+            (loss_of(model(rows(step))) * (rank != 1)).backward()
+        with pytest.raises(ValueError, match=r"imbalance|silent rank"):
+            handle.close() if at_the_end else loss_of(model(rows(2))).backward()
+        if not at_the_end:
+            loss_of(model(rows(2))).backward()
         handle.close()
-        return handle.averager.step, [alarm.kind for alarm in handle.guard.alarms]
+        return sorted(set(told)), handle.closed, handle.averager.step
 
-    assert on_threads(2, body) == [(6, ["replicas"])] * 2
+    found = ["imbalance", "lost", "silent rank"]
+    for told, closed, steps in on_threads(3, body):
+        assert set(told) <= set(found)
+        assert {"imbalance", "silent rank"} <= set(told)
+        assert (closed, steps) == (True, 2 if at_the_end else 3)

@@ -9,7 +9,7 @@ from tests.guard.runs import EVERY, Watched, drifting, run
 from tests.support.cases import thorough
 from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_threads
-from torchcomp import Guard, register, watch
+from torchcomp import Guard, register
 from torchcomp.engine.state import Kind
 
 TOPK = "ef(topk(0.1))"
@@ -66,11 +66,14 @@ class Rank:
         """The residual of `ef` if nothing is sent."""
         return dict(self.averager.state.items("error"))[name] + self.gradient[name]
 
-    def withhold(self, name, message):
-        """Take the message of this rank out of the mean. All ranks call this."""
+    def withhold(self, name, keep=False):
+        """Take the message of rank 1 out of the mean, and lose or keep it. All ranks call this."""
+        message = self.whole(name) - self.residual[name] if self.rank == 1 else None
         for each in self.exchange.gather_objects(message):
             if each is not None:
                 self.mean[name].sub_(each.to(self.mean[name].dtype), alpha=1 / RANKS)
+        if keep and self.rank == 1:
+            self.residual[name].copy_(self.whole(name))
 
 
 def found(method, fault, gradients=drifting):
@@ -85,77 +88,134 @@ def found(method, fault, gradients=drifting):
     return by_rank[0]
 
 
-ALL = {"bias", "conv", "matrix", "gain"}
+SOME = {"conv", "matrix"}  # of a parameter of one element, everything may have been sent
+BOTH = [TOPK, PER_TENSOR]
+WITHOUT = ["mean", *thorough(["ef21(topk(0.1))"])]
+FAULTS = {}
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_error_feedback_that_is_off(method):
-    def fault(rank):
-        for part in rank.residual.values():
-            part.zero_()
+def planted(kind, names=None, ranks=(), methods=METHODS):
+    """Register a fault, and the alarm that it must raise.
 
-    names, ranks = found(method, fault)["imbalance"]
-    # Of a parameter of one element, everything may have been sent.
-    assert {"conv", "matrix"} <= set(names) <= ALL
-    assert ranks == ()
+    It names these parameters; one of a set, in which "" stands for any or none; or, by default, at
+    least SOME.
+    """
 
+    def register_fault(fault):
+        for method in methods:
+            spec = method if isinstance(method, str) else method.values[0]
+            marks = () if isinstance(method, str) else method.marks
+            case = pytest.param(spec, fault, kind, names, ranks, marks=marks)
+            FAULTS[f"{fault.__name__}, {spec}"] = case
+        return fault
 
-@pytest.mark.parametrize("method", ["topk(0.01)", "randk(0.1)"])
-def test_a_method_without_error_feedback(method):
-    def body(exchange):
-        watched = Watched(exchange, method)
-        run(watched.averager, 0, EVERY)
-        return [(alarm.kind, alarm.parameters, alarm.ranks) for alarm in watched.alarms]
-
-    assert small.on_ranks(RANKS, body) == [[("lost", (), ())]] * RANKS
+    return register_fault
 
 
-@pytest.mark.parametrize("method", [*METHODS, "mean", *thorough(["ef21(topk(0.1))"])])
-def test_a_wrong_scale(method):
-    def fault(rank):
-        for part in rank.mean.values():
-            part.mul_(2)
-
-    assert {"conv", "matrix"} <= set(found(method, fault)["imbalance"][0]) <= ALL
+@planted("imbalance")
+def error_feedback_is_off(rank):
+    for part in rank.residual.values():
+        part.zero_()
 
 
-@pytest.mark.parametrize("method", ['mean(quantize("int4"))', "topk(0.6)"])
-def test_a_wrong_scale_of_a_method_that_is_inexact(method):
-    def fault(rank):
-        for part in rank.mean.values():
-            part.mul_(2)
-
-    assert "imbalance" in found(method, fault)
+@planted("imbalance", methods=[*METHODS, *WITHOUT])
+def a_wrong_scale(rank):
+    for part in rank.mean.values():
+        part.mul_(2)
 
 
-@pytest.mark.parametrize("method", [*METHODS, "mean", *thorough(["ef21(topk(0.1))"])])
-def test_a_wrong_scale_of_one_layer(method):
-    def fault(rank):
-        if "conv" in rank.mean:
-            rank.mean["conv"].mul_(1.1)
-
-    assert found(method, fault)["imbalance"] == (("conv",), ())
+planted("imbalance", names={""}, methods=['mean(quantize("int4"))', "topk(0.6)"])(a_wrong_scale)
 
 
-def test_messages_that_arrive_as_zeros():
-    def fault(rank):
+@planted("imbalance", ("conv",), methods=[*METHODS, *WITHOUT])
+def a_wrong_scale_of_one_layer(rank):
+    if "conv" in rank.mean:
+        rank.mean["conv"].mul_(1.1)
+
+
+@planted("imbalance", methods=[TOPK])
+def messages_arrive_as_zeros(rank):
+    for name in rank.mean:
+        rank.withhold(name)
+
+
+@planted("silent rank", (), (1,), BOTH)
+def a_rank_sends_zeros_and_keeps_all_in_its_residual(rank):
+    for name in rank.mean:
+        rank.withhold(name, keep=True)
+
+
+@planted("residual changed", None, (1,))
+def a_stale_residual(rank):
+    if rank.rank == 1:
+        state = rank.averager.state
+        commit = state.commit
+
+        def stale():
+            # Caches stay equal on all ranks, which are compared after an alarm.
+            for flat in state._in_flight:
+                if flat.slot.kind is not Kind.CACHE:
+                    flat.after.copy_(flat.before)
+            commit()
+
+        state.commit = stale
+
+
+@planted("residual changed", {*SOME}, (1,))
+def an_old_residual_is_restored_once(rank):
+    held = dict(rank.averager.state.items("error"))
+    if rank.averager.step == FIRST and rank.rank == 1:
+        rank.saved |= {name: held[name].clone() for name in rank.mean}
+    if rank.averager.step == FIRST + 2 and rank.rank == 1:
         for name in rank.mean:
-            message = rank.whole(name) - rank.residual[name]
-            rank.withhold(name, message if rank.rank == 1 else None)
-
-    assert {"conv", "matrix"} <= set(found(TOPK, fault)["imbalance"][0])
+            held[name].copy_(rank.saved[name])
 
 
-@pytest.mark.parametrize("method", [TOPK, PER_TENSOR])
-def test_a_rank_that_sends_zeros_and_keeps_all_in_its_residual(method):
-    def fault(rank):
-        for name in rank.mean:
-            message = rank.whole(name) - rank.residual[name]
-            rank.withhold(name, message if rank.rank == 1 else None)
-            if rank.rank == 1:
-                rank.residual[name].copy_(rank.whole(name))
+@planted("starved", ("matrix",), (0, 1, 2))
+def a_layer_never_travels(rank, name="matrix"):
+    if name in rank.mean:
+        rank.residual[name].add_(rank.mean[name])
+        rank.mean[name].zero_()
 
-    assert found(method, fault)["silent rank"] == ((), (1,))
+
+@planted("starved", ("bias",), (0, 1, 2), [PER_TENSOR])
+def a_small_layer_never_travels(rank):
+    a_layer_never_travels(rank, "bias")
+
+
+@planted("starved", ("matrix",), (0, 1, 2), BOTH)
+def the_ratio_is_too_small_for_one_layer(rank):
+    if "matrix" in rank.mean:
+        left, whole = rank.residual["matrix"], rank.whole("matrix")
+        # A single element travels.
+        left[1:].copy_(whole[1:])
+        rank.mean["matrix"][1:].zero_()
+
+
+@planted("starved", ("matrix",), (1,), BOTH)
+def one_rank_leaves_a_layer_out(rank):
+    if "matrix" in rank.mean:
+        rank.withhold("matrix", keep=True)
+
+
+@planted("imbalance", ("matrix",), (), [TOPK])
+def one_rank_drops_a_layer(rank):
+    if "matrix" in rank.mean:
+        rank.withhold("matrix")
+
+
+@pytest.mark.parametrize(
+    ("method", "fault", "kind", "names", "ranks"), FAULTS.values(), ids=list(FAULTS)
+)
+def test_a_fault_is_found(method, fault, kind, names, ranks):
+    found_names, found_ranks = found(method, fault)[kind]
+    assert found_ranks == ranks
+    if names is None:
+        assert set(found_names) >= SOME
+    elif isinstance(names, set):
+        assert names & {"", *found_names}
+    else:
+        assert found_names == names
 
 
 @pytest.mark.parametrize("method", [*METHODS, *thorough(["mean", "topk(0.9)", "ef21(topk(0.1))"])])
@@ -165,27 +225,6 @@ def test_a_rank_whose_gradients_are_zeros(method):
         return {name: g.mul_(scale) for name, g in drifting(step, rank, dtype).items()}
 
     assert found(method, lambda rank: None, gradients)["silent rank"] == ((), (2,))
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_stale_residual(method):
-    def fault(rank):
-        if rank.rank == 1:
-            state = rank.averager.state
-            commit = state.commit
-
-            def stale():
-                # Caches stay equal on all ranks, which are compared after an alarm.
-                for flat in state._in_flight:
-                    if flat.slot.kind is not Kind.CACHE:
-                        flat.after.copy_(flat.before)
-                commit()
-
-            state.commit = stale
-
-    names, ranks = found(method, fault)["residual changed"]
-    assert {"conv", "matrix"} <= set(names) <= ALL
-    assert ranks == (1,)
 
 
 SLOTS = {
@@ -206,103 +245,19 @@ def test_another_slot_that_is_written_once_between_two_steps(method):
                 held[name].zero_()
 
     names, ranks = found(method, fault)["residual changed"]
-    assert {"conv", "matrix"} & set(names)
+    assert SOME & set(names)
     assert (set(ranks) <= set(culprits)) if slot == "server_error" else (ranks == culprits)
     assert ranks
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_old_residual_that_is_restored_once(method):
-    def fault(rank):
-        held = dict(rank.averager.state.items("error"))
-        if rank.averager.step == FIRST and rank.rank == 1:
-            rank.saved |= {name: held[name].clone() for name in rank.mean}
-        if rank.averager.step == FIRST + 2 and rank.rank == 1:
-            for name in rank.mean:
-                held[name].copy_(rank.saved[name])
-
-    names, ranks = found(method, fault)["residual changed"]
-    assert {"conv", "matrix"} & set(names)
-    assert ranks == (1,)
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_a_layer_that_never_travels(method):
-    def fault(rank):
-        if "matrix" in rank.mean:
-            rank.residual["matrix"].add_(rank.mean["matrix"])
-            rank.mean["matrix"].zero_()
-
-    assert found(method, fault)["starved"] == (("matrix",), (0, 1, 2))
-
-
-@pytest.mark.parametrize("method", [TOPK, PER_TENSOR])
-def test_a_ratio_that_is_too_small_for_one_layer(method):
-    def fault(rank):
-        if "matrix" in rank.mean:
-            left, whole = rank.residual["matrix"], rank.whole("matrix")
-            # A single element travels.
-            left[1:].copy_(whole[1:])
-            rank.mean["matrix"][1:].zero_()
-
-    assert found(method, fault)["starved"] == (("matrix",), (0, 1, 2))
-
-
-@pytest.mark.parametrize("method", [TOPK, PER_TENSOR])
-def test_a_layer_that_one_rank_leaves_out(method):
-    def fault(rank):
-        if "matrix" in rank.mean:
-            message = rank.whole("matrix") - rank.residual["matrix"]
-            rank.withhold("matrix", message if rank.rank == 1 else None)
-            if rank.rank == 1:
-                rank.residual["matrix"].copy_(rank.whole("matrix"))
-
-    assert found(method, fault)["starved"] == (("matrix",), (1,))
-
-
-def test_a_small_layer_that_never_travels():
-    def fault(rank):
-        if "bias" in rank.mean:
-            rank.residual["bias"].add_(rank.mean["bias"])
-            rank.mean["bias"].zero_()
-
-    assert found(PER_TENSOR, fault)["starved"] == (("bias",), (0, 1, 2))
-
-
-def test_a_layer_that_one_rank_drops():
-    def fault(rank):
-        if "matrix" in rank.mean:
-            message = rank.whole("matrix") - rank.residual["matrix"]
-            rank.withhold("matrix", message if rank.rank == 1 else None)
-
-    assert found(TOPK, fault)["imbalance"] == (("matrix",), ())
-
-
-def test_every_alarm_is_reported_if_a_callback_raises():
+@pytest.mark.parametrize("method", ["topk(0.01)", "randk(0.1)"])
+def test_a_method_without_error_feedback(method):
     def body(exchange):
-        seen = []
+        watched = Watched(exchange, method)
+        run(watched.averager, 0, EVERY)
+        return [(alarm.kind, alarm.parameters, alarm.ranks) for alarm in watched.alarms]
 
-        def callback(alarm):
-            seen.append(alarm.kind)
-            raise ValueError(alarm.kind)
-
-        made = small.averager(exchange, "mean")
-        guard = watch(made, Guard(every=2, callback=callback))
-        after = guard.after
-
-        def change(bucket, method):
-            bucket.flat.mul_(2)
-            after(bucket, method)
-
-        guard.after = change
-        with pytest.raises(ValueError, match=r"imbalance|silent rank"):
-            run(made, 0, 3, gradients)
-        return sorted(set(seen))
-
-    def gradients(step, rank, dtype):
-        return {name: g.mul_(rank != 2) for name, g in drifting(step, rank, dtype).items()}
-
-    assert small.on_ranks(RANKS, body) == [["imbalance", "silent rank"]] * RANKS
+    assert small.on_ranks(RANKS, body) == [[("lost", (), ())]] * RANKS
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -200,24 +200,3 @@ def _flat(gradient, name):
     """Return a gradient in the order in which the memory has its parameter."""
     strides = small.parameters()[name].stride()
     return gradient.permute(sorted(range(len(strides)), key=lambda d: -strides[d])).reshape(-1)
-
-
-class Sharded(Half):
-    """Each rank keeps the residual of its shard of the mean."""
-
-    def slots(self, shape, world_size, rank):
-        shard = shape.shard(world_size, rank)
-        return (Slot("error", Kind.DEBT, shard.names, shard.sizes, torch.float32, sharded=True),)
-
-    def aggregate(self, g, bucket, key):
-        before, after = bucket.open("error")
-        after.copy_(before)
-        bucket.exchange.all_reduce(g)
-        g.div_(bucket.exchange.world_size)
-
-
-def test_a_sharded_residual_is_a_part_of_the_mean():
-    report, alarms = compare(Sharded(), torch.float32)
-    assert not alarms
-    assert report.model.imbalance < 1e-6
-    assert math.isnan(report.model.old)

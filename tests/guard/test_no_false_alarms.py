@@ -1,5 +1,8 @@
 """What happens in healthy runs raises no alarm, and the guard goes on after it."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
@@ -193,108 +196,82 @@ def test_states_of_other_numbers_of_ranks():
     assert small.on_ranks(2, after) == [([], 12)] * 2
 
 
+# --- Methods and gradients in which an alarm would be easy ----------------------------------------
+
+
+def quiet(ranks, method, gradients, steps=50, guard=Guard(), groups=None):  # noqa: B008
+    """Require that a run has no alarm, and that its last step was compared."""
+
+    def body(exchange):
+        alarms = []
+        made = torchcomp.Averager(method, exchange, gradients(0, 0), groups)
+        watched = torchcomp.watch(made, replace(guard, callback=alarms.append))
+        for number in range(steps):
+            made.average_all(gradients(number, exchange.rank))
+        made.settle()
+        return alarms, watched.report.step
+
+    assert small.on_ranks(ranks, body) == [([], steps)] * ranks
+
+
+def drawn(number, rank, **shapes):
+    noise = torch.Generator().manual_seed(100 * number + rank)
+    return {name: torch.randn(shape, generator=noise) for name, shape in shapes.items()}
+
+
 @pytest.mark.parametrize(
     "method",
     ["ef(warmup(topk(0.1), steps=6))", *thorough(["dgc(warmup(topk(0.1), steps=6, start=0.5))"])],
 )
 def test_compressors_that_warm_up(method):
-    def body(exchange):
-        watched = Watched(exchange, method, guard=OFTEN)
-        watched.train(0, 14)
-        return watched.alarms, watched.report.step
-
-    assert small.on_ranks(2, body) == [([], 14)] * 2
-
-
-def small_layers_are_not_starved(step, rank):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    sizes = {"large": (200, 100), "small": (100, 100), "rows": (2000, 4)}
-    values = {n: torch.randn(size, generator=generator) for n, size in sizes.items()}
-    values["small"].mul_(0.2)
-    # Of an embedding, a batch uses two rows.
-    used = torch.randint(0, 2000, (2,), generator=generator)
-    rows_of = torch.zeros(2000, 4)
-    rows_of[used] = 20 * values["rows"][used]
-    return values | {"rows": rows_of}
+    quiet(2, method, small.gradients, 14, OFTEN)
 
 
 @pytest.mark.parametrize(
     "method", ["mean", "ef(topk(0.01))", *thorough(["powersgd(rank=1)", "ef21(topk(0.01))"])]
 )
 def test_small_gradients_and_rows_that_no_batch_uses(method):
-    def body(exchange):
-        alarms = []
-        tensors = small_layers_are_not_starved(0, 0)
-        made = torchcomp.Averager(method, exchange, tensors)
-        guard = torchcomp.watch(made, Guard(callback=alarms.append))
-        for number in range(50):
-            made.average_all(small_layers_are_not_starved(number, exchange.rank))
-        made.settle()
-        return alarms, guard.report.step
+    def gradients(number, rank):
+        values = drawn(number, rank, large=(200, 100), small=(100, 100), rows=(2000, 4))
+        values["small"].mul_(0.2)
+        # Of an embedding, a batch uses two rows.
+        used = torch.randint(0, 2000, (2,), generator=torch.Generator().manual_seed(number))
+        rows_of = torch.zeros(2000, 4)
+        rows_of[used] = 20 * values["rows"][used]
+        return values | {"rows": rows_of}
 
-    assert small.on_ranks(2, body) == [([], 50)] * 2
+    quiet(2, method, gradients)
 
 
 def test_the_rounding_of_a_large_server_residual():
-    constant = torch.randn(20000, generator=torch.Generator().manual_seed(0))
+    constant = drawn(0, 0, p=(20_000,))["p"]
 
-    def body(exchange):
-        alarms = []
-        method = 'bidirectional(identity, topk(0.002), memory_dtype="bf16")'
-        made = torchcomp.Averager(method, exchange, {"p": constant})
-        guard = torchcomp.watch(made, Guard(callback=alarms.append))
-        for number in range(50):
-            noise = torch.Generator().manual_seed(100 * number + exchange.rank)
-            made.average_all({"p": constant + 0.3 * torch.randn(20000, generator=noise)})
-        made.settle()
-        return alarms, guard.report.step
+    def gradients(number, rank):
+        return {"p": constant + 0.3 * drawn(number, rank, p=(20_000,))["p"]}
 
-    assert small.on_ranks(2, body) == [([], 50)] * 2
+    quiet(2, 'bidirectional(identity, topk(0.002), memory_dtype="bf16")', gradients)
 
 
 @pytest.mark.parametrize("scope", ["tensor", "bucket"])
 @pytest.mark.parametrize("ratio", [0.0002, 0.001])
 @pytest.mark.parametrize("compressor", ["topk", "randk"])
 def test_a_low_ratio_sends_little_of_a_large_parameter(compressor, ratio, scope):
-    shapes = {"large": (150, 200), "small": (30,), "alone": (90, 90)}
-    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
-    groups = (("large", "small"), ("alone",))
-
-    def body(exchange):
-        alarms = []
-        method = f'ef({compressor}({ratio}, scope="{scope}"))'
-        made = torchcomp.Averager(method, exchange, parameters, groups)
-        guard = torchcomp.watch(made, Guard(every=25, callback=alarms.append))
-        for number in range(100):
-            noise = torch.Generator().manual_seed(100 * number + exchange.rank)
-            made.average_all(
-                {name: torch.randn(p.shape, generator=noise) for name, p in parameters.items()}
-            )
-        made.settle()
-        return alarms, guard.report.step
-
-    assert small.on_ranks(2, body) == [([], 100)] * 2
+    gradients = partial(drawn, large=(150, 200), small=(30,), alone=(90, 90))
+    method, groups = f'ef({compressor}({ratio}, scope="{scope}"))', (("large", "small"), ("alone",))
+    quiet(2, method, gradients, 100, Guard(every=25), groups)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_gradients_that_fp16_cannot_represent(dtype):
-    def body(exchange):
-        alarms = []
-        parameters = {name: torch.zeros(1000, dtype=dtype) for name in ("usual", "faint")}
-        made = torchcomp.Averager('cast("fp16")', exchange, parameters)
-        guard = torchcomp.watch(made, Guard(every=2, callback=alarms.append))
-        for number in range(4):
-            noise = torch.Generator().manual_seed(100 * number + exchange.rank)
-            drawn = {name: torch.randn(1000, generator=noise) for name in parameters}
-            drawn["faint"] *= 1e-6
-            made.average_all({name: values.to(dtype) for name, values in drawn.items()})
-        made.settle()
-        return alarms, guard.report.step
+    def gradients(number, rank):
+        values = drawn(number, rank, usual=(1000,), faint=(1000,))
+        values["faint"] *= 1e-6
+        return {name: value.to(dtype) for name, value in values.items()}
 
-    assert small.on_ranks(3, body) == [([], 4)] * 3
+    quiet(3, 'cast("fp16")', gradients, 4, OFTEN)
 
 
-# --- Through DDP ---
+# --- Through DDP --------------------------------------------------------------------------------
 
 
 def trained(spec, scaler=False, accumulate=1, build=mlp, batch=lambda step: (), **options):

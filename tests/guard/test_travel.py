@@ -1,6 +1,5 @@
 """What a comparison sends: when, and who waits for it."""
 
-import math
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -89,11 +88,3 @@ def test_a_lost_rank_is_named_by_the_next_call_and_the_comparison_is_discarded(e
     watched.averager.settle()
     assert watched.averager.step == 1
     assert watched.report is None
-
-
-def test_a_step_that_is_skipped_sends_nothing(exchange):
-    watched = Watched(exchange, TOPK, guard=ALWAYS)
-    assert not train(watched, 0, math.nan, may_skip=True)
-    assert exchange.started == 0
-    assert train(watched, 1, may_skip=True)
-    assert exchange.started == 1

@@ -12,7 +12,6 @@ METHODS = (("--compress", "ef(topk(0.05))"), ("--sync", "every(3)"))
 """With every(3), the checkpoint after 16 steps is inside a round."""
 
 integrations = pytest.mark.integrations
-both_methods = pytest.mark.parametrize("method", METHODS, ids=["compress", "sync"])
 
 
 def check_resumes(name, folder, method, launcher=TORCHRUN):

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torchcomp
 from recipes.errors import RecipeError
 from recipes.integrations.upstream import SCRIPTS, Edit, edited, edits_of, parse, read
 from tests.support.outcomes import same
@@ -90,16 +89,6 @@ def test_the_sync_flag_of_a_script_sends_accumulated_gradients_once(tmp_path):
     assert (stats.steps, stats.syncs) == (13, 13)
 
 
-def test_one_step_more_than_announced_ends_with_equal_models(tmp_path):
-    folder = stand_in("nanogpt", LOCAL["nanogpt"], tmp_path / "more")
-    text = (folder / "train.py").read_text()
-    (folder / "train.py").write_text(
-        text.replace("total_steps=max_iters + 1", "total_steps=max_iters")
-    )
-    on_processes(RANKS, run_script, folder, RUNS["nanogpt"][0])
-    assert same(*(each["weights"] for each in final(folder)))
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_with_compression_resumes_bit_for_bit(name, tmp_path):
     whole, resumed = whole_and_resumed(name, COMPRESS, tmp_path)
@@ -127,52 +116,7 @@ def test_the_page_of_a_script_shows_every_inserted_line(name, method):
     assert {line.strip() for edit in edits for line in edit.lines.splitlines()} <= shown | {"..."}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_cpu_needs_no_line_with_cuda_or_nccl(name):
-    edits = [Edit(**each) for each in SCRIPTS[name]["fixes"] + SCRIPTS[name]["cpu"]]
-    files = {edit.file: "" for edit in edits}
-    for edit in edits:
-        files[edit.file] += f"    {edit.at}\n"
-    text = "".join(edited(files, edits).values())
-    assert "cuda" not in text
-    assert "nccl" not in text
-    assert "device_ids" not in text
-
-
-def test_lines_are_inserted_with_the_indentation_of_the_anchor():
-    text = "if ddp:\n    model = DDP(model, device_ids=[0])\n"
-    added = Edit("model = DDP(", "...\nhandle = register(\n    model)\n")
-    assert added.apply(text) == text + "    handle = register(\n        model)\n"
-    before = Edit("model = DDP(", "if a:\n...\n")
-    assert before.apply("model = DDP(m)\n") == "if a:\nmodel = DDP(m)\n"
-    assert Edit("model", "net = 1\n").apply("  model = 2\n") == "  net = 1\n"
-
-
 @pytest.mark.parametrize("text", ["", "start = 1\n", "step = 1\nstep = 2\n"])
 def test_an_upstream_script_that_has_changed_is_an_error(text):
     with pytest.raises(RecipeError, match=r"utils\.py.*'step = '"):
         edited({"utils.py": text}, [Edit("step = ", "...", "utils.py")])
-
-
-@pytest.mark.parametrize(
-    ("flag", "spec", "error"),
-    [
-        ("--compress", "every(4)", RecipeError),
-        ("--sync", "ef(topk(0.01))", RecipeError),
-        ("--compress", "ef(topc(0.01))", torchcomp.SpecError),
-    ],
-)
-def test_a_wrong_spec_is_an_error_before_the_script_starts(flag, spec, error):
-    with pytest.raises(error):
-        edits_of(SCRIPTS["timm"], parse(["timm", "--source", ".", flag, spec]))
-
-
-def test_a_folder_without_the_script_is_an_error(tmp_path):
-    with pytest.raises(RecipeError, match=str(tmp_path)):
-        read(tmp_path)
-
-
-def test_flags_after_two_dashes_go_to_the_script():
-    arguments = parse(["timm", "--source", ".", "--ranks", "3", "--", "--model-ema", "--ranks"])
-    assert arguments.flags == ["--model-ema", "--ranks"]
-    assert arguments.ranks == 3

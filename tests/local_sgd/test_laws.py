@@ -25,7 +25,7 @@ from tests.support.cases import some, thorough
 from tests.support.outcomes import equal_on_all, messages, reloaded, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.local_sgd import Nesterov, SlowMo
-from torchcomp.schedules import Every
+from torchcomp.local_sgd.schedules import Every
 
 STEPS, ENDS = 11, [3, 6, 9, 11]
 TOPK = "ef(topk(0.1))"

@@ -32,7 +32,7 @@ import torchcomp
 from torchcomp import Averager
 from torchcomp.engine.bucket import Bucket
 from torchcomp.exchange import Exchange
-from torchcomp.exchange.conclusion import Conclusion
+from torchcomp.exchange.base import Conclusion
 from torchcomp.kernels import backend
 
 DEVICE = torch.device("cuda", 0)

@@ -2,6 +2,7 @@
 
 import copy
 import math
+import warnings
 
 import torch
 
@@ -39,7 +40,12 @@ def of_tensor(value):
         yield torch.full_like(value, odd, dtype=torch.float64)
     yield torch.cat([value.reshape(-1), value.new_ones(1)])
     yield from (value.reshape(-1)[1:], value.unsqueeze(0), value.reshape(-1))
-    yield from (value.to("meta"), value.to_sparse())
+    # The last one takes a few bytes, and would be read as terabytes.
+    yield from (value.to("meta"), value.to_sparse(), torch.zeros(1).expand(2**50))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of both
+        yield torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)])
+        yield torch.quantize_per_tensor(torch.zeros(2), 0.1, 0, torch.quint8)
     if value.is_floating_point():
         yield value.clone().requires_grad_()
 

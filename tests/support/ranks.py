@@ -39,19 +39,9 @@ PRELOADED = ["tests.support.warm", "hypothesis", "pytest", "tests.support.models
 def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> list[Any]:
     """Run ``body(*args)`` on `world_size` threads with an in-memory process group.
 
-    This takes milliseconds instead of seconds. Exchanges run inline, without overlap.
-
-    There is no timeout here. If a rank hangs, pytest's own timeout prints the stack of every thread
-    and ends the process. A thread cannot be killed, and a leftover one could disturb later tests.
-
-    Args:
-        world_size: number of ranks.
-        body: function to run, with torch.distributed initialized.
-        args: arguments of `body`, shared by all ranks.
-        catch: return exceptions as results instead of raising the first one.
-
-    Returns:
-        The results of all ranks, in rank order.
+    Return the results in rank order; with `catch`, exceptions as well. This takes milliseconds
+    instead of seconds. Exchanges run inline, without overlap. There is no timeout: a thread cannot
+    be killed. If a rank hangs, pytest's own prints the stack of every thread and ends the process.
     """
     outcomes: list[Any] = [None] * world_size
     store = dist.HashStore()
@@ -100,18 +90,9 @@ def on_processes(
 ) -> list[Any]:
     """Run ``body(*args)`` on `world_size` processes, by default over gloo on the loopback.
 
-    Args:
-        world_size: number of ranks.
-        body: a module-level function. Its arguments and its result are pickled.
-        args: arguments of `body`.
-        catch: return exceptions as results instead of raising the first one.
-        timeout: seconds until every process is killed and TimeoutError is raised.
-        backend: "gloo" or "nccl".
-        start: how processes start. "spawn" takes seconds, but is safe with CUDA, which does not
-            work in a process that was forked from one that has looked for a device.
-
-    Returns:
-        The results of all ranks, in rank order.
+    Return the results in rank order; with `catch`, exceptions as well. `body` is a module-level
+    function. After `timeout` seconds, every process is killed. The `start` "spawn" takes seconds,
+    but is safe with CUDA, which does not work after a fork of what has looked for a device.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Fork from one process that has already imported all modules, which takes seconds.

@@ -6,58 +6,22 @@
   with the backward pass, on collectives that are measured or computed.
 """
 
-from torchcomp.advisor.activities import Call, Recording, Submitted, Work
-from torchcomp.advisor.collectives import (
-    ALL_GATHER,
-    ALL_REDUCE,
-    ALL_REDUCE_BF16,
-    ALL_TO_ALL,
-    KINDS,
-    CollectiveTimes,
-    Point,
-    Times,
-    measure_collectives,
-)
-from torchcomp.advisor.compute import Compute, measure_compute
-from torchcomp.advisor.links import Link, LinkTimes
-from torchcomp.advisor.prediction import (
-    BF16,
-    DDP,
-    USUAL,
-    Prediction,
-    Run,
-    Training,
-    plan,
-    values_of,
-)
+from torchcomp.advisor.collectives import CollectiveTimes, measure_collectives
+from torchcomp.advisor.links import Link
+from torchcomp.advisor.prediction import Prediction, Run, Training, plan, values_of
 from torchcomp.advisor.recording import record, record_all_reduce, record_average
-from torchcomp.advisor.simulation import StepTime, simulate, simulate_alone
+from torchcomp.advisor.simulation import Compute, Recording, StepTime, simulate, simulate_alone
 
 __all__ = [
-    "ALL_GATHER",
-    "ALL_REDUCE",
-    "ALL_REDUCE_BF16",
-    "ALL_TO_ALL",
-    "BF16",
-    "DDP",
-    "KINDS",
-    "USUAL",
-    "Call",
     "CollectiveTimes",
     "Compute",
     "Link",
-    "LinkTimes",
-    "Point",
     "Prediction",
     "Recording",
     "Run",
     "StepTime",
-    "Submitted",
-    "Times",
     "Training",
-    "Work",
     "measure_collectives",
-    "measure_compute",
     "plan",
     "record",
     "record_all_reduce",

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import GradBucket
 
-from torchcomp.advisor import Compute, Link, Recording, Submitted, Work, simulate
+from torchcomp.advisor.links import Link
 from torchcomp.advisor.moments import Moment, now, seconds
+from torchcomp.advisor.simulation import Compute, Recording, Submitted, Work, simulate
 from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints import checkpoint
@@ -74,14 +75,9 @@ class Choice:
 
 
 class Copies(Observer):
-    """An observer that copies the gradients of a step before they are averaged.
+    """An observer that copies the gradients of a step before they are averaged."""
 
-    Attributes:
-        wanted: whether it does so in the next step.
-        buckets: the copies.
-    """
-
-    wanted = False
+    wanted = False  # whether it does so in the next step
 
     def begin(self, ratios: Mapping[str, float]) -> None:
         self.buckets: list[Bucket] = []
@@ -94,16 +90,11 @@ class Copies(Observer):
 class Hidden:
     """The step model, with a backward pass that was measured.
 
-    Args:
-        passes: the moments of each step: its begin, each bucket that was ready, the last gradient,
-            and its end.
-
-    Attributes:
-        alone: seconds until all gradients are computed.
-        step: seconds of the whole step.
+    `alone` are the seconds until all gradients are computed, `step` those of the whole step.
     """
 
     def __init__(self, passes: Sequence[Sequence[Moment]]) -> None:
+        # Moments of each step: its begin, each bucket that was ready, the last gradient, its end.
         starts, *others = zip(*passes, strict=True)
         *ready, self.alone, self.step = (median(map(seconds, starts, each)) for each in others)
         # Cores that the step keeps busy. On CUDA, one thread launches it, and an exchange as well.
@@ -114,8 +105,7 @@ class Hidden:
     def step_with(self, rows: Sequence[Sequence[Moment]]) -> float:
         """Return the seconds of a step that hides an exchange behind its backward pass.
 
-        Args:
-            rows: the moments of each exchange: its begin, and the end of each bucket.
+        A row has the moments of one exchange: its begin, and the end of each bucket.
         """
         buckets, pairs = [], pairwise(zip(*rows, strict=True))
         for names, pair in zip(self._compute.buckets, pairs, strict=True):
@@ -132,25 +122,17 @@ def _worked(first: Moment, last: Moment) -> float:
     return last.work - first.work
 
 
-_CHOICE = {
-    "method": checkpoint.text,
-    "seconds": checkpoint.dict_of(checkpoint.number),
-    "alone": checkpoint.number,
-    "average": checkpoint.number,
-    "step": checkpoint.count,
-}
+_CHOICE = {"method": checkpoint.text, "seconds": checkpoint.dict_of(checkpoint.number)}
+_CHOICE |= {"alone": checkpoint.number, "average": checkpoint.number, "step": checkpoint.count}
 _SECTION = checkpoint.record(
     trial=checkpoint.flag, choice=checkpoint.optional(checkpoint.record(**_CHOICE))
 )
 
 
 class AutoHandle(DDPHandle):
-    """The handle of a DDP model whose method is chosen in the first steps.
+    """The handle of a DDP model whose method is chosen in at most `steps` first steps.
 
-    Args:
-        methods: what is timed, in the order of preference. The first is ``mean``.
-        steps: number of steps of a trial at most.
-        others: the arguments of :class:`.DDPHandle`.
+    It times `methods`, in the order of preference. The first is ``mean``.
     """
 
     def __init__(self, methods: Sequence[Aggregator], steps: int, *others: Any) -> None:
@@ -205,7 +187,6 @@ class AutoHandle(DDPHandle):
             after_backward(self._between)  # not if the step has failed
 
     def _between(self) -> None:
-        """Between two steps: go on with the trial."""
         averager = self.averager
         self._moments.append(now(self._everyone.device))
         if averager.flushing:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields
 from typing import Any
 
-from torchcomp.advisor.costs import wrapped
+from torchcomp.advisor.units import wrapped
 from torchcomp.aggregators import AGGREGATORS
 from torchcomp.compressors import COMPRESSORS
 from torchcomp.local_sgd.outer_steps import OUTER_STEPS
@@ -50,11 +50,7 @@ def listed() -> str:
 
 
 def described(name: str) -> str:
-    """Return the summary and the options of one component.
-
-    Raises:
-        SpecError: if there is no such component.
-    """
+    """Return the summary and the options of one component."""
     if name not in COMPONENTS:
         raise SpecError(unknown_name(name, _GROUPS))
     cls = COMPONENTS[name]
@@ -79,7 +75,6 @@ def _described(option: Field[Any], meaning: str) -> Iterator[str]:
 
 
 def _summary(cls: type[Component]) -> str:
-    """Return the first line of the docstring, without the example before it."""
     line = (cls.__doc__ or "").partition("\n")[0]
     _, _, summary = line.rpartition("``: ")
     return summary.rstrip(".")

@@ -1,49 +1,36 @@
 """Collectives: how long each one takes among some ranks, by the size of its message.
 
-The kinds are the collectives that an :class:`.Exchange` calls. The size of a message is:
-
-- all_reduce, all_reduce_bf16: the tensor that is summed;
-- all_gather: what one rank contributes. Control messages are small all-gathers;
-- all_to_all: what one rank sends to the others, without its part for itself.
-
-gloo sends the small messages of an all-gather by an all-to-all, so its own curve begins above
-:data:`.COPIED` bytes.
+The kinds are those that an :class:`.Exchange` calls. The size of a message is, of an all_reduce and
+all_reduce_bf16, the tensor that is summed; of an all_gather, what one rank contributes (control
+messages are small ones); of an all_to_all, what one rank sends to the others.
 """
 
 import math
-import os
 import statistics
 import time
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Protocol
 
+import numpy
 import torch
 
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import COPIED
-from torchcomp.specs.checks import check_at_least_0, check_choice, check_count, check_positive
-from torchcomp.specs.errors import SpecError
+from torchcomp.specs.checks import check_positive
 
 ALL_REDUCE, ALL_REDUCE_BF16 = "all_reduce", "all_reduce_bf16"
 ALL_GATHER, ALL_TO_ALL = "all_gather", "all_to_all"
 KINDS = (ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL, ALL_GATHER)
 
+# Bytes of the messages to measure, as far as there is time.
 _SIZES = (64, 2**12, 2**15, 2**18, 2**20, 2**22, 2**24, 2**26)
-"""Bytes of the messages to measure, as far as there is time."""
-
+# gloo sends small messages of an all-gather by an all-to-all: its own curve begins above.
 _NOT_COPIED = (COPIED + 2**16, *(size for size in _SIZES if size > COPIED))
-"""Those of the all-gathers that gloo does not send by an all-to-all."""
-
-_FURTHER = 16
-"""A curve that reaches this many times as far shows the bandwidth better."""
-
+_FURTHER = 16  # a curve that reaches this many times as far shows the bandwidth better
 _MOST_REPETITIONS = 50
-_BACKGROUND_SECONDS = 0.5
 
 
 class Times(Protocol):
@@ -56,19 +43,18 @@ class Times(Protocol):
         """Return the seconds for which it keeps a core of each rank busy. At most `seconds`."""
 
 
+def sent_per_byte(kind: str, ranks: int) -> float:
+    """Return the bytes that a rank sends for each byte of a message."""
+    return {ALL_TO_ALL: 1.0, ALL_GATHER: ranks - 1}.get(kind, 2 * (ranks - 1) / ranks)
+
+
 @dataclass(frozen=True)
 class Point:
-    """One measurement.
+    """One measurement: medians over the repetitions, of the slowest rank."""
 
-    Attributes:
-        nbytes: size of the message.
-        seconds: median over the repetitions, of the slowest rank.
-        cpu: seconds of a core that the process of a rank used, median over the repetitions.
-    """
-
-    nbytes: int
+    nbytes: int  # size of the message
     seconds: float
-    cpu: float = 0.0
+    cpu: float = 0.0  # seconds of a core that the process of a rank used
 
 
 @dataclass(frozen=True)
@@ -81,39 +67,13 @@ class CollectiveTimes:
     has sent messages of another kind that are 16 times as long, it is theirs, per byte that it
     sends. An all-gather below the smallest size, or if none was measured, is an all-to-all with a
     copy for each other rank.
-
-    Attributes:
-        world_size: number of ranks.
-        points: the measurements of each kind, by ascending size.
     """
 
     world_size: int
-    points: Mapping[str, tuple[Point, ...]]
-
-    def __post_init__(self) -> None:
-        check_count("world_size", self.world_size)
-        for kind, points in self.points.items():
-            check_choice("kind", kind, KINDS)
-            sizes = [point.nbytes for point in points]
-            if not sizes or sizes != sorted(set(sizes)):
-                raise SpecError(
-                    f"points of {kind} must be of ascending sizes, at least one, not {sizes}"
-                )
-            for point in points:
-                check_count("nbytes", point.nbytes)
-                check_positive("seconds", point.seconds)
-                check_at_least_0("cpu", point.cpu)
+    points: Mapping[str, tuple[Point, ...]]  # the measurements of each kind, by ascending size
 
     def seconds(self, kind: str, nbytes: float) -> float:
-        """Return the seconds of one collective.
-
-        Args:
-            kind: one of :data:`KINDS`.
-            nbytes: size of the message; see the head of this file.
-
-        Raises:
-            SpecError: if this kind was not measured.
-        """
+        """Return the seconds of one collective of a kind, for a message of `nbytes`."""
         return self._read(kind, nbytes, 0)
 
     def cpu(self, kind: str, nbytes: float) -> float:
@@ -121,108 +81,68 @@ class CollectiveTimes:
         return min(self._read(kind, nbytes, 1), self.seconds(kind, nbytes))
 
     def _read(self, kind: str, nbytes: float, column: int) -> float:
-        check_at_least_0("nbytes", nbytes)
         if kind == ALL_GATHER and ALL_TO_ALL in self._curves:
             sizes, *_ = self._curves.get(ALL_GATHER, ([math.inf],))
             if nbytes < sizes[0]:
                 kind, nbytes = ALL_TO_ALL, nbytes * (self.world_size - 1)
-        if kind not in self._curves:
-            raise SpecError(
-                f"the times of {kind} were not measured, only those of {', '.join(self._curves)}"
-            )
         sizes, *columns = self._curves[kind]
         values = columns[column]
         if nbytes <= sizes[-1]:
-            return _interpolated(sizes, values, nbytes)
+            return float(numpy.interp(nbytes, sizes, values))
         slope = self._slope(kind, column)
         if len(sizes) > 1:
             # A message that is twice as long takes at most twice as long.
             slope = min(slope, values[-1] / sizes[-1])
         return values[-1] + slope * (nbytes - sizes[-1])
 
-    def _sent(self, kind: str) -> float:
-        """Return the bytes that a rank sends for each byte of a message."""
-        others = self.world_size - 1
-        return {ALL_TO_ALL: 1.0, ALL_GATHER: others}.get(kind, 2 * others / self.world_size)
-
     def _slope(self, kind: str, column: int) -> float:
-        """Return the seconds, or those of a core, for each byte of long messages."""
-        reach = {each: curve[0][-1] * self._sent(each) for each, curve in self._curves.items()}
+        sent = {each: sent_per_byte(each, self.world_size) for each in self._curves}
+        reach = {each: curve[0][-1] * sent[each] for each, curve in self._curves.items()}
         furthest = max(reach, key=reach.__getitem__)
         # Short messages tell little of the bandwidth.
         if reach[furthest] < _FURTHER * reach[kind]:
             furthest = kind
         sizes, *columns = self._curves[furthest]
-        per_byte = _last_slope(sizes, columns[column]) / max(self._sent(furthest), 1e-9)
-        return per_byte * self._sent(kind)
+        per_byte = _last_slope(sizes, columns[column]) / max(sent[furthest], 1e-9)
+        return per_byte * sent[kind]
 
     @cached_property
     def _curves(self) -> dict[str, tuple[list[float], list[float], list[float]]]:
         """By kind: sizes, seconds and seconds of a core, none of them descending."""
-        return {
-            kind: (
-                [float(point.nbytes) for point in points],
-                _ascending([point.seconds for point in points]),
-                _ascending([point.cpu for point in points]),
-            )
-            for kind, points in self.points.items()
-        }
+        curves = {}
+        for kind, points in self.points.items():
+            sizes, seconds, cpu = zip(*((p.nbytes, p.seconds, p.cpu) for p in points), strict=True)
+            curves[kind] = [*map(float, sizes)], _ascending(seconds), _ascending(cpu)
+        return curves
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings, lists and dicts, for JSON."""
-        return {
-            "world_size": self.world_size,
-            "points": {
-                kind: [[point.nbytes, point.seconds, point.cpu] for point in points]
-                for kind, points in self.points.items()
-            },
-        }
+        rows = {kind: [[*vars(each).values()] for each in row] for kind, row in self.points.items()}
+        return {"world_size": self.world_size, "points": rows}
 
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "CollectiveTimes":
-        """Return what :meth:`to_dict` was called on.
 
-        Raises:
-            SpecError: if `values` are something else.
-        """
-        try:
-            points = {
-                kind: tuple(Point(*row) for row in rows) for kind, rows in values["points"].items()
-            }
-            world_size = values["world_size"]
-        except (KeyError, TypeError, AttributeError) as error:
-            raise SpecError(
-                f"these are not the times of collectives: {type(error).__name__}: {error}. "
-                "Expected what CollectiveTimes.to_dict() returned"
-            ) from error
-        return cls(world_size, points)
+def _stopwatch() -> Callable[[], float]:
+    """Begin to count the seconds of a core of this process; return what tells them."""
+    before = time.process_time()
+    return lambda: time.process_time() - before
 
 
 def measure_collectives(
-    exchange: Exchange, *, seconds: float = 10.0, host_ranks: int | None = None
+    exchange: Exchange,
+    *,
+    seconds: float = 10.0,
+    stopwatch: Callable[[], Callable[[], float]] = _stopwatch,
 ) -> CollectiveTimes:
     """Measure the collectives of an exchange. All ranks call this; all get the same result.
 
-    Sizes grow up to 64 MiB, as long as there is time. A slow link gets the smaller ones, twice
-    each. The counters of the exchange are reset.
-
-    Args:
-        exchange: the collectives. No other thread uses it.
-        seconds: about how long this takes; the same on all ranks.
-        host_ranks: number of ranks of this host, which all run this now. The time of a core is then
-            a share of what the whole host uses, its network included. Other programs must be idle,
-            or equally busy all the time.
-
-    Raises:
-        SpecError: if an argument is invalid.
+    Sizes grow up to 64 MiB, as long as there is time: about `seconds`, the same on all ranks. A
+    slow link gets the smaller ones, twice each. The counters of the exchange are reset. `stopwatch`
+    begins to count the seconds of a core that a rank uses, and returns what tells them.
     """
     check_positive("seconds", seconds)
-    if host_ranks is not None:
-        check_count("host_ranks", host_ranks)
-    processor = _Processor(exchange, host_ranks)
     found = CollectiveTimes(exchange.world_size, {})
     for kind in KINDS:
-        points = _measured(exchange, kind, seconds / len(KINDS), found, processor)
+        points = _measured(exchange, kind, seconds / len(KINDS), found, stopwatch)
         if points:
             found = replace(found, points={**found.points, kind: tuple(points)})
     exchange.take_traffic(0)
@@ -230,9 +150,8 @@ def measure_collectives(
 
 
 def _measured(
-    exchange: Exchange, kind: str, budget: float, found: CollectiveTimes, processor: "_Processor"
+    exchange: Exchange, kind: str, budget: float, found: CollectiveTimes, stopwatch: Any
 ) -> list[Point]:
-    """Measure one kind of collective within about `budget` seconds."""
     points: list[Point] = []
     sizes: tuple[int, ...] = _SIZES
     if kind == ALL_GATHER and ALL_TO_ALL in found.points and exchange.device.type != "cuda":
@@ -245,33 +164,30 @@ def _measured(
             break
         started = time.perf_counter()
         # The large messages get what the small ones leave.
-        points.append(_repeated(exchange, kind, nbytes, budget / (len(sizes) - index), processor))
+        points.append(_repeated(exchange, kind, nbytes, budget / (len(sizes) - index), stopwatch))
         (passed,) = _agreed(exchange, [time.perf_counter() - started])
         budget -= passed
     return points
 
 
-def _repeated(
-    exchange: Exchange, kind: str, nbytes: int, budget: float, processor: "_Processor"
-) -> Point:
+def _repeated(exchange: Exchange, kind: str, nbytes: int, budget: float, stopwatch: Any) -> Point:
     """Measure one kind of collective with one size, once or, if it is short, more often."""
     run = _collective(exchange, kind, nbytes)
     # The first run fills caches and TCP's windows. It counts only if there is no time for another.
-    before = processor.now()
+    used = stopwatch()
     (first,) = _agreed(exchange, [_timed(exchange, run)])
     repetitions = min(_MOST_REPETITIONS, int(budget / max(1e-9, first)) - 1)
     walls = [first]
     if repetitions > 0:
-        before = processor.now()
+        used = stopwatch()
         walls = [_timed(exchange, run) for _ in range(repetitions)]
-    cpu, *walls = _agreed(exchange, [processor.since(before) / len(walls), *walls])
+    cpu, *walls = _agreed(exchange, [used() / len(walls), *walls])
     # The lower one of two: what disturbs a measurement makes it longer.
     wall = max(1e-9, statistics.median_low(walls))
     return Point(nbytes, wall, min(wall, cpu))
 
 
 def _timed(exchange: Exchange, run: Callable[[], object]) -> float:
-    """Return the seconds of a collective."""
     # All ranks start together. One that is early would count its wait for the others.
     exchange.all_reduce_max(torch.zeros(1, dtype=torch.int64, device=exchange.device))
     _wait(exchange.device)
@@ -282,7 +198,6 @@ def _timed(exchange: Exchange, run: Callable[[], object]) -> float:
 
 
 def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], object]:
-    """Return what runs one collective."""
     device, ranks = exchange.device, exchange.world_size
     if kind in (ALL_REDUCE, ALL_REDUCE_BF16):
         dtype = torch.float32 if kind == ALL_REDUCE else torch.bfloat16
@@ -299,50 +214,7 @@ def _collective(exchange: Exchange, kind: str, nbytes: int) -> Callable[[], obje
     return lambda: exchange.all_to_all(outgoing, sizes, arriving)
 
 
-class _Processor:
-    """The seconds of a core that a rank uses: of its process, or its share of those of its host."""
-
-    def __init__(self, exchange: Exchange, host_ranks: int | None) -> None:
-        self._ranks = host_ranks
-        self._background = 0.0  # cores that other programs keep busy
-        if host_ranks is not None:
-            _agreed(exchange, [0.0])  # all ranks are idle from here on
-            before = self.now()
-            time.sleep(_BACKGROUND_SECONDS)
-            passed, _, host = self._since(before)
-            self._background = host / passed
-            _agreed(exchange, [0.0])
-
-    @staticmethod
-    def now() -> tuple[float, float, float]:
-        """Return the time, and the seconds that this process and its host have used so far."""
-        return time.perf_counter(), time.process_time(), _host_seconds()
-
-    def since(self, before: tuple[float, float, float]) -> float:
-        """Return the seconds that this rank has used."""
-        passed, own, host = self._since(before)
-        if self._ranks is None:
-            return own
-        # Its share of a busy host is not known well, but it is at least its own.
-        return max(own, (host - self._background * passed) / self._ranks)
-
-    def _since(self, before: tuple[float, float, float]) -> tuple[float, ...]:
-        return tuple(now - then for now, then in zip(self.now(), before, strict=True))
-
-
-def _host_seconds() -> float:
-    """Return the seconds that all cores of the host were busy, or 0 if the system does not tell."""
-    try:
-        total = Path("/proc/stat").read_text().split("\n", 1)[0].split()
-    except OSError:
-        return 0.0
-    # user, nice, system, idle, waiting for a disk, two kinds of interrupts, stolen
-    ticks = [int(each) for each in total[1:9]]
-    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
-
-
 def _agreed(exchange: Exchange, seconds: Sequence[float]) -> list[float]:
-    """Return the largest of each number over the ranks."""
     mine = torch.tensor([int(1e9 * each) for each in seconds], dtype=torch.int64)
     agreed = exchange.all_reduce_max(mine.to(exchange.device))
     return [each / 1e9 for each in agreed.tolist()]
@@ -363,16 +235,6 @@ def _ascending(values: Sequence[float]) -> list[float]:
             mean, count = (mean * count + before * more) / (count + more), count + more
         blocks.append((mean, count))
     return [mean for mean, count in blocks for _ in range(count)]
-
-
-def _interpolated(sizes: Sequence[float], values: Sequence[float], at: float) -> float:
-    """Return the value at a size up to the largest, on a line between two of them."""
-    if at <= sizes[0]:
-        return values[0]
-    right = bisect_left(sizes, at)
-    left = right - 1
-    slope = (values[right] - values[left]) / (sizes[right] - sizes[left])
-    return values[left] + slope * (at - sizes[left])
 
 
 def _last_slope(sizes: Sequence[float], values: Sequence[float]) -> float:

@@ -1,10 +1,9 @@
 """Plan: the result of explain, and its table."""
 
-import textwrap
 from dataclasses import dataclass
-from typing import Any
 
-from torchcomp.exchange.traffic import compared, three_digits
+from torchcomp.advisor.units import exact_size, wrapped
+from torchcomp.exchange.traffic import compared
 
 
 @dataclass(frozen=True)
@@ -40,11 +39,11 @@ class NodePlan:
         better = f"{best} sends {compared(least, most, other)}" if least else "nothing is sent"
         return [
             ("nodes", f"{nodes:,} with a network card each; ranks per node: {self.ranks:,}"),
-            ("card, plain DDP", _bytes(self.dense_card_bytes)),
-            ("card, flat", _bytes(self.flat_card_bytes)),
-            ("card, two levels", _bytes(self.card_bytes)),
-            ("inside, per rank", _bytes(self.inside_bytes_sent)),
-            ("state, two levels", _bytes(self.memory_bytes)),
+            ("card, plain DDP", exact_size(self.dense_card_bytes)),
+            ("card, flat", exact_size(self.flat_card_bytes)),
+            ("card, two levels", exact_size(self.card_bytes)),
+            ("inside, per rank", exact_size(self.inside_bytes_sent)),
+            ("state, two levels", exact_size(self.memory_bytes)),
             ("better", better),
         ]
 
@@ -74,7 +73,6 @@ class Plan:
         warmup_bytes_sent: bytes that a rank sends per step of the warm-up, on average.
         syncs: number of synchronisations of the whole run, for a schedule; else None.
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
-        training: of a deprecated `link`; :func:`torchcomp.advisor.plan` returns the same.
         nodes: bytes through the network card of a node, for a method with `nodes`; else None. All
             other fields are those of the flat method.
         hints: similar methods that would send or lose less, as sentences.
@@ -94,7 +92,6 @@ class Plan:
     warmup_bytes_sent: int | None = None
     syncs: int | None = None
     total_steps: int | None = None
-    training: Any = None
     nodes: NodePlan | None = None
     hints: tuple[str, ...] = ()
 
@@ -111,24 +108,22 @@ class Plan:
             ("elements", f"{self.numel:,}"),
             ("ranks", f"{self.world_size:,}"),
             ("collective", _COLLECTIVES.get(self.collective, self.collective)),
-            ("message", _bytes(self.message_bytes)),
+            ("message", exact_size(self.message_bytes)),
         ]
         if self.syncs is not None and self.total_steps is not None:
             share = f"{self.syncs:,} of {self.total_steps:,} steps"
             rows.append(("synchronisations", f"{share} ({self.syncs / self.total_steps:.1%})"))
         if self.warmup_steps is not None and self.warmup_bytes_sent is not None:
-            sent = f"{_bytes(self.warmup_bytes_sent)} sent per step"
+            sent = f"{exact_size(self.warmup_bytes_sent)} sent per step"
             rows.append(("warm-up", f"{sent}, mean of the first {self.warmup_steps:,} steps"))
         rows += [
-            ("sent per step", _bytes(self.bytes_sent)),
-            ("received per step", _bytes(self.bytes_received)),
-            ("plain DDP sends", _bytes(self.dense_bytes_sent)),
+            ("sent per step", exact_size(self.bytes_sent)),
+            ("received per step", exact_size(self.bytes_received)),
+            ("plain DDP sends", exact_size(self.dense_bytes_sent)),
             ("traffic", traffic),
             ("break-even", even),
-            ("state per rank", _bytes(self.memory_bytes)),
+            ("state per rank", exact_size(self.memory_bytes)),
         ]
-        if self.training is not None:
-            rows += self.training.rows()
         if self.nodes is not None:
             rows += self.nodes.rows(self.world_size // self.nodes.ranks)
         rows += [("hint", hint) for hint in self.hints]
@@ -143,19 +138,3 @@ _COLLECTIVES = {
     "allgather": "all-gather",
     "sharded": "sharded (all-to-all, then all-gather)",
 }
-
-
-def wrapped(head: str, text: str) -> str:
-    """Return `head` and then `text`, in lines of at most 80 columns that begin below `text`."""
-    indent = " " * (len(head) or 2)
-    # At spaces only: specs in the text are copied from the terminal.
-    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(text, 80, initial_indent=head, subsequent_indent=indent, **options)
-
-
-def _bytes(count: int) -> str:
-    # Decimal units, like the bandwidths of links, and the exact number for comparisons.
-    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
-        if count >= size:
-            return f"{three_digits(count / size)} {unit} ({count:,} bytes)"
-    return f"{count:,} bytes"

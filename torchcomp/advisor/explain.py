@@ -1,23 +1,33 @@
 """explain: compute what a method sends, stores and costs, without a run."""
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple, replace
 from fractions import Fraction
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.advisor.comparison import MOST_RANKS, break_even, hints
 from torchcomp.advisor.costs import NodePlan, Plan
-from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
+from torchcomp.aggregators import (
+    EF,
+    Aggregator,
+    Bidirectional,
+    Mean,
+    PowerSGD,
+    planned_traffic,
+    planned_two_levels,
+)
+from torchcomp.aggregators.one_way import COLLECTIVES, OneWay
 from torchcomp.checkpoints.pieces import pieces_of
+from torchcomp.compressors import COMPRESSORS
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.engine.state import Kind
 from torchcomp.exchange.nodes import check_divides
-from torchcomp.exchange.traffic import Traffic, sum_bytes
+from torchcomp.exchange.traffic import Traffic, compared, sum_bytes
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
 from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
@@ -25,8 +35,13 @@ from torchcomp.specs.checks import check_count
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError
 from torchcomp.specs.learning_rates import LRFunction
-from torchcomp.specs.moved import planned
 from torchcomp.specs.spec import parse, parse_aggregator, parse_outer_step, parse_schedule
+
+MOST_RANKS = 10**6
+"""Largest number of ranks that a plan can be made for. No cluster has more GPUs."""
+_WORTH = 1.5  # hints name methods that send at least this many times less
+
+Shapes = Sequence[BucketShape]
 
 
 def explain(
@@ -43,8 +58,6 @@ def explain(
     outer: str | OuterStep | None = None,
     rank: int = 0,
     nodes: int | None = None,
-    link: Any = None,
-    step_seconds: float | None = None,
 ) -> Plan:
     """Compute what a method sends per rank and step.
 
@@ -68,8 +81,6 @@ def explain(
         nodes: for a method, the number of ranks of a node, which share its network card. Adds the
             bytes through the card, for the flat method and for ``register(..., nodes=nodes)``.
             Those inside a node are uncompressed, without ``inside="bf16"``.
-        link: deprecated; :func:`torchcomp.advisor.plan` predicts a run on a network.
-        step_seconds: as `link`.
 
     Raises:
         SpecError: if the spec cannot be built, or if an argument is invalid, missing or does not
@@ -95,39 +106,27 @@ def explain(
     method = built if isinstance(built, Aggregator) else average
     shapes = _shapes(numel, model, dtype, method.whole_model)
     if isinstance(built, Aggregator):
-        horizon: dict[str, Any] = {"lr": lr, "warmup_steps": warmup_steps or None}
-        horizon |= {} if link is not None else {"total_steps": total_steps}
+        horizon = {"lr": lr, "warmup_steps": warmup_steps or None, "total_steps": total_steps}
         given = [name for name, value in horizon.items() if value is not None]
         refuse_for_methods(built, [*extra, *given])
         plan = _explain_method(built, shapes, _nbytes(shapes), world_size, rank)
-        if nodes is not None:
-            plan = replace(plan, nodes=_explain_nodes(built, shapes, world_size, rank, nodes))
-    else:
-        if nodes is not None:
-            refuse_for_schedules(built, "nodes")
-        if total_steps is None:
-            raise SpecError(
-                f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
-            )
-        statistics = {} if model is None else statistics_of(updated_layers(model))
-        averaged = sum(each.numel() * max(4, each.itemsize) for each in statistics.values())
-        steps = Horizon(total_steps, warmup_steps)
-        plan = _explain_schedule(
-            built, lr, steps, average, extra, shapes, averaged, world_size, rank
+        if nodes is None:
+            return plan
+        return replace(plan, nodes=_explain_nodes(built, shapes, world_size, rank, nodes))
+    if nodes is not None:
+        refuse_for_schedules(built, "nodes")
+    if total_steps is None:
+        raise SpecError(
+            f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
         )
-    if link is None and step_seconds is None:
-        return plan
-    if link is None or step_seconds is None or total_steps is None or outer is not None:
-        raise SpecError("link needs step_seconds and total_steps, and cannot have outer")
-    run: dict[str, Any] = {
-        "world_size": world_size,
-        "total_steps": total_steps,
-        "step_seconds": step_seconds,
-    }
-    run |= {"warmup_steps": warmup_steps, "lr": lr}
-    size = {"numel": numel, "model": model, "dtype": dtype}
-    training = planned(built, run, link, **size, compress=average, nodes=nodes or 1)
-    return replace(plan, training=training)
+    syncs = len(synchronisations(built, lr, Horizon(total_steps, warmup_steps)))
+    # BatchNorm's statistics are all-reduced with the parameters.
+    statistics = {} if model is None else statistics_of(updated_layers(model))
+    averaged = sum(each.numel() * max(4, each.itemsize) for each in statistics.values())
+    more = syncs * sum_bytes(averaged, world_size)
+    return _explain_schedule(
+        built, syncs, total_steps, average, extra, shapes, more, world_size, rank
+    )
 
 
 def refuse_for_methods(method: Aggregator, given: Sequence[str]) -> None:
@@ -175,19 +174,18 @@ def _explain_method(
     costs = [aggregator.settled.cost(shape, world_size, rank) for shape in shapes]
     moved = planned_traffic(aggregator, shapes, world_size, rank)
     warmup = _moved(aggregator, shapes, world_size, rank, warmup_steps)
-    collective = " and ".join(sorted({cost.collective for cost in costs}))
     return Plan(
         spec=str(aggregator),
         numel=sum(shape.numel for shape in shapes),
         world_size=world_size,
-        collective=collective,
+        collective=" and ".join(sorted({cost.collective for cost in costs})),
         message_bytes=sum(cost.message_bytes for cost in costs),
         bytes_sent=moved.sent,
         bytes_received=moved.received,
         dense_bytes_sent=moved.dense,
         memory_bytes=_memory_bytes(aggregator, shapes, world_size, rank),
-        break_even_world_size=break_even(aggregator, shapes, dense),
-        hints=hints(aggregator, shapes, world_size, dense),
+        break_even_world_size=_break_even(aggregator, shapes, dense),
+        hints=_hints(aggregator, shapes, world_size, dense),
         warmup_steps=warmup_steps or None,
         warmup_bytes_sent=round(warmup.sent / warmup_steps) if warmup_steps else None,
     )
@@ -196,7 +194,6 @@ def _explain_method(
 def _memory_bytes(
     aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int
 ) -> int:
-    """Return the bytes of a rank's state."""
     kept = [slot for shape in shapes for slot in aggregator.slots(shape, world_size, rank)]
     # Two copies, before and after the step, because a step that fails is rolled back. Caches are
     # left out.
@@ -224,7 +221,6 @@ def _explain_nodes(
 def _moved(
     aggregator: Aggregator, shapes: list[BucketShape], world_size: int, rank: int, exchanges: int
 ) -> Traffic:
-    """Return the traffic of the first `exchanges` exchanges of a run."""
     total = Traffic()
     for method, steps in aggregator.spans(exchanges):
         once = planned_traffic(method, shapes, world_size, rank)
@@ -234,40 +230,38 @@ def _moved(
 
 def _explain_schedule(
     schedule: Schedule,
-    lr: LRFunction | None,
-    horizon: Horizon,
+    syncs: int,
+    total_steps: int,
     average: Aggregator,
     extra: dict[str, Component],
     shapes: list[BucketShape],
-    statistics: int,
+    more: int,
     world_size: int,
     rank: int,
 ) -> Plan:
-    syncs = len(synchronisations(schedule, lr, horizon))
-    per_sync = Fraction(horizon.total_steps, syncs)
+    """Return the plan of a run with so many averages, which send `more` bytes of statistics."""
     # LocalSGD averages parameters in float32 or wider.
     wide = [shape.wide() for shape in shapes]
-    dense = int(_nbytes(shapes) * per_sync)  # what plain DDP reduces from one average to the next
+    # What plain DDP reduces from one average to the next.
+    dense = int(_nbytes(shapes) * Fraction(total_steps, syncs))
     once = _explain_method(average, wide, dense, world_size, rank)
     moved = _moved(average, wide, world_size, rank, syncs)
     options = ", ".join(f"{name}={option}" for name, option in extra.items())
     # State per rank: the parameters at the start of the round, if they are needed, and the outer
     # momentum, if there is an outer step.
     copies = bool(extra) + ("outer" in extra)
-    # BatchNorm's statistics are all-reduced with the parameters.
-    more = sum_bytes(statistics, world_size)
     return replace(
         once,
         spec=f"{schedule} with {options}" if options else str(schedule),
-        bytes_sent=round(Fraction(moved.sent + syncs * more, horizon.total_steps)),
-        bytes_received=round(Fraction(moved.received + syncs * more, horizon.total_steps)),
+        bytes_sent=round(Fraction(moved.sent + more, total_steps)),
+        bytes_received=round(Fraction(moved.received + more, total_steps)),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
         memory_bytes=once.memory_bytes + copies * _nbytes(wide),
         hints=tuple(f"compress={hint}" for hint in once.hints),
         warmup_steps=None,
         warmup_bytes_sent=None,
         syncs=syncs,
-        total_steps=horizon.total_steps,
+        total_steps=total_steps,
     )
 
 
@@ -296,3 +290,82 @@ def _shapes(
 
 def _nbytes(shapes: list[BucketShape]) -> int:
     return sum(shape.nbytes for shape in shapes)
+
+
+def _break_even(method: Aggregator, shapes: Shapes, dense: int) -> int | None:
+    """Return the smallest world size at which a method sends at least as much as plain DDP.
+
+    That is what DDP sends for `dense` bytes of gradients. None if there is none up to MOST_RANKS,
+    or if all messages are all-reduced: their share of DDP's bytes is the same on any ranks.
+    """
+
+    def loses(world_size: int) -> bool:
+        return _sent(method, shapes, world_size) >= sum_bytes(dense, world_size)
+
+    summed = all(
+        method.settled.cost(shape, MOST_RANKS).collective == "allreduce" for shape in shapes
+    )
+    if not dense or summed or not loses(MOST_RANKS):
+        return None
+    # The share of plain DDP's bytes grows with the number of ranks, or stays.
+    return bisect_left(range(MOST_RANKS), True, lo=2, key=loses)
+
+
+def _hints(method: Aggregator, shapes: Shapes, world_size: int, dense: int) -> tuple[str, ...]:
+    """Return what would send or lose less on this many ranks, one sentence for each method."""
+    own = _sent(method, shapes, world_size)
+    both = "; it compresses the mean as well"
+    families = [(_other_exchanges(method), ""), (_both_ways(method), both)]
+    # More than plain DDP: a method that loses less is better, even if others send fewer bytes.
+    if own > sum_bytes(dense, world_size):
+        families.append((_dense_messages(method), ""))
+    found = list(_remarks(method, shapes))
+    for family, remark in families:
+        sent = {str(other): _sent(other, shapes, world_size) for other in family}
+        best = min(sent, key=sent.__getitem__, default=None)
+        if best is not None and 0 < sent[best] * _WORTH <= own:
+            found.append(f"{best} sends {compared(sent[best], own)}{remark}")
+    return tuple(found)
+
+
+def _remarks(method: Aggregator, shapes: Shapes) -> Iterator[str]:
+    if isinstance(method, Mean) and method.loses:
+        other = EF(method.compressor, exchange=method.exchange)
+        yield f"{other} sends in later steps what this method drops"
+    if isinstance(method, PowerSGD) and all(len(s) < 2 for each in shapes for s in each.shapes):
+        yield f"{method} compresses matrices, and a vector has none: pass a model instead of numel"
+
+
+def _other_exchanges(method: Aggregator) -> Iterator[Aggregator]:
+    """Yield the same method with other collectives, as far as its compressor allows."""
+    if isinstance(method, OneWay):
+        for exchange in COLLECTIVES[1:]:  # without "auto", which is one of the others
+            try:
+                yield replace(method, exchange=exchange)
+            except SpecError:
+                continue
+
+
+def _both_ways(method: Aggregator) -> Iterator[Aggregator]:
+    """Yield the method that compresses the mean as well, if there is one."""
+    if isinstance(method, EF | Mean):
+        dtype = getattr(method, "memory_dtype", None)
+        try:
+            yield Bidirectional(method.compressor, method.compressor, memory_dtype=dtype)
+        except SpecError:  # the compressor is not contractive
+            return
+
+
+def _dense_messages(method: Aggregator) -> Iterator[Aggregator]:
+    """Yield the same method with each compressor that sends every value, by all-reduce."""
+    if isinstance(method, EF | Mean):
+        for cls in COMPRESSORS:
+            if cls.summable and cls.elementwise:
+                like = parse_aggregator(cls.example or cls.name)
+                if isinstance(like, Mean):
+                    yield replace(method, compressor=like.compressor, exchange="auto")
+
+
+def _sent(method: Aggregator, shapes: Shapes, world_size: int) -> int:
+    """Return the bytes that the last rank sends per step. It owns the largest shard."""
+    return planned_traffic(method, shapes, world_size, world_size - 1).sent

@@ -19,7 +19,7 @@ latency between nodes, b and k those inside a node. The message has m bytes; see
 import math
 from dataclasses import dataclass
 
-from torchcomp.advisor.collectives import ALL_GATHER, ALL_TO_ALL, KINDS
+from torchcomp.advisor.collectives import ALL_GATHER, ALL_TO_ALL, sent_per_byte
 from torchcomp.exchange.traffic import COPIED
 from torchcomp.specs.checks import (
     check_at_least_0,
@@ -30,15 +30,10 @@ from torchcomp.specs.checks import (
 )
 from torchcomp.specs.errors import SpecError
 
-_GLOO_TRIPS = 2.6
-"""Latencies that gloo takes for a hop.
-
-Fitted once on the shaped network of benchmarks/net, with messages of 64 bytes between 2 hosts:
-1.3 ms for an all-to-all at a latency of 0.5 ms.
-"""
-
-_GLOO_CPU = 1.2e-9
-"""Seconds of a core that gloo takes to send and receive a byte over TCP; fitted there as well."""
+# Latencies that gloo takes for a hop, and seconds of a core to send and receive a byte over TCP.
+# Fitted once on the shaped network of benchmarks/net, with messages of 64 bytes between 2 hosts:
+# 1.3 ms for an all-to-all at a latency of 0.5 ms.
+_GLOO_TRIPS, _GLOO_CPU = 2.6, 1.2e-9
 
 
 @dataclass(frozen=True)
@@ -80,12 +75,7 @@ class Link:
         return f"{self.gbit:g} Gbit/s, {self.latency_us:g} us{ranks}, {self.backend}"
 
     def nodes(self, world_size: int) -> int:
-        """Return the number of nodes of `world_size` ranks.
-
-        Raises:
-            SpecError: if the ranks do not fill their nodes.
-        """
-        check_count("world_size", world_size)
+        """Return the number of nodes of `world_size` ranks, which must fill them."""
         if world_size > self.ranks_per_node and world_size % self.ranks_per_node:
             raise SpecError(
                 f"world_size={world_size} is not a multiple of ranks_per_node="
@@ -95,19 +85,18 @@ class Link:
 
     def flat(self, world_size: int) -> "LinkTimes":
         """Return the times of collectives among all ranks."""
-        nodes = self.nodes(world_size)
-        return LinkTimes(self, world_size, world_size // nodes, self._card, self.latency_us * 1e-6)
+        return LinkTimes(self, world_size, world_size // self.nodes(world_size), self._card)
 
     def between(self, world_size: int) -> "LinkTimes":
         """Return those among ranks of equal place, if all groups of them share the cards."""
         nodes = self.nodes(world_size)
         share = self._card * nodes / world_size
-        return LinkTimes(self, nodes, 1, share, self.latency_us * 1e-6)
+        return LinkTimes(self, nodes, 1, share)
 
     def inside(self, world_size: int) -> "LinkTimes":
         """Return those among the ranks of a node."""
         ranks = world_size // self.nodes(world_size)
-        return LinkTimes(self, ranks, ranks, self._card, self.latency_us * 1e-6)
+        return LinkTimes(self, ranks, ranks, self._card)
 
     @property
     def _card(self) -> float:
@@ -116,26 +105,15 @@ class Link:
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """The computed seconds of collectives; see the head of this file.
-
-    Attributes:
-        link: the network.
-        world_size: N.
-        node: r, the ranks of each node among these.
-        bandwidth: B, bytes per second.
-        latency: l, seconds.
-    """
+    """The computed seconds of collectives; see the head of this file."""
 
     link: Link
-    world_size: int
-    node: int
-    bandwidth: float
-    latency: float
+    world_size: int  # N
+    node: int  # r, the ranks of each node among these
+    bandwidth: float  # B, bytes per second
 
     def seconds(self, kind: str, nbytes: float) -> float:
         """Return the seconds of one collective, for a message of this size."""
-        check_choice("kind", kind, KINDS)
-        check_at_least_0("nbytes", nbytes)
         if self.world_size == 1:
             return self.link.overhead_us * 1e-6
         at_once = kind == ALL_TO_ALL
@@ -149,15 +127,8 @@ class LinkTimes:
         """Return the seconds for which it keeps a core of each rank busy; 0 for NCCL."""
         if not self._gloo or self.world_size == 1:
             return 0.0
-        moved = float(nbytes) if kind == ALL_TO_ALL else self._sent(kind, nbytes)
+        moved = nbytes * sent_per_byte(kind, self.world_size)
         return min(self.seconds(kind, nbytes), _GLOO_CPU * moved)
-
-    def _sent(self, kind: str, nbytes: float) -> float:
-        """Return the bytes that each rank sends in a ring."""
-        others = self.world_size - 1
-        if kind == ALL_GATHER:
-            return others * nbytes
-        return 2 * others * nbytes / self.world_size
 
     def _around(self, kind: str, nbytes: float) -> tuple[float, float]:
         """Return the seconds of moving bytes around a ring, and the latencies."""
@@ -165,20 +136,20 @@ class LinkTimes:
         slowest = self._inside if nodes == 1 else self.bandwidth
         if self.node > 1:
             slowest = min(slowest, self._inside)
-        near = self.link.inside_latency_us * 1e-6
-        latency = (nodes - 1) * self.latency + (ranks - nodes) * near
+        far, near = self.link.latency_us * 1e-6, self.link.inside_latency_us * 1e-6
+        latency = (nodes - 1) * far + (ranks - nodes) * near
         if kind != ALL_GATHER:
-            hops = math.log2(nodes) * self.latency + math.log2(self.node) * near
+            hops = math.log2(nodes) * far + math.log2(self.node) * near
             latency = 2 * (latency if self._gloo else min(latency, hops))
-        return self._sent(kind, nbytes) / slowest, latency
+        return nbytes * sent_per_byte(kind, ranks) / slowest, latency
 
     def _at_once(self, nbytes: float) -> tuple[float, float]:
         """Return the seconds of sending to all others at once, and the latency."""
         others, node = self.world_size - 1, self.node
         between = node * (self.world_size - node) / others * nbytes / self.bandwidth
         inside = (node - 1) / others * nbytes / self._inside
-        near = self.link.inside_latency_us * 1e-6
-        return max(between, inside), near if node == self.world_size else self.latency
+        hop = self.link.inside_latency_us if node == self.world_size else self.link.latency_us
+        return max(between, inside), hop * 1e-6
 
     @property
     def _inside(self) -> float:

@@ -7,17 +7,11 @@ import torch
 
 
 class Moment(NamedTuple):
-    """A point in the work of a rank.
+    """A point in the work of a rank."""
 
-    Attributes:
-        host: seconds on the host's clock.
-        work: seconds of work so far: of all threads of this process; on CUDA, `host`.
-        event: on CUDA, a point in the work of the current stream.
-    """
-
-    host: float
-    work: float
-    event: torch.cuda.Event | None = None
+    host: float  # seconds on the host's clock
+    work: float  # seconds of work so far: of all threads of this process; on CUDA, `host`
+    event: torch.cuda.Event | None = None  # on CUDA, a point in the work of the current stream
 
 
 def now(device: torch.device) -> Moment:

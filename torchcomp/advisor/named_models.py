@@ -14,14 +14,7 @@ from torchcomp.specs.errors import SpecError
 
 
 def build_named(name: str) -> nn.Module:
-    """Build a model on the meta device: its parameters have shapes, but no values.
-
-    Args:
-        name: "torchvision/NAME", for classification models, or "timm/NAME".
-
-    Raises:
-        SpecError: if the name is unknown, or if the library cannot be imported.
-    """
+    """Build "torchvision/NAME" or "timm/NAME" on the meta device: shapes, but no values."""
     library, _, architecture = name.partition("/")
     if library not in _BUILDERS or not architecture:
         raise SpecError(
@@ -36,10 +29,6 @@ def build_named(name: str) -> nn.Module:
 
 
 def _hook() -> Any:
-    """Return a hook that registers each parameter without its values.
-
-    torch declares hooks that return nothing, and documents that they can return a parameter.
-    """
     # A parameter that has two names must stay one. Weak keys: the values can be freed.
     made = WeakIdKeyDictionary()
 

@@ -1,5 +1,7 @@
 """Plan: hours, bytes and price of a whole run, among ranks that one need not have."""
 
+import textwrap
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -7,9 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.advisor.activities import Recording
 from torchcomp.advisor.collectives import Times
-from torchcomp.advisor.compute import Compute
 from torchcomp.advisor.links import Link
 from torchcomp.advisor.recording import (
     MOST_ELEMENTS,
@@ -20,10 +20,11 @@ from torchcomp.advisor.recording import (
     record_all_reduce,
     record_average,
 )
-from torchcomp.advisor.simulation import StepTime, simulate, simulate_alone
-from torchcomp.advisor.units import span, step_time, volume
+from torchcomp.advisor.simulation import Compute, Recording, StepTime, simulate, simulate_alone
+from torchcomp.advisor.units import span, step_time, volume, wrapped
 from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
+from torchcomp.exchange.traffic import three_digits
 from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
 from torchcomp.specs.checks import check_at_least_0, check_count, check_positive
 from torchcomp.specs.component import Component
@@ -106,15 +107,6 @@ class Training:
         """Gigabytes (10^9 bytes) that all nodes send over their cards in the whole run."""
         return self.bytes_per_step * self.total_steps / 1e9
 
-    def rows(self) -> list[tuple[str, str]]:
-        """Return the rows of a table."""
-        use = f"{self.step.utilisation:.0%} of it computes"
-        sent = f"{volume(self.gigabytes)} sent by all nodes over their cards"
-        return [
-            ("predicted step", f"{step_time(self.step.seconds)}, {use}"),
-            ("whole run", f"{span(self.hours)}, {sent}"),
-        ]
-
     def price(self, per_gigabyte: float) -> float:
         """Return the price of the traffic between nodes."""
         check_at_least_0("per_gigabyte", per_gigabyte)
@@ -159,16 +151,7 @@ def plan(
 def values_of(
     model: nn.Module | None = None, numel: int | None = None, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
-    """Return random parameters to record with, from a model (also on "meta") or a size.
-
-    Args:
-        model: the model.
-        numel: number of elements, in place of a model.
-        dtype: of the elements, with `numel`.
-
-    Raises:
-        SpecError: if the model is too large, or not exactly one of the two is passed.
-    """
+    """Return random parameters to record with, from a model (also on "meta") or a size."""
     if (model is None) == (numel is None):
         raise SpecError("a prediction needs either numel or model: pass one of them")
     if model is not None:
@@ -188,18 +171,7 @@ class Prediction:
     """Predicts a run with one method, on any network.
 
     Recording the method takes about four steps of it on this machine; a prediction takes
-    milliseconds.
-
-    Args:
-        spec: "ddp", "bf16", a gradient method or a schedule.
-        parameters: of the model, by name; see :func:`values_of`.
-        run: the training run.
-        nodes: number of ranks of a node, for a method that exchanges in two levels.
-        compress: the method that averages, for a schedule.
-
-    Raises:
-        SpecError: if the spec cannot be built, has one level only, or needs a learning rate.
-        ScheduleError: if the schedule cannot use the learning rate.
+    milliseconds. The arguments are those of :func:`plan`, with parameters of :func:`values_of`.
     """
 
     def __init__(
@@ -219,7 +191,8 @@ class Prediction:
         if nodes > 1 and not isinstance(built, Aggregator):
             raise SpecError(f"{self.method} has one level only: leave nodes={nodes} out")
         if isinstance(built, Schedule):
-            exchanged, exchanges = average, _synchronisations(built, run)
+            horizon = Horizon(run.total_steps, run.warmup_steps)
+            exchanged, exchanges = average, len(synchronisations(built, run.lr, horizon))
         else:
             dense = {DDP: "mean", BF16: 'cast("bf16")'}
             exchanged = parse_aggregator(dense.get(self.method, built))
@@ -233,11 +206,7 @@ class Prediction:
         self._compute = Compute.by_elements(self._shapes, run.step_seconds)
 
     def on(self, link: Link) -> Training:
-        """Predict the run on a link.
-
-        Raises:
-            SpecError: if the ranks do not fill the nodes of the link.
-        """
+        """Predict the run on a link, whose nodes the ranks must fill."""
         run, ranks = self._run, self._run.world_size
         if self._nodes not in (1, link.ranks_per_node):
             raise SpecError(
@@ -253,22 +222,20 @@ class Prediction:
 
     def step(self, times: Times, inside: Times | None = None, *, cores: float = 1.0) -> StepTime:
         """Predict the mean step of the run; see :func:`.simulate` for the arguments."""
-        alone = self._run.step_seconds / min(1.0, cores)
-        seconds = 0.0
+        alone, seconds = self._run.step_seconds / min(1.0, cores), 0.0
+        machine = {"cores": cores, "speedup": self._run.speedup}
         for recording, part in self._recordings:
             if self.local:
-                exchange = simulate_alone(recording, times, cores=cores)
+                exchange = simulate_alone(recording, times, **machine)
                 seconds += part * (alone + self._share * exchange)
             else:
-                simulated = simulate(recording, self._compute, times, inside, cores=cores)
+                simulated = simulate(recording, self._compute, times, inside, **machine)
                 seconds += part * simulated.seconds
         return StepTime(seconds, alone)
 
     @cached_property
     def _recordings(self) -> list[tuple[Recording, float]]:
-        """The exchange of each stage, with its share."""
-        made = ((self._recorded(stage), part) for stage, part in self._stages)
-        return [(recording.scaled(self._run.speedup), part) for recording, part in made]
+        return [(self._recorded(stage), part) for stage, part in self._stages]
 
     def _recorded(self, method: Aggregator) -> Recording:
         ranks, parameters, groups = self._run.world_size, self._parameters, self._groups
@@ -284,10 +251,7 @@ class Prediction:
         )
 
     def _bytes(self, method: Aggregator, link: Link) -> float:
-        """Return the bytes of an exchange over the cards of all nodes."""
         ranks, nodes = self._run.world_size, link.nodes(self._run.world_size)
-        if nodes == 1:
-            return 0.0
         shapes = self._shapes
         if method.whole_model:
             merged = merge(self._groups, self._parameters)
@@ -299,9 +263,71 @@ class Prediction:
         return nodes * planned_traffic(method, shapes, ranks, node=ranks // nodes).sent
 
 
-def _synchronisations(schedule: Schedule, run: Run) -> int:
-    if schedule.reads_lr and run.lr is None:
-        raise SpecError(
-            f"'{schedule}' depends on the learning rate: pass lr, a function of the step"
-        )
-    return len(synchronisations(schedule, run.lr, Horizon(run.total_steps, run.warmup_steps)))
+# --- The table of `torchcomp plan` ----------------------------------------------------------------
+
+_WORTH = 1.02  # a method is worth its change if it is this many times as fast as the bf16 hook
+_BASELINES = {DDP: "plain DDP", BF16: "DDP with the bf16 hook"}
+
+
+def table(
+    trainings: Sequence[Training],
+    run: Run,
+    link: Link,
+    *,
+    price_per_gb: float | None = None,
+    currency: str = "USD",
+) -> str:
+    """Return a table of at most 80 columns, the fastest method first."""
+    alone = span(run.step_seconds * run.total_steps / 3600)
+    heads = [
+        f"{run.world_size:,} ranks, {link}",
+        f"{run.total_steps:,} steps of {step_time(run.step_seconds)} without any exchange: {alone}",
+    ]
+    columns = ["step", "use", "time", "sent"] + ["price"] * (price_per_gb is not None)
+    lines = [_line(columns, "method")]
+    for training in sorted(trainings, key=lambda each: each.step.seconds):
+        share = f"{training.step.utilisation:.0%}"
+        cells = [step_time(training.step.seconds), share, span(training.hours)]
+        cells.append(volume(training.gigabytes))
+        if price_per_gb is not None:
+            cells.append(f"{training.price(price_per_gb):,.0f} {currency}")
+        lines.append(_line(cells, training.method))
+    faster = "" if run.speedup == 1 else f" and divided by {run.speedup:g}"
+    notes = [
+        *verdict(trainings),
+        "use: share of a step in which the ranks compute. sent: by all nodes, over their cards.",
+        f"Encoding was measured on this machine{faster}. The network is computed from its "
+        "numbers, and docs/prediction.md compares such predictions with measured times.",
+    ]
+    heads, notes = ([textwrap.fill(each, 80) for each in texts] for texts in (heads, notes))
+    return "\n".join([*heads, "", *lines, "", *notes])
+
+
+def verdict(trainings: Sequence[Training]) -> list[str]:
+    """Return sentences about the fastest method and schedule, compared with the bf16 hook."""
+    seconds = {training.method: training.step.seconds for training in trainings}
+    others = [method for method in seconds if method not in _BASELINES]
+    if BF16 not in seconds or not others:
+        return []
+    known = min(_BASELINES.keys() & seconds.keys(), key=seconds.__getitem__)
+    local = {training.method for training in trainings if training.local}
+
+    def faster(methods: Iterable[str], caveat: str = "") -> str:
+        best = min(methods, key=seconds.__getitem__, default=known)
+        factor = seconds[known] / seconds[best]
+        if factor < _WORTH:
+            return ""
+        return f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}{caveat}."
+
+    sentences = (
+        faster(method for method in others if method not in local)
+        or f"No method is faster than {_BASELINES[known]}: keep it.",
+        faster(local, ", but trains in another way"),
+    )
+    return list(filter(None, sentences))
+
+
+def _line(cells: Sequence[str], method: str) -> str:
+    widths = (9, 6, 9, 9, 14)
+    head = "".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=False)) + "  "
+    return wrapped(head, method)

@@ -12,29 +12,18 @@ from torchcomp.exchange import Exchange
 
 _log = logging.getLogger(__name__)
 
-STEPS = 50
-"""Number of steps that are measured."""
-
-_FIRST = 5
-"""First steps that do not count: they allocate, and libraries choose algorithms."""
-
-_LITTLE = 0.1
-"""An average that takes this share of the other work of a step is not worth saving."""
-
+STEPS = 50  # that are measured
+_FIRST = 5  # steps that do not count: they allocate, and libraries choose algorithms
+_LITTLE = 0.1  # an average that takes this share of the rest of a step is not worth saving
 _LONGEST = 64
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A schedule, and the times that it follows from. The same on all ranks.
+    """A schedule, and the times that it follows from. The same on all ranks."""
 
-    Attributes:
-        alone: seconds of a step without the average, on the slowest rank.
-        average: seconds of an average, on the rank that does not wait for others.
-    """
-
-    alone: float
-    average: float
+    alone: float  # seconds of a step without the average, on the slowest rank
+    average: float  # seconds of an average, on the rank that does not wait for others
 
     @property
     def h(self) -> int:
@@ -67,15 +56,7 @@ class Proposal:
 
 
 class Proposing:
-    """Measures the first steps, and then logs a proposal.
-
-    Args:
-        exchange: the ranks that average.
-        logs: whether this rank logs.
-
-    Attributes:
-        proposal: what is proposed; None before.
-    """
+    """Measures the first steps, and then makes a proposal and, if this rank `logs`, logs it."""
 
     def __init__(self, exchange: Exchange, logs: bool) -> None:
         self._exchange, self._logs = exchange, logs
@@ -84,7 +65,6 @@ class Proposing:
         self.proposal: Proposal | None = None
 
     def begin(self) -> None:
-        """Note that an average begins."""
         if self.proposal is None:
             self._begin = now(self._exchange.device)
 

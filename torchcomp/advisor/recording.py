@@ -6,42 +6,115 @@ send is a copy of what this rank sends. One mechanism therefore covers every met
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchcomp.advisor.activities import Activity, Call, Job, Recording, Submitted, Work
-from torchcomp.advisor.collectives import ALL_REDUCE, ALL_REDUCE_BF16
-from torchcomp.advisor.taped import PretendedExchange, Taped, ThreadExchange
-from torchcomp.aggregators import Aggregator, Bidirectional
+from torchcomp.advisor.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL
+from torchcomp.advisor.simulation import Activity, Call, Job, Recording, Submitted, Work
+from torchcomp.aggregators import Bidirectional
 from torchcomp.checkpoints.pieces import Pieces
 from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.ddp.reordering import Completed, Reordering
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape, Group
 from torchcomp.engine.means import exact_mean
-from torchcomp.exchange import run_in_process
+from torchcomp.exchange import Exchange
 from torchcomp.exchange.nodes import check_divides
+from torchcomp.routes.wire import Frames
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError
 from torchcomp.specs.spec import parse_aggregator
 
-MOST_RANKS = 1024
-"""Most ranks that one can stand for: it decodes the messages of all of them."""
+MOST_RANKS = 1024  # one rank decodes the messages of all of them
+MOST_ELEMENTS = 300_000_000  # of a model: a recording takes 20 to 40 bytes per element
 
-MOST_ELEMENTS = 300_000_000
-"""Largest model whose exchange is recorded: a recording takes 20 to 40 bytes per element."""
-
-_MOST_THREADS = 16
 _CACHE_BYTES = 2**25
+_COPIED_BYTES = 2**28  # up to this, each message of an all-gather has memory of its own
 
 Parameters = Mapping[str, Tensor]
 """Parameters of a model, by name."""
 
 _Taken = list[list[list[list[Activity]]]]
 """The activities of a step, by bucket, job and lane."""
+
+_Make = Callable[[Exchange, Parameters], Averager]
+
+
+class PretendedExchange(Exchange):
+    """The exchange of rank 0 of `world_size` ranks that are not there.
+
+    It notes its collectives, and the work between them. Rank 0 gets copies of its own messages.
+    """
+
+    def __init__(self, world_size: int, device: torch.device, *, inside: bool = False) -> None:
+        super().__init__(0, world_size, device)
+        self._inside = inside  # whether these are the ranks of a node
+        self._onto: list[Activity] | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def recorded(self, onto: list[Activity]) -> Iterator[None]:
+        """Append the activities of the block to `onto`: works, and the collectives between them."""
+        self._onto, self._since = onto, worked(self.device)
+        yield
+        onto.append(Work(worked(self.device) - self._since))
+        self._onto = None
+
+    @contextmanager
+    def _noted(self, kind: str, nbytes: int) -> Iterator[None]:
+        if self._onto is not None:
+            self._onto.append(Work(worked(self.device) - self._since))
+            self._onto.append(Call(kind, nbytes, self._inside))
+        yield
+        self._since = worked(self.device)
+
+    def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
+        super().check(frames, received, senders)
+        # A copy of this rank's message can have another length than the message that it stands for.
+        self._headers.clear()
+
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
+        return [value] * self.world_size
+
+    def _all_reduce(self, values: Tensor) -> None:
+        narrow = values.dtype in (torch.bfloat16, torch.float16)
+        with self._noted(ALL_REDUCE_BF16 if narrow else ALL_REDUCE, values.nbytes):
+            pass  # the size of the values does not matter
+
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        with self._noted(ALL_GATHER, mine.nbytes):
+            # Many large messages share their memory, which one rank may not have for all of them.
+            gathered = mine.expand(self.world_size, -1)
+            return gathered.contiguous() if gathered.nbytes <= _COPIED_BYTES else gathered
+
+    def _all_to_all(
+        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        with self._noted(ALL_TO_ALL, outgoing.element_size() * (sum(sizes) - sizes[self.rank])):
+            mine = outgoing[: sizes[0]]
+            return torch.cat([_resized(mine, size) for size in arriving])
+
+
+def _resized(mine: Tensor, size: int) -> Tensor:
+    """Return a message of `size` elements that is as much like `mine` as possible."""
+    return torch.cat([mine[:size], mine.new_zeros(max(0, size - len(mine)))])
+
+
+def worked(device: torch.device) -> float:
+    """Return the seconds that this thread has worked, or the time at which the device is idle.
+
+    On the CPU, the time on the clock would show the work of the other ranks of the host.
+    """
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+    return time.thread_time()
 
 
 def record(
@@ -57,96 +130,61 @@ def record(
 ) -> Recording:
     """Record the exchange of a method among `world_size` ranks, as ``register(model, spec)`` has.
 
-    Args:
-        spec: a gradient method. Of a method with a warm-up, this is what follows it.
-        parameters: of the model, by name.
-        world_size: number of ranks. They need not exist.
-        buckets: names of the parameters in each of DDP's buckets, in their order.
-        groups: names of the parameters that are compressed together, as for :class:`.Averager`.
-        gradients: of this rank, by name. By default, random numbers.
-        nodes: number of ranks of a node, for the exchange in two levels.
-        steps: number of steps. The first one is not counted.
-
-    Raises:
-        SpecError: if the spec cannot be built or not recorded by one rank, or if the nodes do not
-            divide the ranks.
+    Of a method with a warm-up, this is what follows it. `buckets` are the names of the parameters
+    in each of DDP's buckets, in their order; `groups` those that are compressed together. By
+    default, the gradients of this rank are random. `nodes` is the number of ranks of a node, for
+    two levels. The first one of the steps is not counted.
     """
     check_count("world_size", world_size, most=MOST_RANKS)
-    check_count("steps", steps, least=2)
-    check_count("nodes", nodes)
     check_divides(nodes, world_size)
     method = parse_aggregator(spec).settled
-    values = gradients or random_values(parameters)
-    shapes = [BucketShape.of(names, parameters) for names in buckets]
-
-    def taken_by(rank: "_Flat | _TwoLevels") -> list[_Taken]:
-        return [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
-
-    device = next(iter(parameters.values())).device
-    if _needs_others(method):
-        if nodes > 1 or world_size > _MOST_THREADS:
+    if isinstance(method, Bidirectional) and method.selection == "exact":
+        down = method.down
+        if isinstance(down, Sparsifier) and down.per_tensor:
+            # The rank that records owns no part of most parameters.
             raise SpecError(
                 f"{method} searches a threshold for each parameter, among the ranks that own parts "
-                f"of it: it is recorded for at most {_MOST_THREADS} ranks, in one level. Choose "
-                "another scope or selection",
+                "of it, so one rank cannot record it: choose another scope or selection",
                 "selection",
             )
-        exchanges = ThreadExchange.ranks(world_size)
-        taken, *_ = run_in_process(
-            world_size,
-            lambda exchange: taken_by(_Flat(method, parameters, groups, exchange)),
-            exchanges,
-        )
-    elif nodes > 1:
-        taken = taken_by(_TwoLevels(method, parameters, groups, world_size, nodes))
-    else:
-        pretended = PretendedExchange(world_size, device)
-        taken = taken_by(_Flat(method, parameters, groups, pretended))
+    device = next(iter(parameters.values())).device
+
+    def average(exchange: Exchange, shapes: Parameters) -> Averager:
+        return Averager(method, exchange, shapes, groups)
+
+    between = PretendedExchange(world_size // nodes, device)
+    rank: _Flat | _TwoLevels = _Flat(average, parameters, between)
+    if nodes > 1:
+        inside = PretendedExchange(nodes, device, inside=True)
+        rank = _TwoLevels(average, parameters, between, inside)
+    shapes = [BucketShape.of(names, parameters) for names in buckets]
+    values = gradients or random_values(parameters, device)
+    taken = [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
     return Recording(str(method), _median(buckets, taken[1:]))
-
-
-def _needs_others(method: Aggregator) -> bool:
-    """Whether one rank cannot stand for all of them.
-
-    The search for the threshold of a parameter is among the ranks that own parts of it. The rank
-    that records owns no part of most parameters.
-    """
-    if not isinstance(method, Bidirectional) or method.selection != "exact":
-        return False
-    return isinstance(method.down, Sparsifier) and method.down.per_tensor
 
 
 class _Flat:
     """Averages every bucket over all ranks, as :class:`torchcomp.ddp.averaging.Flat` does."""
 
-    def __init__(
-        self,
-        method: Component,
-        parameters: Parameters,
-        groups: Sequence[Group] | None,
-        exchange: Taped,
-    ) -> None:
-        self.exchange = exchange
-        self.averager = averager = Averager(method, exchange, parameters, groups)
+    def __init__(self, make: _Make, parameters: Parameters, exchange: PretendedExchange) -> None:
+        self._exchange = exchange
+        self._averager = averager = make(exchange, parameters)
         shapes = [averager.shape_of(group) for group in averager.buckets]
         self._reordering = Reordering(shapes) if averager.grouped else None
 
     def step(self, buckets: Sequence[Bucket]) -> _Taken:
         """Take a step; return its activities by bucket, job and lane."""
-        self.averager.begin()
-        if self._reordering is not None:
-            self._reordering.begin()
+        self._averager.begin()
         taken = []
         for number, bucket in enumerate(buckets):
             lane: list[Activity] = []
             _fill_caches(bucket.flat.device)
-            with self.exchange.recorded(lane):
-                groups = self._reordering.add(bucket) if self._reordering else (bucket,)
-                for group in groups:
-                    self.averager.average(group)
+            with self._exchange.recorded(lane):
+                for group in self._reordering.add(bucket) if self._reordering else (bucket,):
+                    self._averager.average(group)
                 if number == len(buckets) - 1:
                     # The values that are not there can be of any kind.
-                    self.averager.finish(may_skip=True)
+                    self._averager.finish(may_skip=True)
             taken.append([[lane]])
         return taken
 
@@ -156,21 +194,17 @@ class _TwoLevels:
 
     def __init__(
         self,
-        method: Component,
+        make: _Make,
         parameters: Parameters,
-        groups: Sequence[Group] | None,
-        world_size: int,
-        nodes: int,
+        between: PretendedExchange,
+        inside: PretendedExchange,
     ) -> None:
-        device = next(iter(parameters.values())).device
-        self._nodes = nodes
-        self._between = PretendedExchange(world_size // nodes, device)
-        self._inside = PretendedExchange(nodes, device, inside=True)
+        self._between, self._inside = between, inside
         pieces = {
-            name: Pieces(BucketShape.of((name,), parameters), nodes).like(parameter)
+            name: Pieces(BucketShape.of((name,), parameters), inside.world_size).like(parameter)
             for name, parameter in parameters.items()
         }
-        self._averager = averager = Averager(method, self._between, pieces, groups)
+        self._averager = averager = make(between, pieces)
         shapes = [BucketShape.of(group, parameters) for group in averager.buckets]
         self._completed = Completed(shapes if averager.grouped else None)
 
@@ -189,12 +223,10 @@ class _TwoLevels:
     def _job(self, shape: BucketShape, parts: dict[str, Tensor]) -> list[list[Activity]]:
         lanes: list[list[Activity]] = [[], [], []]
         _fill_caches(self._inside.device)
-        pieces = Pieces(shape, self._nodes)
-        dtype = shape.dtype
+        pieces, dtype = Pieces(shape, self._inside.world_size), shape.dtype
         with self._inside.recorded(lanes[0]):
-            out = torch.empty(
-                pieces.ranks * pieces.piece.numel, dtype=dtype, device=self._inside.device
-            )
+            numel = pieces.ranks * pieces.piece.numel
+            out = torch.empty(numel, dtype=dtype, device=self._inside.device)
             pieces.cut(parts, out)
             mine = self._inside.reduce_scatter(out, dtype).div_(pieces.ranks)
         with self._between.recorded(lanes[1]):
@@ -211,28 +243,21 @@ def record_all_reduce(
     dtype: torch.dtype | None = None,
     steps: int = 4,
 ) -> Recording:
-    """Record plain DDP, or PyTorch's hook that all-reduces in 16 bits.
+    """Record plain DDP, or PyTorch's hook that all-reduces in 16 bits (`dtype`).
 
     DDP issues the all-reduces of its buckets at once. NCCL runs them one after another. gloo has
     two threads, but two all-reduces together took 1.7 to 1.9 times as long as one of them (2 to 8
     ranks, 64 bytes to 4 MiB), so they are modelled one after another as well.
-
-    Args:
-        parameters: of the model, by name.
-        buckets: names of the parameters in each of DDP's buckets, in their order.
-        dtype: ``torch.bfloat16`` for PyTorch's ``bf16_compress_hook``.
-        steps: number of times that the work of the hook is measured.
     """
     submitted = []
     for names in buckets:
         shape = BucketShape.of(names, parameters)
-        device = parameters[names[0]].device
         if dtype is None:
             job: Job = ((Call(ALL_REDUCE, shape.nbytes),),)
             submitted.append(Submitted(tuple(names), (job,)))
             continue
-        flat = torch.zeros(shape.numel, dtype=shape.dtype, device=device)
-        rounds = [_cast(PretendedExchange(1, device), flat, dtype) for _ in range(steps)]
+        flat = torch.zeros(shape.numel, dtype=shape.dtype, device=parameters[names[0]].device)
+        rounds = [_cast(flat, dtype) for _ in range(steps)]
         before, after = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
         reduced = Call(ALL_REDUCE_BF16, shape.numel * dtype.itemsize)
         submitted.append(Submitted(tuple(names), (((reduced, Work(after)),),), before))
@@ -249,18 +274,8 @@ def record_average(
     statistics: Parameters | None = None,
     steps: int = 4,
 ) -> Recording:
-    """Record a synchronisation of local steps, as :class:`torchcomp.LocalSGD` has it.
-
-    Args:
-        parameters: of the model, by name.
-        world_size: number of ranks. They need not exist.
-        spec: the method that averages.
-        groups: names of the parameters that are averaged together.
-        statistics: of BatchNorm layers, which are averaged as well.
-        steps: number of synchronisations. The first one is not counted.
-    """
+    """Record a synchronisation of local steps, with BatchNorm's statistics if there are any."""
     check_count("world_size", world_size, most=MOST_RANKS)
-    check_count("steps", steps, least=2)
     method = parse_aggregator(spec).settled
     wide = {
         name: p.detach().to(torch.promote_types(p.dtype, torch.float32), copy=True)
@@ -288,16 +303,14 @@ def record_average(
     return Recording(str(method), _median([tuple(wide)], taken[1:]))
 
 
-def _cast(alone: Taped, flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def _cast(flat: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Do the work of PyTorch's hook; return the seconds before and after the all-reduce."""
-    works: list[Activity] = []
     _fill_caches(flat.device)
-    with alone.recorded(works):
-        narrow = flat.to(dtype).div_(2)
-    with alone.recorded(works):
-        flat.copy_(narrow)
-    before, after = (each.seconds for each in works if isinstance(each, Work))
-    return before, after
+    began = worked(flat.device)
+    narrow = flat.to(dtype).div_(2)
+    before = worked(flat.device)
+    flat.copy_(narrow)
+    return before - began, worked(flat.device) - before
 
 
 def _fill_caches(device: torch.device) -> None:
@@ -306,18 +319,8 @@ def _fill_caches(device: torch.device) -> None:
         torch.ones(_CACHE_BYTES // 4).add_(1)
 
 
-def random_values(
-    parameters: Parameters, device: str | torch.device | None = None
-) -> dict[str, Tensor]:
-    """Return random numbers with the shapes and dtypes of parameters, by name.
-
-    Args:
-        parameters: by name. On "meta", they need `device`.
-        device: of the result, by default that of each parameter.
-
-    Raises:
-        SpecError: if these are too many, or none.
-    """
+def random_values(parameters: Parameters, device: str | torch.device) -> dict[str, Tensor]:
+    """Return random numbers with the shapes and dtypes of parameters, by name."""
     total = sum(parameter.numel() for parameter in parameters.values())
     if not 0 < total <= MOST_ELEMENTS:
         raise SpecError(
@@ -326,7 +329,7 @@ def random_values(
         )
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.randn(p.shape, generator=generator).to(device or p.device, p.dtype)
+        name: torch.randn(p.shape, generator=generator).to(device, p.dtype)
         for name, p in parameters.items()
     }
 
@@ -334,20 +337,17 @@ def random_values(
 def _median(buckets: Sequence[Group], steps: Sequence[_Taken]) -> tuple[Submitted, ...]:
     """Return the last step, with the median work of the steps that made the same calls."""
 
-    def lane(number: int, job: int, index: int) -> tuple[Activity, ...]:
-        every = [step[number][job][index] for step in steps]
+    def lane(every: Sequence[Sequence[Activity]]) -> tuple[Activity, ...]:
         alike = [each for each in every if _calls(each) == _calls(every[-1])]
         return tuple(map(_middle, zip(*alike, strict=True)))
 
+    def job(every: Sequence[Sequence[Sequence[Activity]]]) -> Job:
+        return tuple(map(lane, zip(*every, strict=True)))
+
+    by_bucket = zip(buckets, zip(*steps, strict=True), strict=True)
     return tuple(
-        Submitted(
-            tuple(names),
-            tuple(
-                tuple(lane(number, job, index) for index in range(len(lanes)))
-                for job, lanes in enumerate(steps[-1][number])
-            ),
-        )
-        for number, names in enumerate(buckets)
+        Submitted(tuple(names), tuple(map(job, zip(*jobs, strict=True))))
+        for names, jobs in by_bucket
     )
 
 
@@ -356,6 +356,5 @@ def _calls(activities: Sequence[Activity]) -> list[Call]:
 
 
 def _middle(same: Sequence[Activity]) -> Activity:
-    """Return one activity of several steps, with their median seconds if it is work."""
     works = [activity.seconds for activity in same if isinstance(activity, Work)]
     return Work(statistics.median(works)) if works else same[0]

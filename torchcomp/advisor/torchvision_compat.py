@@ -1,15 +1,12 @@
-"""Import a CUDA build of torchvision with a CPU build of torch.
+"""Import a CUDA build of torchvision, as registries have it, with a CPU build of torch.
 
-The torchvision of the package registry is a CUDA build. With a CPU build of torch its compiled
-operators do not load, and the import raises "operator torchvision::nms does not exist". The command
-line and the recipes use only the Python parts (models, transforms, datasets). They work once the
-operators are declared.
+Its compiled operators do not load, and the import raises "operator torchvision::nms does not
+exist". The Python parts (models, transforms, datasets) work once the operators are declared.
 """
 
 import importlib
 import sys
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -28,25 +25,11 @@ def import_torchvision() -> ModuleType:
     except RuntimeError as error:
         if "torchvision::" not in str(error):
             raise
-    _declare_operators()
-    _remove_partial_import()
-    return importlib.import_module("torchvision")
-
-
-def functional() -> Any:
-    """Return torchvision's functional transforms."""
-    import_torchvision()
-    return importlib.import_module("torchvision.transforms.functional")
-
-
-def _declare_operators() -> None:
     library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
     for declaration in _DECLARATIONS:
         library.define(declaration)  # type: ignore[no-untyped-call]
     _libraries.append(library)
-
-
-def _remove_partial_import() -> None:
     # Modules that were imported before the error would be reused, without their operators.
     for name in [name for name in sys.modules if name.split(".")[0] == "torchvision"]:
         del sys.modules[name]
+    return importlib.import_module("torchvision")

@@ -1,14 +1,23 @@
-"""Units: numbers as people read them, with two digits for measured ones and three for others."""
+"""Units: numbers as people read and write them, and text in 80 columns.
 
+Measured numbers have two digits, others three.
+"""
+
+import argparse
+import math
+import textwrap
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from torchcomp.exchange.traffic import three_digits
+from torchcomp.specs.checks import is_number
 
 _Units = Sequence[tuple[str, float]]
 
 _TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
 _RUNS = (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600))
 _VOLUMES = (("PB", 1e6), ("TB", 1e3), ("GB", 1.0), ("MB", 1e-3), ("kB", 1e-6), ("B", 1e-9))
+_SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # decimal, like the bandwidths of links
 
 
 def duration(seconds: float) -> str:
@@ -22,10 +31,14 @@ def rate(bytes_per_second: float) -> str:
 
 
 def size(nbytes: float) -> str:
-    """Return a size in decimal units: "4.1 kB", "17 MB"."""
-    if nbytes < 1e3:
-        return f"{nbytes:.0f} bytes"
-    return _shown(nbytes, (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)), _two_digits)
+    """Return a measured size: "12 bytes", "4.1 kB", "17 MB"."""
+    return f"{nbytes:.0f} bytes" if nbytes < 1e3 else _shown(nbytes, _SIZES, _two_digits)
+
+
+def exact_size(nbytes: int) -> str:
+    """Return a size with its exact number for comparisons: "9.07 MB (9,070,936 bytes)"."""
+    exact = f"{nbytes:,} bytes"
+    return exact if nbytes < 1e3 else f"{_shown(nbytes, _SIZES, three_digits)} ({exact})"
 
 
 def step_time(seconds: float) -> str:
@@ -44,10 +57,51 @@ def volume(gigabytes: float) -> str:
 
 
 def _shown(value: float, units: _Units, text: Callable[[float], str]) -> str:
-    """Return a number in the first unit that it reaches, or else in the last one."""
     unit, factor = next((each for each in units if value >= each[1]), units[-1])
     return f"{text(value / factor)} {unit}"
 
 
 def _two_digits(number: float) -> str:
     return f"{number:.1f}" if number < 9.95 else f"{number:,.0f}"
+
+
+def wrapped(head: str, text: str) -> str:
+    """Return `head` and then `text`, in lines of at most 80 columns that begin below `text`."""
+    indent = " " * (len(head) or 2)
+    # At spaces only: specs in the text are copied from the terminal.
+    options: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, 80, initial_indent=head, subsequent_indent=indent, **options)
+
+
+def whole(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Return a reader of integers with bounds. They can be written as 25.6e6."""
+    bounds = f"of at least {least}" if most is None else f"from {least} to {most:,}"
+
+    def read(text: str) -> int:
+        number = _float(text)
+        if not number.is_integer() or number < least or (most is not None and number > most):
+            problem = f"expected an integer {bounds}, such as 8 or 25.6e6, not {text}"
+            raise argparse.ArgumentTypeError(problem)
+        return int(number)
+
+    return read
+
+
+def number(bound: str) -> Callable[[str], float]:
+    """Return a reader of finite numbers, "above 0" or "of at least 0"."""
+
+    def read(text: str) -> float:
+        value = _float(text)
+        if not is_number(value) or value < 0 or (value == 0 and bound == "above 0"):
+            raise argparse.ArgumentTypeError(f"expected a finite number {bound}, not {text}")
+        return value
+
+    return read
+
+
+def _float(text: str) -> float:
+    # nan and inf fail is_integer() and is_number().
+    try:
+        return float(text)
+    except ValueError:
+        return math.nan

@@ -9,25 +9,7 @@ from torchcomp.aggregators.mean import Mean
 from torchcomp.aggregators.planned import planned_traffic, planned_two_levels
 from torchcomp.aggregators.powersgd import PowerSGD
 
-AGGREGATORS: tuple[type[Aggregator], ...] = (
-    Mean,
-    EF,
-    Bidirectional,
-    PowerSGD,
-    EF21,
-    DGC,
-)
+AGGREGATORS: tuple[type[Aggregator], ...] = (Mean, EF, Bidirectional, PowerSGD, EF21, DGC)
 
-__all__ = [
-    "AGGREGATORS",
-    "DGC",
-    "EF",
-    "EF21",
-    "Aggregator",
-    "Bidirectional",
-    "Law",
-    "Mean",
-    "PowerSGD",
-    "planned_traffic",
-    "planned_two_levels",
-]
+__all__ = ["AGGREGATORS", "DGC", "EF", "EF21", "Aggregator", "Bidirectional", "Law", "Mean"]
+__all__ += ["PowerSGD", "planned_traffic", "planned_two_levels"]

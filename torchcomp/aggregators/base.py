@@ -76,20 +76,17 @@ class Aggregator(Component):
         return tuple(sorted({0}.union(*(part.stages for part in self._parts().values()))))
 
     def at(self, step: int) -> "Aggregator":
-        """Return the method to use at a step: itself, unless one of its compressors changes.
+        """Return the method of exchange `step`, from 0: itself, unless a compressor changes.
 
         All stages have the same residuals and estimates, so a run goes from one to the next without
         a swap.
-
-        Args:
-            step: index of the exchange, counted from 0.
         """
         parts = self._parts()
         now = {name: part.at(step) for name, part in parts.items()}
         return self if now == parts else replace(self, **now)
 
     def spans(self, exchanges: int) -> "list[tuple[Aggregator, int]]":
-        """Return the methods of a run's exchanges, one after another, with the number of each."""
+        """Return the methods of a run's exchanges, with the number of each."""
         starts = [start for start in self.stages if start < exchanges]
         return [(self.at(start), stop - start) for start, stop in pairwise([*starts, exchanges])]
 
@@ -104,7 +101,6 @@ class Aggregator(Component):
         return self.settled
 
     def _parts(self) -> "dict[str, Compressor | Aggregator]":
-        """Return the compressors, and the aggregators, that this method is built of."""
         values = {option.name: getattr(self, option.name) for option in fields(self)}
         return {n: v for n, v in values.items() if isinstance(v, Compressor | Aggregator)}
 
@@ -131,7 +127,7 @@ class Aggregator(Component):
     @property
     def whole_model(self) -> bool:
         """Whether the method works on all gradients of the model as one bucket."""
-        return False
+        return any(part.whole_model for part in self._parts().values())
 
     @property
     def transparent(self) -> bool:
@@ -139,13 +135,10 @@ class Aggregator(Component):
         return False
 
     def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
-        """Whether the slot "error" is non-finite exactly where this rank's gradient was.
+        """Whether the slot "error" is non-finite exactly where this rank's gradient of `dtype` was.
 
-        If so, the residual of a failed step shows which parameters had a NaN or an infinity.
-        The gradients then need no check before the exchange.
-
-        Args:
-            dtype: dtype of the gradient.
+        The residual of a failed step then shows which parameters had a NaN or an infinity, and the
+        gradients need no check before the exchange.
         """
         return False
 
@@ -176,14 +169,7 @@ class Aggregator(Component):
     def prepared(
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
     ) -> Prepared:
-        """Return a bucket of this shape, prepared for this method.
-
-        Args:
-            shape: shape of the bucket.
-            exchange: collectives of the group.
-            state: stores the slots. The caller commits it or rolls it back.
-            device: device of the gradients.
-        """
+        """Return a bucket, prepared for this method; the caller commits or rolls back `state`."""
         slots = self.slots(shape, exchange.world_size, exchange.rank)
         bucket = Prepared(shape, exchange, state, device, slots)
         bucket.shows_nonfinite = self.residual_shows_nonfinite(shape.dtype)

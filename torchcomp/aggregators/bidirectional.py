@@ -7,11 +7,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators.base import Cost, Law
-from torchcomp.aggregators.residual import (
-    Residual,
-    ResidualDtype,
-    check_contractive,
-)
+from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.compressors import Compressor
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
@@ -74,7 +70,6 @@ class Bidirectional(Residual):
     def __post_init__(self) -> None:
         for way in ("up", "down"):
             check_kind(self, way, Compressor)
-            check_contractive(self, way)
         super().__post_init__()
         for way in ("up", "down"):
             compressor: Compressor = getattr(self, way)
@@ -86,13 +81,6 @@ class Bidirectional(Residual):
                     "compresses each shard separately",
                     way,
                 )
-
-    @property
-    def whole_model(self) -> bool:
-        return self.up.whole_model or self.down.whole_model
-
-    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
-        return self.shows(self.up, dtype)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error, owned = self.error_slot(shape), shape.shard(world_size, rank)

@@ -8,11 +8,7 @@ from torch import Tensor
 
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.aggregators.residual import (
-    Residual,
-    ResidualDtype,
-    check_contractive,
-)
+from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.compressors import Compressor, Warmup
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
@@ -77,7 +73,6 @@ class DGC(Residual, OneWay):
         check_momentum("momentum", self.momentum, owner=self.name)
         check_flag("nesterov", self.nesterov, owner=self.name)
         check_count("warmup_steps", self.warmup_steps, least=0, owner=self.name)
-        check_contractive(self, "compressor")
         if not self.compressor.at(0).selects:
             dense = " in its first stage" if self.compressor.selects else ""
             advice = "a start below 1, such as warmup(topk(0.05), steps=100, start=0.25)"
@@ -87,16 +82,12 @@ class DGC(Residual, OneWay):
                 f"{advice if dense else 'topk'}",
                 "compressor",
             )
-        if self.warmup_steps and isinstance(self.compressor, Warmup):
+        warmed_up = isinstance(self.compressor, Warmup)
+        if self.warmup_steps and (warmed_up or getattr(self.compressor, "ratio", None) is None):
             raise SpecError(
-                f"dgc: warmup_steps={self.warmup_steps} is short for a warmup(...), and the "
-                f"compressor is {self.compressor} already: use one of the two",
-                "warmup_steps",
-            )
-        if self.warmup_steps and getattr(self.compressor, "ratio", None) is None:
-            raise SpecError(
-                f"dgc: warmup_steps={self.warmup_steps} needs a compressor with a ratio, such as "
-                f"topk(0.05), and {self.compressor} has a count",
+                f"dgc: warmup_steps={self.warmup_steps} is short for a warmup(...) of a compressor "
+                f"with a ratio, such as topk(0.05), and {self.compressor} "
+                + ("is one already: use one of the two" if warmed_up else "has a count"),
                 "warmup_steps",
             )
 
@@ -115,16 +106,10 @@ class DGC(Residual, OneWay):
             return self.compressor
         return Warmup(self.compressor, self.warmup_steps, _START)
 
-    def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        return self.residual_dtype(gradient)
-
-    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
-        return self.shows(self.compressor, dtype)
-
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error = self.error_slot(shape)
         # ESTIMATE, because u is not unsent gradient: step 2 has already added it to v.
-        return (error, replace(error, name="momentum", kind=Kind.ESTIMATE))
+        return error, replace(error, name="momentum", kind=Kind.ESTIMATE)
 
     def law(self, shape: BucketShape) -> Law:
         # What enters v is the velocity of step 2, written with the u before the step.

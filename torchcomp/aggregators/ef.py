@@ -3,20 +3,14 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from torchcomp.aggregators.base import Law
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.aggregators.residual import (
-    Residual,
-    ResidualDtype,
-    check_contractive,
-)
+from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared
-from torchcomp.engine.state import Slot
 
 
 @dataclass(frozen=True)
@@ -49,19 +43,6 @@ class EF(Residual, OneWay):
     example: ClassVar[str] = "ef(topk(0.01))"
 
     memory_dtype: ResidualDtype = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_contractive(self, "compressor")
-
-    def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        return self.residual_dtype(gradient)
-
-    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
-        return self.shows(self.compressor, dtype)
-
-    def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
-        return (self.error_slot(shape),)
 
     def law(self, shape: BucketShape) -> Law:
         error, smallest = self.sum_rounding(shape)

@@ -62,10 +62,6 @@ class OneWay(Aggregator):
                 "exchange",
             )
 
-    @property
-    def whole_model(self) -> bool:
-        return self.compressor.whole_model
-
     def at(self, step: int) -> Aggregator:
         now = super().at(step)
         # The dense stage of a warm-up. An all-gather would send it once to every other rank.
@@ -101,13 +97,8 @@ class OneWay(Aggregator):
         else:
             # Messages that are added have no frames, and so no checksums.
             framed = collective == "allgather"
-            codec = Codec(
-                _vectors(self, shape),
-                bucket.device,
-                shape.dtype,
-                None,
-                framed and exchange.checksum,
-            )
+            checksum = framed and exchange.checksum
+            codec = Codec(_vectors(self, shape), bucket.device, shape.dtype, None, checksum)
             bucket.route = (AllGatherRoute if framed else AllReduceRoute)(codec, exchange)
 
 

@@ -16,17 +16,9 @@ def planned_traffic(
     rank: int = 0,
     node: int = 1,
 ) -> Traffic:
-    """Return the bytes of a step in which all ranks average buckets of these shapes.
+    """Return the bytes of a step, in the last stage, in which all ranks average such buckets.
 
-    Of a method with several stages, these are the bytes of the last one.
-
-    Args:
-        method: the method.
-        shapes: shapes of its buckets.
-        world_size: number of ranks.
-        rank: the rank whose bytes are counted.
-        node: number of consecutive ranks that share a network card. With more than 1, the bytes are
-            those of the card of `rank`.
+    With more than 1 rank of a `node`, they are those of the network card that `rank` shares.
     """
     if node == world_size:
         return Traffic()  # nothing passes the card of the only node
@@ -40,15 +32,8 @@ def planned_two_levels(
 ) -> Traffic:
     """Return the bytes that one rank sends per step with ``register(..., nodes=node)``.
 
-    `sent` and `received` are those between the nodes. `dense` is this rank's share of what plain
-    DDP sends through the card of its node.
-
-    Args:
-        method: the method.
-        shapes: shapes of the buckets, before they are cut into pieces.
-        world_size: number of ranks.
-        node: number of ranks of a node.
-        rank: the rank whose bytes are counted.
+    `shapes` are those of whole buckets. `sent` and `received` are between the nodes. `dense` is
+    this rank's share of what plain DDP sends through the card of its node.
     """
     pieces = pieces_of(shapes, node)
     between = planned_traffic(method, pieces, world_size // node, rank // node)

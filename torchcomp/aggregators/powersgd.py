@@ -125,11 +125,7 @@ def _write(mean: Tensor, out: Tensor, rest: Tensor) -> None:
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
-    """Return the columns of P, orthonormal; (n, rank). A zero column can stay zero.
-
-    Args:
-        rows: the columns of P as rows; (rank, n).
-    """
+    """Return P, (n, rank), made orthonormal, from its transpose. A zero column can stay zero."""
     if len(rows) > 1:
         columns: Tensor = torch.linalg.qr(rows.T).Q
         return columns
@@ -139,29 +135,19 @@ def _orthonormal(rows: Tensor) -> Tensor:
 
 
 class _Matrices:
-    """The matrices in a bucket.
-
-    Args:
-        shape: shape of the bucket.
-        basis: the slot of Q.
-        device: device of the bucket.
-
-    Attributes:
-        compressed: numbers of the parameters that are compressed, in the order of the bucket.
-        dense: numbers of the others.
-        strided: numbers of the parameters that are not contiguous.
-        sizes_sent: number of elements of each parameter's part of the first message.
-    """
+    """The matrices in a bucket, with the slot `basis` for Q."""
 
     def __init__(self, shape: BucketShape, basis: Slot, device: torch.device) -> None:
         self._shape, self._sizes = shape, list(basis.sizes)
+        # Parameters by number, in the order of the bucket: those that are compressed, the others,
+        # and those that are not contiguous.
         numbers = {name: i for i, name in enumerate(shape.names)}
         self.compressed = [numbers[name] for name in basis.names]
         self.dense = set(numbers.values()).difference(self.compressed)
         strides = [torch.empty(size, device="meta").stride() for size in shape.shapes]
         both = enumerate(zip(shape.strides, strides, strict=False))
         self.strided = {i for i, (own, contiguous) in both if own != contiguous}
-        self.sizes_sent = list(shape.sizes)
+        self.sizes_sent = list(shape.sizes)  # elements of each in the first message
         self._widths: list[int] = []  # of each Q, transposed
         rows: list[int] = []  # length of each row of all Q
         for i, size in zip(self.compressed, basis.sizes, strict=True):

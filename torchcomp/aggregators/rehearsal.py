@@ -29,19 +29,14 @@ def rehearse(method: Aggregator, dtype: torch.dtype, device: torch.device) -> No
     """Average a small bucket on one rank, to load and compile the kernels of the method.
 
     See :func:`torchcomp.kernels.backend.attempt` for what happens if one fails.
-
-    Args:
-        method: the method that will run.
-        dtype: dtype of the gradients.
-        device: device of the gradients.
     """
-    backend.attempt(lambda: _average(method, dtype, device), device.type)
 
+    def average() -> None:
+        # A matrix, because low-rank methods treat vectors differently. Large enough for
+        # topk(k=1000), which sends a smaller vector whole.
+        shape = BucketShape(("weight",), ((256, 256),), dtype)
+        values = torch.linspace(-1, 1, shape.numel).to(device, dtype)
+        exchange = InProcessExchange.alone(device)
+        method.aggregate(values, method.prepared(shape, exchange, State(), device), Key(seed=0))
 
-def _average(method: Aggregator, dtype: torch.dtype, device: torch.device) -> None:
-    # A matrix, because low-rank methods treat vectors differently. Large enough for topk(k=1000),
-    # which sends a smaller vector whole.
-    shape = BucketShape(("weight",), ((256, 256),), dtype)
-    values = torch.linspace(-1, 1, shape.numel).to(device, dtype)
-    exchange = InProcessExchange.alone(device)
-    method.aggregate(values, method.prepared(shape, exchange, State(), device), Key(seed=0))
+    backend.attempt(average, device.type)

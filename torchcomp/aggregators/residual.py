@@ -31,6 +31,12 @@ class Residual(Aggregator):
     # Not a dataclass field here: subclasses declare it after their own options, so it comes last.
     memory_dtype: ResidualDtype
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, part in self._parts().items():
+            if isinstance(part, Compressor):
+                check_contractive(self, option)
+
     def residual_dtype(self, gradient: torch.dtype) -> torch.dtype:
         """Return the dtype of the residual, for gradients of dtype `gradient`."""
         if self.memory_dtype is None:
@@ -41,24 +47,28 @@ class Residual(Aggregator):
         """Return the slot of this rank's residual, its unsent gradient."""
         return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.residual_dtype(shape.dtype))
 
+    def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""
+        return self.residual_dtype(gradient)
+
+    def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
+        return (self.error_slot(shape),)
+
     def law(self, shape: BucketShape) -> Law:
         # Nothing is lost: what is not applied is in the residual.
         return Law(before={"error": -1.0}, after={"error": 1.0})
 
-    def shows(self, compressor: Compressor, gradient: torch.dtype) -> bool:
-        """Whether the residual shows NaN and infinities of a gradient, with this compressor."""
+    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
         # A selecting compressor leaves NaN and infinities in place when it subtracts its message.
         # A wider residual gets those of other ranks too, when the mean is rounded to the gradients.
-        wide = torch.promote_types(gradient, self.residual_dtype(gradient))
-        return compressor.selects and wide == gradient
+        if torch.promote_types(dtype, self.residual_dtype(dtype)) != dtype:
+            return False
+        first = next(iter(self._parts().values()), None)  # what a rank sends, or None
+        return isinstance(first, Compressor) and first.selects
 
 
 def check_contractive(owner: Component, field: str) -> None:
-    """Require a contractive compressor in the option `field` of `owner`.
-
-    Raises:
-        SpecError: if the compressor is not contractive.
-    """
+    """Raise SpecError unless the option `field` of `owner` is a contractive compressor."""
     compressor = getattr(owner, field)
     # Whether a compressor has an alpha does not depend on the length, so test length 1.
     if compressor.alpha(1) is None:

@@ -1,8 +1,7 @@
-"""Checkpoint: the common format of all state dicts, and its validation.
+"""Checkpoint: the common format of all state dicts, validated before anything is restored.
 
-A *form* is a function that validates one value. Its arguments are the value and the path of the
-value in the state dict, for the error message. It raises CheckpointError if the value is invalid.
-A complete state dict is validated before anything is restored from it.
+A *form* is a function that validates one value. Its arguments are the value and its path in the
+state dict, for the error message. It raises CheckpointError if the value is invalid.
 """
 
 import zlib
@@ -62,6 +61,7 @@ loss_scale = _form(
 learning_rate = _form("a finite number above 0", lambda x: _is_plain_number(x) and x > 0)
 text = _form("a string", lambda x: type(x) is str)
 flag = _form("True or False", lambda x: isinstance(x, bool))
+content = _form("bytes", lambda x: type(x) is bytes)
 
 
 def optional(form: Form) -> Form:
@@ -86,16 +86,12 @@ def dict_of(form: Form, keys: Collection[str] | None = None) -> Form:
     """Return a form for dicts of strings, exactly `keys` unless it is None, to values of `form`."""
 
     def check_dict(value: Any, where: str) -> None:
-        require(isinstance(value, Mapping), where, "a dict", value)
+        _require_keys(value, where, keys or ())
         for key, each in value.items():
             require(type(key) is str, where, "a dict with strings as keys", key)
             form(each, f"{where}['{key}']")
-        if keys is not None:
-            _require_keys(value, where, keys)
-            unknown = sorted(set(value) - set(keys))
-            require(
-                not unknown, where, f"without the unknown keys {listed(unknown)}", sorted(value)
-            )
+        unknown = sorted(set(value) - set(value if keys is None else keys))
+        require(not unknown, where, f"without the unknown keys {listed(unknown)}", sorted(value))
 
     return check_dict
 
@@ -104,7 +100,6 @@ def record(**forms: Form) -> Form:
     """Return a form for dicts that have at least these keys, each with a value of its form."""
 
     def check_record(value: Any, where: str) -> None:
-        require(isinstance(value, Mapping), where, "a dict", value)
         _require_keys(value, where, forms)
         for key, form in forms.items():
             form(value[key], f"{where}.{key}")
@@ -113,6 +108,7 @@ def record(**forms: Form) -> Form:
 
 
 def _require_keys(value: Mapping[str, Any], where: str, keys: Collection[str]) -> None:
+    require(isinstance(value, Mapping), where, "a dict", value)
     if missing := [key for key in keys if key not in value]:
         raise CheckpointError(f"a damaged checkpoint: {where} lacks {listed(missing)}")
 
@@ -177,7 +173,7 @@ TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parame
 """Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
 
 RECUT = "recut"
-"""Whether :func:`torchcomp.redistribute` has cut the parameters of a state into other pieces.
+"""Whether `redistribute` has cut the parameters of a state into other pieces.
 
 Values that belong to a piece, but not to its elements, are then missing: they begin anew.
 """
@@ -185,16 +181,12 @@ Values that belong to a piece, but not to its elements, are then missing: they b
 
 def header(spec: str, exchange: Exchange) -> dict[str, Any]:
     """Return the entries that identify the run and the rank of a state dict."""
-    ranks = {"rank": exchange.rank, "world_size": exchange.world_size}
-    return {"version": VERSION, "spec": spec, **ranks}
+    rank, world_size = exchange.rank, exchange.world_size
+    return {"version": VERSION, "spec": spec, "rank": rank, "world_size": world_size}
 
 
 def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str, str]) -> None:
-    """Require a state dict of this version, method (or schedule), rank and world size.
-
-    Raises:
-        CheckpointError: if one differs, with both values, and the `advice` on that one.
-    """
+    """Require this version, method (or schedule), rank and world size; `advice` says what to do."""
     if not isinstance(state, Mapping):
         raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
     wanted = header(spec, exchange)
@@ -244,13 +236,9 @@ def digest_of(tensors: Mapping[str, Tensor]) -> int:
 
 
 def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> None:
-    """Require the state of a :class:`torchcomp.Averager` with parameters of these names and shapes.
-
-    Raises:
-        CheckpointError: with the name of what is missing, unknown, damaged or of another shape.
-    """
+    """Require the state of an :class:`.Averager` with parameters of these names and shapes."""
     ENGINE(state, "the state dict")
-    # Strides can differ. Only shards depend on them; see `load_slot`.
+    # Strides can differ. Only shards depend on them; see `load_slots`.
     saved = {name: list(each["shape"]) for name, each in state["parameters"].items()}
     here = {name: list(parameter.shape) for name, parameter in parameters.items()}
     # All differences together: one name would not show that the whole model is another one.
@@ -271,10 +259,7 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
 def check_division(
     division: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor] | None = None
 ) -> None:
-    """Require that each parameter is in exactly one of the "groups", or of the "buckets".
-
-    With `parameters`, those of the model, each group must also have one dtype and device.
-    """
+    """Require that each parameter is in one group of "groups" or "buckets", of one dtype each."""
     # Counted, to find a parameter that is in two groups.
     saved = Counter(name for group in state[division] for name in group)
     expected = Counter(list(state["parameters"]))

@@ -54,7 +54,6 @@ class Place:
 
     @property
     def described(self) -> str:
-        """The place as text, for errors."""
         where = f"position {self.position} on node {self.node} of nodes with {self.node_size} ranks"
         return "a run without nodes" if self.node_size == 1 else where
 
@@ -117,11 +116,7 @@ def gathered(states: list[State]) -> State:
 def own_state(state: Any, world_size: int, place: Place) -> State:
     """Return one rank's part of a :func:`gathered` state dict, for a run of `world_size` ranks.
 
-    If that run has another number of ranks or other nodes, it is converted as by
-    :func:`redistribute`. The caller still has to check the header, which has the method.
-
-    Raises:
-        CheckpointError: if the state is not a gathered one, or cannot be redistributed.
+    It is converted for other ranks or nodes. The caller still has to check the header.
     """
     if not isinstance(state, Mapping):
         raise CheckpointError(
@@ -215,7 +210,6 @@ def two_levels(place: Place, layouts: Mapping[str, Layout]) -> State:
 
 
 def _like(layout: Layout) -> Tensor:
-    """Return a tensor with the shape and strides of a parameter, but without values."""
     try:
         return torch.empty_strided(layout["shape"], layout["stride"], device="meta")
     except RuntimeError as error:
@@ -232,11 +226,10 @@ def _piece_layout(layout: Layout, ranks: int) -> dict[str, list[int]]:
 
 
 def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor | None:
-    """Join the pieces of a parameter, in the order of their positions.
+    """Join the pieces of a parameter, in the order of their positions; if `flat`, to a vector.
 
     Returns None if they do not have a value for each element, such as the start of PowerSGD's
-    iteration. It belongs to a piece and has no meaning for another one. If `flat`, pieces and
-    result are 1-D, in the order of memory.
+    iteration. It belongs to a piece and has no meaning for another one.
     """
     if len(pieces) == 1:
         return pieces[0]
@@ -311,11 +304,7 @@ def _owned(state: State, ranks: int, rank: int) -> dict[str, tuple[int, int]]:
 
 
 def _complete(states: list[State]) -> list[list[State]]:
-    """Require the states of all ranks of one run at one step, and sort them.
-
-    Returns:
-        For each position within a node, the states of all nodes.
-    """
+    """Require the states of all ranks of one run at one step; by position, return all nodes'."""
     if not isinstance(states, list | tuple) or not states:
         raise CheckpointError("states must be a non-empty list of the state dicts of all ranks")
     for i, state in enumerate(states):

@@ -6,13 +6,5 @@ from torchcomp.exchange.managed import ManagedExchange
 from torchcomp.exchange.private import InsideExchange, PrivateExchange, new_name
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
-__all__ = [
-    "Exchange",
-    "InProcessExchange",
-    "InsideExchange",
-    "ManagedExchange",
-    "PrivateExchange",
-    "ProcessGroupExchange",
-    "new_name",
-    "run_in_process",
-]
+__all__ = ["Exchange", "InProcessExchange", "InsideExchange", "ManagedExchange", "PrivateExchange"]
+__all__ += ["ProcessGroupExchange", "new_name", "run_in_process"]

@@ -1,44 +1,53 @@
 """Exchange: the collectives of a set of ranks, and the checks of what a step receives."""
 
+import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from functools import wraps
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from torchcomp.engine import host
-from torchcomp.exchange.conclusion import Asked, Conclusion, Origin
-from torchcomp.exchange.verify import Verifying
-from torchcomp.routes.wire import Frames
+from torchcomp.exchange.collectives import Collectives
+from torchcomp.routes.wire import FINDINGS, Frames
+from torchcomp.specs.errors import RankMismatchError, WireError
 
 _KEPT = 2**25
 """Frames of more bytes, about a bucket of DDP, are not kept in memory for their headers."""
 
 _COMPLEMENTS = bytes(255 - byte for byte in range(256))
-P = ParamSpec("P")
-R = TypeVar("R")
+Built = TypeVar("Built")
+Asked = tuple[list[int], list[int]]
+"""Numbers of this rank, and a list for the maxima of all ranks."""
 
 
-def explained(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Pass an error of a method that is a collective to ``exchange.explain(call, error)``."""
+class Origin(NamedTuple):
+    """What frames this rank received, and from whom."""
 
-    def decorate(collective: Callable[P, R]) -> Callable[P, R]:
-        @wraps(collective)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return collective(*args, **kwargs)
-            except Exception as error:
-                exchange: Any = args[0]
-                exchange.explain(call, error)
-                raise
+    frames: Frames  # what each row contained
+    rows: int
+    senders: Sequence[int]  # of each row; or of each frame, row by row
+    ranks: Sequence[int]  # the name of each sender in errors
 
-        return run
-
-    return decorate
+    def names(self) -> list[int]:
+        """Return the name of the sender of each frame whose message is not empty."""
+        each = self.rows * len(self.frames.sizes) // len(self.senders)
+        names = [self.ranks[sender] for sender in self.senders for _ in range(each)]
+        sizes = self.frames.sizes * self.rows
+        return [name for name, size in zip(names, sizes, strict=True) if size]
 
 
-class Exchange(Verifying):
+class Conclusion(NamedTuple):
+    """The result of the checks of a step on all ranks. It is called to wait for it."""
+
+    flags: Tensor | None  # whether a frame was not intact, a value not finite; and the numbers
+    wait: Callable[[], bool]
+
+    def __call__(self) -> bool:
+        return self.wait()
+
+
+class Exchange(Collectives):
     """Collectives among `world_size` ranks. All ranks make the same calls in the same order.
 
     Args:
@@ -86,18 +95,80 @@ class Exchange(Verifying):
         inside._levels = between._levels = (between, inside)
         return inside, between
 
+    # --- Values that must match on all ranks ---
+
+    def verify(
+        self,
+        what: str,
+        values: dict[str, Any],
+        advice: str = "",
+        on_level: dict[str, Any] | None = None,
+    ) -> None:
+        """Verify that `values` match on all ranks of all levels, or raise on every rank.
+
+        Args:
+            what: the call that is verified, for the error.
+            values: name -> printable value; compared as text.
+            advice: what the user can do, appended to the error.
+            on_level: further values, which must match only on the ranks of this exchange.
+
+        Raises:
+            RankMismatchError: lists every value that differs, with the ranks that have it.
+        """
+        found: RankMismatchError | None = None
+        compared = {"error": "none", **values, **(on_level or {})}
+        for level in (self, *(each for each in self._levels if each is not self)):
+            try:
+                _verify(level, what, compared, advice)
+            except RankMismatchError as mismatch:
+                found = found or mismatch
+            # Pass a mismatch on to the other level. One of its ranks is in every group of this one,
+            # so all ranks find it.
+            compared = {"error": "none", **values} | ({"error": found} if found else {})
+        if found is not None:
+            raise found
+
+    def build(
+        self,
+        what: str,
+        arguments: dict[str, Any],
+        make: Callable[[], tuple[Built, dict[str, Any]]],
+        advice: str = "",
+    ) -> Built:
+        """Build an object on every rank, or raise on every rank; see :meth:`verify`.
+
+        Args:
+            what: the call that builds, for the error.
+            arguments: name -> printable argument of the call; must match on all ranks.
+            make: returns the object, and further values that must match. A value replaces the
+                argument of the same name, as a parsed spec replaces its string.
+            advice: what the user can do if they do not match.
+
+        Raises:
+            RankMismatchError: if arguments or values differ, or `make` fails only on some ranks.
+            Exception: the exception of `make`, if it fails on all ranks in the same way.
+        """
+        try:
+            built, values = make()
+        except Exception as error:
+            # First tell the others: they would wait in `verify` for a rank that fails alone.
+            self.verify(what, {**arguments, "error": str(error).partition("\n")[0]}, advice)
+            raise
+        self.verify(what, {**arguments, "error": "none", **values}, advice)
+        return built
+
+    # --- Whether a step counts ---
+
     def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
         """Check the headers of received frames, and their checksums if they have any.
 
         A bad frame does not raise here: the other ranks would wait in their next collective.
-        :meth:`conclude` raises instead, on every rank. On an accelerator, nothing is launched
-        unless there are checksums: `received` must keep its values until then.
+        :meth:`conclude` raises instead, on every rank. `received` must keep its values until then.
 
         Args:
             frames: what each row contains.
             received: (count, frames.nbytes) uint8, contiguous, aligned to 8 bytes.
-            senders: the rank that sent each row; or each of the frames, row by row, with those of
-                empty messages.
+            senders: the rank that sent each row; or each frame, row by row, also empty ones.
         """
         if not frames.nbytes:
             return
@@ -112,12 +183,8 @@ class Exchange(Verifying):
     def max_at_end(self, numbers: Iterable[int]) -> list[int]:
         """As :meth:`all_reduce_max` for the host's numbers, in the message of :meth:`conclude`.
 
-        Args:
-            numbers: from 0 to 255, or flags; as many on every rank.
-
-        Returns:
-            A list that is empty until `conclude` fills it with the elementwise maximum over the
-            ranks. It stays empty if the step is discarded before.
+        `numbers` are from 0 to 255, or flags; as many on every rank. The list that is returned is
+        empty until `conclude` fills it with the maxima, or for ever if the step is discarded.
         """
         combined: list[int] = []
         self._asked.append((list(numbers), combined))
@@ -125,29 +192,22 @@ class Exchange(Verifying):
         return combined
 
     def same_at_end(self, digest: bytes) -> Callable[[], bool]:
-        """As :meth:`same` for a short digest, in the message of :meth:`conclude`.
-
-        The function that is returned has the answer after it.
-        """
+        """As :meth:`same` for a short digest; what is returned has the answer after `conclude`."""
         # As in `same`: the complements find the minimum.
         bounds = self.max_at_end([*digest, *digest.translate(_COMPLEMENTS)])
         count = len(digest)
         return lambda: bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
-        """Combine the checks of this step over the ranks, with one message and one wait.
+        """Return whether the values of this step are finite on all ranks: one message, one wait.
 
         All ranks call this; after a :meth:`split`, all ranks of both levels. If there is nothing to
         combine, it neither communicates nor waits.
 
         Args:
-            finite: scalar bool, whether all values that this rank checked are finite. None if it
-                checked none.
+            finite: scalar bool, whether all values that this rank checked are finite; None if none.
             where: the step or call, for the error.
             advice: what state the failed step leaves, for the error.
-
-        Returns:
-            Whether the values are finite on all ranks.
 
         Raises:
             WireError: on every rank, if a frame received since the last call was not intact. It
@@ -167,20 +227,34 @@ class Exchange(Verifying):
             received += level._headers
             asked += level._asked
         self.reset()
+        if finite is None and not communicates:
+            return Conclusion(None, lambda: True)
         differences = self._differences(received) if received else None
-        flags = None
-        if communicates or finite is not None:
-            flags = self._own_flags(differences, finite, asked)
-            if communicates:
-                flags = self.all_reduce_max(flags)
+        flags = self._own_flags(differences, finite, asked)
+        if communicates:
+            flags = self.all_reduce_max(flags)
         # Not the headers: their memory may be that of whole messages.
-        origins = [origin for _, origin in received] if received else []
-        return Conclusion(self, flags, asked, differences, origins, where, advice)
+        origins = [origin for _, origin in received]
+        # On a CPU, there is nothing to copy or to wait for.
+        wait = None if flags.is_cpu else host.copy_from(flags)
+
+        def conclusion() -> bool:
+            found = flags if wait is None else wait()  # the only wait of a step
+            damaged, nonfinite, *numbers = found.tolist()
+            for mine, maxima in asked:
+                maxima[:], numbers = numbers[: len(mine)], numbers[len(mine) :]
+            if damaged:
+                problems = sorted(set().union(*self.gather_all(_problems(differences, origins))))
+                text = f"cannot use a message of {where}: {'; '.join(problems)}. {advice}"
+                raise WireError(text)
+            return not nonfinite
+
+        return Conclusion(flags, conclusion)
 
     def _own_flags(
         self, differences: Tensor | None, finite: Tensor | None, asked: Sequence[Asked]
     ) -> Tensor:
-        """Return the flags and numbers of this rank; see :class:`Conclusion`."""
+        """Return the flags of a :class:`Conclusion`, of this rank: uint8, on the device."""
         flags = [0, 0]
         for numbers, _ in asked:
             flags += numbers
@@ -218,3 +292,46 @@ class Exchange(Verifying):
             level._headers.clear()
             level._asked.clear()
             level.must_conclude = False
+
+
+def _problems(differences: Tensor | None, origins: Sequence[Origin]) -> set[str]:
+    """Return what is wrong with this rank's frames: `differences` has the rows of all `origins`."""
+    found = iter(() if differences is None else differences.tolist())
+    return {
+        f"rank {name}'s message {FINDINGS[origin.frames.finding(*words)]}"
+        for origin in origins
+        for name, words in zip(origin.names(), found, strict=False)
+        if any(words)
+    }
+
+
+def _verify(level: Exchange, what: str, values: dict[str, Any], advice: str) -> None:
+    # Compare `what` as well, to detect ranks that are in different calls.
+    mine = {"call": what, **{name: str(value) for name, value in values.items()}}
+    # Compare a digest first: the values themselves can be long, and almost always match.
+    digest = hashlib.sha256(repr(mine).encode()).digest()
+    if level.same(int.from_bytes(digest[:7], "big")):
+        return
+    by_rank = level.gather_objects(mine)
+    common = [name for name in mine if all(name in theirs for theirs in by_rank)]
+    lines = [
+        _ranks_by_value(name, [theirs[name] for theirs in by_rank], level.global_ranks)
+        for name in common
+    ]
+    differing = "; ".join(line for line in lines if line)
+    problem = f"{what}: values that must match on all ranks differ: {differing}"
+    raise RankMismatchError(f"{problem}. {advice}".strip())
+
+
+def _ranks_by_value(name: str, values: list[str], ranks: Sequence[int]) -> str:
+    """Return "name: value on rank 0, other value on ranks 1, 2", or "" if all values are equal."""
+    holders: dict[str, list[int]] = {}
+    for rank, value in zip(ranks, values, strict=True):
+        holders.setdefault(value, []).append(rank)
+    if len(holders) == 1:
+        return ""
+    shown = []
+    for value, held in holders.items():
+        short = value if len(value) <= 200 else f"{value[:200]}... ({len(value)} characters)"
+        shown.append(f"{short} on rank{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}")
+    return f"{name}: {', '.join(shown)}"

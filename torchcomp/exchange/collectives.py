@@ -21,8 +21,8 @@ from torchcomp.exchange.traffic import Load, Traffic, sum_bytes
 class Collectives(ABC):
     """The collectives of an :class:`~torchcomp.Exchange`, which describes the arguments."""
 
+    # Dtypes of which the backend's own mean has the bits of plain DDP.
     _averages: tuple[torch.dtype, ...] = ()
-    """Dtypes of which the backend's own mean has the bits of plain DDP."""
 
     def __init__(
         self,
@@ -79,10 +79,9 @@ class Collectives(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        """Return every rank's picklable `value`, in rank order, to all ranks or to rank `dst` only.
+        """Return every rank's `value`, in rank order, or an empty list on ranks other than `dst`.
 
-        The others get an empty list. This pickles and is slow: use it for error messages and
-        checkpoints, not in every step.
+        This pickles and is slow: use it for error messages and checkpoints, not in every step.
         """
 
     # --- Collectives ---
@@ -101,11 +100,9 @@ class Collectives(ABC):
         self._load.summed += values.nbytes
 
     def reduce_scatter(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return this rank's part of the sum of `values` over the ranks.
+        """Return this rank's part of the sum of `values` (1-D, contiguous, equal parts).
 
-        Args:
-            values: 1-D, contiguous; one part for each rank, in rank order, all of the same length.
-            dtype: of the sum, by default that of `values`, in which NCCL adds in any case.
+        The sum has `dtype`, by default that of `values`, in which NCCL adds in any case.
         """
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
@@ -128,15 +125,9 @@ class Collectives(ABC):
         return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
 
     def all_to_all(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """Send each rank its part of `outgoing`, and receive one part from each rank.
+        """Send each rank its part of `outgoing`, and return a part from each, both in rank order.
 
-        Args:
-            outgoing: 1-D; the parts for rank 0, 1, ..., concatenated.
-            sizes: number of elements of each outgoing part.
-            arriving: number of elements that each rank sends to this rank.
-
-        Returns:
-            The received parts, in rank order, concatenated.
+        `sizes` and `arriving` are the numbers of elements of the parts, which are concatenated.
         """
         # A rank's part for itself does not cross its link, so it is not counted.
         itemsize, rank = outgoing.element_size(), self.rank
@@ -170,10 +161,8 @@ class Collectives(ABC):
     def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:
         """Start to add up `numbers` (1-D, contiguous) over the ranks of all levels, in place.
 
-        Counted apart from messages, as in :meth:`all_reduce_max`.
-
-        Returns:
-            A function that waits for the sums, and returns them on the CPU.
+        Counted apart from messages. What is returned waits for the sums, and returns them on the
+        CPU.
         """
         with span("sum_control") if profiler._is_profiler_enabled else OFF:
             # Inside the node first, so that the message between nodes is the one on its way.
@@ -193,13 +182,19 @@ class Collectives(ABC):
 
         return sums
 
-    # --- Connections, counters and levels ---
+    def gather_all(self, value: Any) -> list[Any]:
+        """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
+        values = [value]
+        for level in self._levels:
+            values = [each for listed in level.gather_objects(values) for each in listed]
+        return values
+
+    # --- Connections and counters ---
 
     def close(self) -> None:
-        """End the connections that belong to this exchange. After a :meth:`split`, of both levels.
+        """End the connections of this exchange and its other level; the user's groups remain.
 
-        No collective may follow, and none but a :meth:`sum_control` may be running. The user's
-        process groups remain.
+        No collective may follow, and none but a :meth:`sum_control` may be running.
         """
         for level in self._levels:
             level._close()
@@ -231,10 +226,3 @@ class Collectives(ABC):
             traffic.inside += inside.sent
             traffic.control += inside.control
         return traffic
-
-    def gather_all(self, value: Any) -> list[Any]:
-        """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
-        values = [value]
-        for level in self._levels:
-            values = [each for listed in level.gather_objects(values) for each in listed]
-        return values

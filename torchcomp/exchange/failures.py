@@ -12,7 +12,8 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
-from typing import TYPE_CHECKING, TypeVar
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -30,7 +31,26 @@ ADVICE = "Look at the logs of the ranks, then restart all ranks from their last 
 _LOST, _CAUSE = "lost ", "cause "
 _LACKS = (EMFILE, ENFILE, ENOMEM, ENOBUFS)  # of this rank
 Reports = dict[int, str]
-Answer = TypeVar("Answer")
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def explained(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Pass an error of a method that is a collective to ``exchange.explain(call, error)``."""
+
+    def decorate(collective: Callable[P, R]) -> Callable[P, R]:
+        @wraps(collective)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return collective(*args, **kwargs)
+            except Exception as error:
+                exchange: Any = args[0]
+                exchange.explain(call, error)
+                raise
+
+        return run
+
+    return decorate
 
 
 def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> None:
@@ -47,14 +67,14 @@ def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> No
         ) from error
 
 
-def answered(seconds: float, ask: Callable[[], Answer]) -> Answer:
-    """Return what `ask` returns or raises, if it does so within some seconds.
+def answered(seconds: float, ask: Callable[[], R]) -> R:
+    """Return what `ask` returns or raises within some seconds, or raise dist.DistStoreError.
 
     For calls whose own timeout does not end them: a store behind a lost link does not answer, and
-    gloo waits for several timeouts for a rank that is stopped while it connects. Otherwise, this
-    raises dist.DistStoreError, and `ask` goes on in a thread that does not outlive the process.
+    gloo waits for several timeouts for a rank that is stopped while it connects. `ask` then goes on
+    in a thread that does not outlive the process.
     """
-    answer: Future[Answer] = Future()
+    answer: Future[R] = Future()
 
     def run() -> None:
         try:
@@ -119,14 +139,10 @@ def _is_loss(error: Exception) -> bool:
 
 
 def _who(exchange: "ProcessGroupExchange", found: Reports) -> str:
-    causes = [
-        f"rank {rank} failed first with {text.removeprefix(_CAUSE)}"
-        for rank, text in sorted(found.items())
-        if text.startswith(_CAUSE)
-    ]
+    reports, own = sorted(found.items()), exchange.global_ranks[exchange.rank]
+    causes = [(n, text.removeprefix(_CAUSE)) for n, text in reports if text.startswith(_CAUSE)]
     if causes:
-        return "; ".join(causes)
-    own = exchange.global_ranks[exchange.rank]
+        return "; ".join(f"rank {rank} failed first with {text}" for rank, text in causes)
     if own not in found:
         return (
             "which rank is lost is not known, because the store of the job does not answer either: "
@@ -134,17 +150,12 @@ def _who(exchange: "ProcessGroupExchange", found: Reports) -> str:
         )
     silent = [str(rank) for rank in exchange.witnesses if rank not in found]
     if silent:
-        plural = "ranks" if len(silent) > 1 else "rank"
         return (
-            f"no report from {plural} {', '.join(silent)}: ended after fewer steps, killed, "
-            "stopped, waiting in another call or not reachable"
+            f"no report from rank{'s' * (len(silent) > 1)} {', '.join(silent)}: ended after fewer "
+            "steps, killed, stopped, waiting in another call or not reachable"
         )
-    others = "; ".join(
-        f"rank {rank}: {text.removeprefix(_LOST)}"
-        for rank, text in sorted(found.items())
-        if rank != own
-    )
+    others = [f"rank {rank}: {text.removeprefix(_LOST)}" for rank, text in reports if rank != own]
     return (
         "all ranks have lost a connection: one was stopped for longer than the timeout, or a link "
-        f"between them failed. The others report: {others}"
+        f"between them failed. The others report: {'; '.join(others)}"
     )

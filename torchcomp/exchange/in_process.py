@@ -12,8 +12,7 @@ from torchcomp.exchange.base import Exchange
 
 Result = TypeVar("Result")
 
-_TIMEOUT_SECONDS = 300
-"""How long a rank waits for the others before it raises. Only a hang takes this long."""
+_TIMEOUT_SECONDS = 300  # for which a rank waits for the others; only a hang takes as long
 
 
 class _Board:

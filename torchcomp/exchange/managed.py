@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, AllreduceOptions, AllToAllOptions
+from torch._C._distributed_c10d import AllgatherOptions
 
-from torchcomp.exchange.base import Exchange, explained
+from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.failures import explained
 from torchcomp.exchange.private import ENDED, PrivateExchange
 from torchcomp.specs.errors import RankFailureError
 
@@ -17,12 +17,7 @@ class ManagedExchange(PrivateExchange):
     """The exchange among the ranks that a Manager has brought together, until they change.
 
     The group belongs to the manager, which configures it again when a rank joins, leaves or dies.
-
-    Args:
-        group: the manager's process group. None stands for ranks that are not connected yet.
-        rank: rank of this process in it.
-        world_size: its number of ranks.
-        device: the device of the messages.
+    None stands for ranks that are not connected yet.
     """
 
     def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
@@ -42,26 +37,12 @@ class ManagedExchange(PrivateExchange):
             f"backend says: {error}"
         ) from error
 
-    # The process groups of torchft are Python classes, which take options and no defaults.
-
-    @explained("all_reduce")
-    def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        options = AllreduceOptions()
-        options.reduceOp = operation
-        self._group.allreduce([values], options).wait()
-
     def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
         # The manager asks for the failures of a step before the next one begins.
         return Exchange._start_all_reduce(self, values)
 
     @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
+        # torchft has no other all-gather.
         options = AllgatherOptions()
         self._group.allgather_into_tensor_coalesced([received], [mine], options).wait()
-
-    @explained("all_to_all")
-    def _all_to_all_to(
-        self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
-    ) -> None:
-        options = AllToAllOptions()
-        self._group.alltoall_base(received, outgoing, arriving, sizes, options).wait()

@@ -3,14 +3,14 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchcomp.specs.checks import is_whole
 from torchcomp.specs.errors import SpecError
 
-_LOCAL = "LOCAL_WORLD_SIZE"
-"""The variable in which torchrun tells a process how many processes its node has."""
+_LOCAL = "LOCAL_WORLD_SIZE"  # how many processes a node has, as torchrun tells them
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,24 @@ class Nodes:
 
     @classmethod
     def of(cls, nodes: object, ranks: Sequence[int]) -> "Nodes":
-        """Divide ranks into nodes.
+        """Divide global ranks, in the order of their group, into nodes of equal size.
 
-        Args:
-            nodes: "auto", where torchrun tells how many processes a node has; the number of ranks
-                of a node; or a DeviceMesh with a dimension for the nodes and a second one for the
-                ranks of a node.
-            ranks: the global ranks to divide, in the order of their group.
-
-        Raises:
-            SpecError: if `nodes` is none of these, or the ranks cannot be divided into nodes of
-                equal size.
+        `nodes` is "auto", where torchrun tells how many processes a node has; the number of ranks
+        of a node; or a DeviceMesh with a dimension for the nodes and one for the ranks of a node.
         """
         if isinstance(nodes, DeviceMesh):
             return cls(_of_mesh(nodes, ranks))
         automatic = isinstance(nodes, str) and nodes == "auto"
-        size = _local_world_size() if automatic else nodes
+        size: Any = nodes
+        if automatic:
+            text = os.environ.get(_LOCAL, "")
+            if not text.isdecimal() or int(text) < 1:
+                raise SpecError(
+                    f'nodes="auto" reads {_LOCAL}, which torchrun sets, and it is {text!r}: start '
+                    "the script with torchrun, or pass the number of ranks of a node",
+                    "nodes",
+                )
+            size = int(text)
         if not is_whole(size) or size < 1:
             raise SpecError(
                 'nodes must be "auto", the number of ranks of a node, or a DeviceMesh with a '
@@ -82,17 +84,6 @@ def check_divides(node: int, world_size: int) -> None:
 def _uneven(node: int, world_size: int) -> SpecError:
     problem = f"{world_size} ranks cannot be divided into nodes of {node}"
     return SpecError(f"{problem}: all nodes must have the same number of ranks", "nodes")
-
-
-def _local_world_size() -> int:
-    text = os.environ.get(_LOCAL, "")
-    if not text.isdecimal() or int(text) < 1:
-        raise SpecError(
-            f'nodes="auto" reads {_LOCAL}, which torchrun sets, and it is {text!r}: start the '
-            "script with torchrun, or pass the number of ranks of a node",
-            "nodes",
-        )
-    return int(text)
 
 
 def _of_mesh(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:

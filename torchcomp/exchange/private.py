@@ -9,13 +9,13 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, PrefixStore
 from torch.distributed import distributed_c10d
 
 from torchcomp.engine import host
 from torchcomp.engine.scratch import Scratch
-from torchcomp.exchange.base import Exchange, explained
-from torchcomp.exchange.failures import ADVICE, SECONDS, answered, report_cause
+from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly
 from torchcomp.specs.errors import RankFailureError
 
@@ -23,12 +23,10 @@ from torchcomp.specs.errors import RankFailureError
 class PrivateExchange(ProcessGroupExchange):
     """The exchange among some ranks of the job, over connections that nobody else uses.
 
-    Collectives of several threads over one group would pair with each other's. DDP and the user
-    issue theirs from the main thread, so an exchange in another thread needs a group of its own.
-
-    The group is not registered with torch.distributed. ``new_group`` numbers groups by the calls of
-    each rank, so it hangs if ranks have made different numbers of calls. It also keeps each group
-    until the process ends, while this one ends with its exchange.
+    Collectives of several threads over one group would pair with each other's, and DDP and the user
+    issue theirs from the main thread. The group is not registered with torch.distributed:
+    ``new_group`` numbers groups by the calls of each rank, so it hangs if ranks have made different
+    numbers of calls, and it keeps each group until the process ends.
 
     Args:
         name: the same on all of `ranks`, and never used before in this job; see :func:`new_name`.
@@ -66,10 +64,7 @@ class PrivateExchange(ProcessGroupExchange):
             self._group.barrier().wait()
 
     def leave(self, error: BaseException) -> None:
-        """End this rank's connections after an error, so that the other ranks do not wait for it.
-
-        They raise RankFailureError, with the error of this rank.
-        """
+        """End this rank's connections, so that the others raise RankFailureError with `error`."""
         if self._group is not ENDED:
             report_cause(self, error)
             self._close()
@@ -86,7 +81,9 @@ class PrivateExchange(ProcessGroupExchange):
 
     @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        self._group.allreduce([values], operation).wait()
+        options = AllreduceOptions()  # the groups of torchft take no defaults
+        options.reduceOp = operation
+        self._group.allreduce([values], options).wait()
 
     @explained("all_reduce")
     def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
@@ -112,14 +109,11 @@ class PrivateExchange(ProcessGroupExchange):
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        self._group.alltoall_base(received, outgoing, arriving, sizes).wait()
+        self._group.alltoall_base(received, outgoing, arriving, sizes, AllToAllOptions()).wait()
 
 
 class InsideExchange(PrivateExchange):
-    """The private exchange inside a node, of large uncompressed messages.
-
-    Gathered values are valid until the next call, which uses their memory again.
-    """
+    """The exchange inside a node, of large messages. The next call overwrites what was gathered."""
 
     def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         super().__init__(name, ranks, beside)

@@ -1,7 +1,4 @@
-"""ProcessGroupExchange: the exchange over a process group of torch.distributed.
-
-No other file but private.py and managed.py calls collectives of torch.distributed.
-"""
+"""ProcessGroupExchange: the exchange over a process group of torch.distributed."""
 
 import pickle
 from collections.abc import Sequence
@@ -15,8 +12,8 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.engine.compat import all_gather_single, reduce_scatter_single
-from torchcomp.exchange.base import Exchange, explained
-from torchcomp.exchange.failures import explain, report_cause
+from torchcomp.exchange.base import Exchange
+from torchcomp.exchange.failures import explain, explained, report_cause
 from torchcomp.exchange.traffic import COPIED
 from torchcomp.specs.errors import UnsupportedModelError
 
@@ -81,8 +78,6 @@ class ProcessGroupExchange(Exchange):
         """Raise RankFailureError if the error of a collective is the loss of a rank."""
         explain(call, self, error)
 
-    # What a private group does in another way.
-
     @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         dist.all_reduce(values, operation, group=self.group)
@@ -104,7 +99,7 @@ class ProcessGroupExchange(Exchange):
     ) -> None:
         dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
 
-    # The same for all groups.
+    # What follows is the same for private groups.
 
     def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         if not values.is_cuda or self.backend == "gloo":
@@ -153,13 +148,12 @@ class ProcessGroupExchange(Exchange):
 
 
 def averaged_exactly(backend: str, world_size: int) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of which a backend's own mean has the bits of plain DDP.
+    """Return the dtypes of which a backend's own mean has the bits of plain DDP; gloo has none.
 
-    Plain DDP multiplies by the reciprocal of the number of ranks, rounds, and adds. NCCL's mean
-    multiplies as well, but it may fuse the product with the first addition, and it rounds the
-    reciprocal to 16 bits for 16-bit values. The bits are the same where the product is exact: for a
-    power of two, unless the product is subnormal, which gradients in fp16 often are. gloo has no
-    mean.
+    Plain DDP multiplies by the reciprocal of the number of ranks, rounds, and adds. NCCL's mean may
+    fuse the product with the first addition, and rounds the reciprocal to 16 bits for 16-bit
+    values. The bits are the same where the product is exact: for a power of two, unless the product
+    is subnormal, which gradients in fp16 often are.
     """
     if backend != "nccl" or world_size & (world_size - 1):
         return ()

@@ -14,15 +14,10 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
 
 
 def gathered(nbytes: int, world_size: int, node: int) -> int:
-    """Return the bytes that a node of `node` ranks sends, and receives, in an all-gather.
+    """Return the bytes that a node sends, and receives, in an all-gather of `nbytes` of each rank.
 
     On gloo, small messages are copied to every rank. Larger ones go around a ring, in which only
     the last rank of a node sends to another node. NCCL uses rings.
-
-    Args:
-        nbytes: bytes of the message of one rank.
-        world_size: number of ranks.
-        node: number of ranks of the node.
     """
     copies = node * (world_size - node)
     return nbytes * (copies if nbytes <= COPIED else world_size - 1)
@@ -46,10 +41,8 @@ def three_digits(number: float) -> str:
 
 
 class _Counters:
-    """Base class of counters that can be added field by field."""
-
     def add(self, other: "_Counters") -> None:
-        """Add the counts of `other` to these."""
+        """Add the counts of `other` to these, field by field."""
         for name, more in vars(other).items():
             setattr(self, name, getattr(self, name) + more)
 

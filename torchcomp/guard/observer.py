@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any
 
 import torch
@@ -23,24 +22,19 @@ from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.observer import Observer
 from torchcomp.engine.profiling import label
-from torchcomp.guard.alarms import Alarm, alarms, replica_alarm
 from torchcomp.guard.replicas import Replicas
-from torchcomp.guard.report import Compared, Report
+from torchcomp.guard.report import Alarm, Compared, Report, alarms, replica_alarm
 from torchcomp.guard.watch import SCALARS, BucketWatch
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.errors import SpecError
 
 _log = logging.getLogger(__name__)
 
-_WIDTHS = 11, 251
-"""Smallest and largest number of columns of a sketch."""
-
+_WIDTHS = 11, 251  # smallest and largest number of columns of a sketch
+# Share of the method's bytes that a comparison may take, with more columns than the smallest.
 _SHARE = 0.008
-"""Share of the method's bytes that a comparison may take, with more columns than the smallest."""
-
-
+# Step of a comparison, what waits for its sums, what has measured it, and sizes of its parts.
 _Sent = tuple[int, Callable[[], Tensor], Sequence[BucketWatch], list[int]]
-"""Step of a comparison, what waits for its sums, what has measured it, and sizes of its parts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,18 +62,12 @@ class Guard:
         check_count("every", self.every, owner="Guard")
         check_count("age", self.age, owner="Guard")
         if self.callback is not None and not callable(self.callback):
-            raise SpecError(
-                f"Guard: callback must be a function of one alarm, not {self.callback!r}",
-                "callback",
-            )
+            problem = f"Guard: callback must be a function of one alarm, not {self.callback!r}"
+            raise SpecError(problem, "callback")
 
     @classmethod
     def of(cls, value: Any) -> "Guard":
-        """Return the guard that an argument stands for: True or a Guard.
-
-        Raises:
-            SpecError: if it is something else.
-        """
+        """Return the guard that an argument stands for: True or a Guard."""
         if value is True:
             return cls()
         if isinstance(value, cls):
@@ -90,17 +78,9 @@ class Guard:
 class GuardObserver(Observer):
     """The observer of an averager with a guard.
 
-    Args:
-        averager: what it watches.
-        guard: the options.
-        replicas: compares the parameters, if they are known.
-
     Attributes:
         report: the last comparison, or None before the first one.
         alarms: what it found wrong.
-
-    Raises:
-        SpecError: if the method's law is not about its slots.
     """
 
     def __init__(self, averager: Averager, guard: Guard, replicas: Replicas | None = None) -> None:
@@ -116,8 +96,7 @@ class GuardObserver(Observer):
         self._rows: list[tuple[BucketWatch, Tensor, Tensor, Tensor]] = []
         self._numbers: list[Tensor] = []
         self._sent: _Sent | None = None
-        # What the last comparison of each kind has found.
-        self._found: Sequence[Alarm] = ()
+        self._found: Sequence[Alarm] = ()  # by the last comparison, and of the replicas:
         self._diverged: Sequence[Alarm] = ()
         method = averager.aggregator.at(0)  # all stages have the same slots
         for shape in map(averager.shape_of, averager.buckets):
@@ -141,7 +120,6 @@ class GuardObserver(Observer):
             self._width = self._affordable_width()
 
     def _affordable_width(self) -> int:
-        """Return the largest width of the sketches that fits into their share of the bytes."""
         averager, shapes = self._averager, [*map(self._averager.shape_of, self._averager.buckets)]
         sent = planned_traffic(averager.aggregator, shapes, self._exchange.world_size).sent
         # Numbers per parameter, of 4 bytes. An all-reduce sends nearly twice its size.
@@ -150,17 +128,15 @@ class GuardObserver(Observer):
         return max(least, min(most, math.floor((affordable - SCALARS) / 2)))
 
     def _watch_of(self, shape: BucketShape, method: Aggregator, like: Tensor) -> BucketWatch:
-        """Return what watches a bucket, on the device of `like`."""
         known = self._watches.get(shape)
         if known is None or known.method is not method:
-            known = BucketWatch(self._averager, method, shape, like.device, self._guard.age)
+            known = BucketWatch(self._averager, method, shape, like, self._guard.age)
             self._watches[shape] = known
         return known
 
     def before(self, bucket: Bucket, method: Aggregator) -> None:
         if bucket.shape.numel:
-            watch = self._watch_of(bucket.shape, method, bucket.flat)
-            watch.before(bucket.flat, self._number)
+            self._watch_of(bucket.shape, method, bucket.flat).before(bucket.flat, self._number)
 
     @label("guard")
     def after(self, bucket: Bucket, method: Aggregator) -> None:
@@ -210,7 +186,6 @@ class GuardObserver(Observer):
                 all_of_them.callback(self._report, alarm)
 
     def _receive(self, sent: _Sent) -> None:
-        """Wait for the sums of a comparison, and judge them."""
         step, wait, watches, numels = sent
         try:
             received = wait()
@@ -218,14 +193,13 @@ class GuardObserver(Observer):
             discarded, self._sent = self._sent is not sent, None
         # Another thread can have taken the step back meanwhile.
         if not discarded and self._averager.step == step:
-            self._judge(step, watches, list(torch.split(received, numels)))
+            self._judge(step, watches, torch.split(received, numels))
 
-    def _judge(self, step: int, watches: Sequence[BucketWatch], parts: list[Tensor]) -> None:
-        by_rank = parts.pop().view(4, -1).double()
-        each = zip(watches, parts, strict=True)
-        parameters = dict(
-            chain.from_iterable(watch.read(rows, self._width) for watch, rows in each)
-        )
+    def _judge(self, step: int, watches: Sequence[BucketWatch], parts: Sequence[Tensor]) -> None:
+        parameters = dict[str, Compared]()
+        for watch, rows in zip(watches, parts[:-1], strict=True):
+            parameters |= watch.read(rows, self._width)
+        by_rank = parts[-1].view(4, -1).double()
         gradients, messages, changed, starved = map(tuple, by_rank.tolist())
         self.report = Report(
             step,
@@ -253,7 +227,7 @@ def watch(
     guard: Guard | bool = True,
     replicas: Mapping[str, Tensor] | Replicas | None = None,
 ) -> GuardObserver:
-    """Watch the steps of an averager. All ranks make the same call, before the first step.
+    """Watch the steps of an averager. All ranks call this alike, before the first step.
 
     Args:
         averager: of a loop of your own. For a model, pass ``guard=`` to :func:`torchcomp.register`.

@@ -11,30 +11,23 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.exchange import Exchange
 
+# What the bits of a value are read as, by its bytes. Longer values are several int32.
 _INTEGERS = {1: torch.uint8, 2: torch.int16}
-"""What the bits of a value are read as, by its bytes. Longer values are several int32."""
-
+# Length of the rows and columns that are added up. Two other signs cancel in one of them only.
 _ROW = 509
-"""Length of the rows and columns that are added up. Two other signs cancel in one of them only."""
 
 
 class Replicas:
-    """Compares parameters over the ranks.
+    """Compares parameters over the ranks that have the same shard, if there are shards.
 
-    Args:
-        tensors: by name, equal on all ranks that have the same shard.
-        shard: which shard of the parameters this rank has; None if all ranks have whole ones. The
-            ranks of an exchange have the same shard, and those of its other level have others.
+    The ranks of an exchange have the same shard, and those of its other level have others.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
         self._tensors, self._shard = dict(tensors), shard
 
     def differing(self, exchange: Exchange) -> dict[str, tuple[int, ...]]:
-        """Return the ranks that differ from most others, as numbered in the job, by parameter name.
-
-        All ranks call this, and wait for each other.
-        """
+        """Return the ranks (of the job) that differ from most others, by name. All call this."""
         device = exchange.device
         sums = torch.stack([_checksum(each).to(device) for each in self._tensors.values()])
         # Without the lower bits, which depend on few bits of the factors.
@@ -56,7 +49,6 @@ class Replicas:
 
 
 def _checksum(values: Tensor) -> Tensor:
-    """Return a sum of the bits of a tensor (int64), which a change of its values changes."""
     # In logical order, because replicas can have other strides.
     bits = values.detach().flatten().view(_INTEGERS.get(values.element_size(), torch.int32))
     whole = bits.numel() // _ROW * _ROW
@@ -73,7 +65,6 @@ def _mixed(sums: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1024)
 def _factors(count: int, device: torch.device) -> Tensor:
-    """Return random odd numbers of 64 bits."""
     generator = torch.Generator().manual_seed(0)
     drawn = torch.randint(-(2**62), 2**62, (count,), generator=generator)
     return host.copy_to(drawn * 2 + 1, device)

@@ -1,11 +1,12 @@
 """BucketWatch: measures in the steps of one bucket what the guard compares.
 
 Of a small parameter, that is all of it. Of a large one, it is a window of elements, another one in
-each comparison, so that a comparison is cheap and several of them see everything.
+each comparison, so that a comparison is cheap and several of them see everything. A few elements of
+every parameter, the samples, are followed from step to step.
 """
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, starmap
 
@@ -13,56 +14,36 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators import Aggregator, Law
 from torchcomp.engine import host
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import BucketShape
-from torchcomp.engine.keys import tensor_id
-from torchcomp.engine.state import Kind
-from torchcomp.guard import samples
-from torchcomp.guard.report import Compared, HeldLaw
-from torchcomp.guard.samples import Both, Samples, filled
+from torchcomp.engine.keys import Key, tensor_id
+from torchcomp.engine.state import Kind, Slot
+from torchcomp.guard.report import SAMPLED, Compared, HeldLaw
 from torchcomp.specs.errors import SpecError
 
-MOST = 2**14
-"""At most this many elements of a parameter are compared."""
-
-SCALARS = len(Compared._fields) - 2
-"""Numbers of `Compared`, but for those from sketches."""
+MOST = 2**14  # at most this many elements of a parameter are compared
+SCALARS = len(Compared._fields) - 2  # numbers of `Compared`, but for those from sketches
 
 _OLD = 0.98  # share of the sampled elements of a parameter
 # What should be sent in `age` steps of a parameter that is judged: a share of it, or if it is
 # small, this many of the sampled elements.
 _DUE, _SENDS = 0.2, 10
 _LARGER = 1.5  # times the largest residual of the other parameters
+_RUN = 4  # neighbours: reading one of them brings the others into the cache
+_SAME = 0.01  # relative difference of two equal values: the residual can have 16 bits
+Both = tuple[Tensor, Tensor]
+"""The values of a slot before and after a step."""
 
 
 class BucketWatch:
-    """Measures the steps of a bucket that has elements.
-
-    Args:
-        averager: averages it.
-        method: with this method.
-        shape: of the bucket.
-        device: of the bucket.
-        age: number of steps after which a value that waits in the residual is old.
-
-    Attributes:
-        laws: the law of the method for each parameter, or for all of them; none without a law.
-        samples: followed in every step; None without slots in the law.
-
-    Raises:
-        SpecError: if a slot of the law has no value for each element of the bucket.
-    """
+    """Measures the steps of a bucket that has elements."""
 
     def __init__(
-        self,
-        averager: Averager,
-        method: Aggregator,
-        shape: BucketShape,
-        device: torch.device,
-        age: int,
+        self, averager: Averager, method: Aggregator, shape: BucketShape, like: Tensor, age: int
     ) -> None:
+        device = like.device
         self._averager, self._exchange, self.method = averager, averager.exchange, method
         self._law, self._age, self._wide = method.law(shape), age, shape.wide().dtype
         self._shard = shape.shard(self._exchange.world_size, self._exchange.rank).span
@@ -70,12 +51,15 @@ class BucketWatch:
         self._names, self._whole = filled(shape)
         self._sizes = [min(size, MOST) for size in self._whole]
         self._signs = signs_of(self._names, tuple(self._sizes), self._exchange.shard, device)
-        self.laws: list[HeldLaw] = []
+        self.laws: list[HeldLaw] = []  # for each parameter, or for all of them; none without a law
+        self.samples: Samples | None = None  # None without slots in the law
         if self._law is not None:
             kept = self._slots["error"].dtype if "error" in self._slots else shape.dtype
             eps = torch.finfo(kept).eps, torch.finfo(shape.dtype).eps
             held = [(name,) for name in self._names] if self._law.per_parameter else [self._names]
             self.laws = [HeldLaw(self._law, names, *eps) for names in held]
+            if self._slots:
+                self.samples = Samples(shape, self._law, self._slots, self._shard, device)
         # Share of each parameter's elements that a message has; of a selection among several
         # parameters, the share of all.
         chosen_from = self._whole if method.per_tensor else [shape.numel] * len(self._whole)
@@ -83,14 +67,10 @@ class BucketWatch:
         numbers = torch.tensor([self._whole, self._sizes, due])
         self._numel, windows, self._due = host.copy_to(numbers, device)
         self._factors = self._numel / windows  # how many times its window each parameter is
-        self.samples: Samples | None = None
-        if self._law is not None and self._slots:
-            self.samples = Samples(shape, self._law, self._slots, self._shard, device)
         self._spans: list[tuple[int, int]] = []  # the windows, if this step is compared
         self._gradient = self._norm = self._signs  # of this rank: in the windows; whole, squared
 
     def _read_law(self, shape: BucketShape) -> None:
-        """Find the slots of the law."""
         law, ranks, rank = self._law, self._exchange.world_size, self._exchange.rank
         self._terms = [] if law is None else list(law.terms())
         names = dict.fromkeys(name for name, _, _ in self._terms)
@@ -106,10 +86,7 @@ class BucketWatch:
                 )
 
     def before(self, gradient: Tensor, number: int | None) -> None:
-        """Read the gradient of a bucket (1-D), which the method is about to overwrite.
-
-        `number` is that of the comparison that this step makes; None if it makes none.
-        """
+        """Read a gradient (1-D) before it is overwritten; `number` is that of a comparison."""
         if self.samples is not None:
             self.samples.before(gradient)
         self._spans = [] if number is None else list(self._windows(number))
@@ -118,7 +95,6 @@ class BucketWatch:
             self._norm = torch.linalg.vector_norm(gradient, dtype=self._wide).square()
 
     def _windows(self, number: int) -> Iterator[tuple[int, int]]:
-        """Iterate over the spans of the elements that a comparison looks at, by parameter."""
         starts = accumulate(self._whole, initial=0)
         for name, size, start in zip(self._names, self._whole, starts, strict=False):
             # By name, so that the windows of equal layers are at different places.
@@ -128,7 +104,7 @@ class BucketWatch:
             yield first, first + min(size, MOST)
 
     def _cut(self, values: Tensor, start: int = 0) -> Tensor:
-        """Return the windows of values that the bucket has from `start` on, and zeros elsewhere."""
+        """Return the windows of values that the bucket has from `start` on, or zeros."""
         parts = []
         for first, last in self._spans:
             low, high = max(first, start), min(last, start + len(values))
@@ -140,17 +116,11 @@ class BucketWatch:
     def after(
         self, mean: Tensor, ratios: Mapping[str, float], width: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Measure what the method has done.
+        """Measure what the method has done with a `mean` that the step applies (1-D).
 
-        Args:
-            mean: what the step applies, 1-D.
-            ratios: by parameter name, what the residual was multiplied by since the last step.
-            width: number of columns of the sketches.
-
-        Returns:
-            If this step is compared: what the ranks add up, with a row for each parameter: two
-            sketches and the scalars of `Compared`. And the squared norms of this rank's gradient
-            and message.
+        If this step is compared, return what the ranks add up, a row for each parameter: two
+        sketches of `width` columns, and the scalars of `Compared`. And the squared norms of this
+        rank's gradient and message.
         """
         state = self._averager.state
         opened = {name: state.in_flight(slot) for name, slot in self._slots.items()}
@@ -162,7 +132,6 @@ class BucketWatch:
     def _compare(
         self, means: Tensor, slots: Mapping[str, Both], width: int
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the result of :meth:`after`, from the windows of the mean."""
         ranks, gradient = self._exchange.world_size, self._gradient
         residuals = largest = torch.zeros_like(self._numel)  # squared norms; magnitudes
         # What this rank has sent, and the mean with the parts of the slots that ranks own.
@@ -207,14 +176,13 @@ class BucketWatch:
         return torch.cat([each.float() for each in rows], 1).div_(ranks), self._norm, sent
 
     def _norms(self, values: Tensor) -> Tensor:
-        """Return the squared norm of each parameter's part."""
         return torch.stack(torch._foreach_norm(torch.split(values, self._sizes))).square()
 
     def _starved(self, waiting: Tensor, active: Tensor, largest: Tensor) -> Tensor:
         """Return whether this rank sends nearly nothing of each parameter.
 
-        Of each: numbers of sampled elements whose residual has waited long, and that wait or were
-        sent; largest magnitude of the residual.
+        Of each: numbers of samples that have waited long, and that wait or were sent; largest
+        magnitude of the residual.
         """
         starved = (waiting >= _OLD * active).logical_and_(waiting > 0)
         # Where few are due, few of the sampled elements are young.
@@ -222,7 +190,7 @@ class BucketWatch:
         if self.method.per_tensor:
             # Of a small parameter, all elements are sampled.
             none_sent = (waiting >= active).logical_and_(self._due * active >= _SENDS)
-            few = self._numel <= samples.MOST
+            few = self._numel <= SAMPLED
             return starved.logical_and_(torch.where(few, none_sent, many))
         # A method that selects the largest elements of several parameters sends nothing of one
         # whose elements are all small. If they are larger than those of the others, it should.
@@ -231,7 +199,6 @@ class BucketWatch:
         return starved.logical_and_(many.logical_or_(others > 0))
 
     def read(self, rows: Tensor, width: int) -> Iterator[tuple[str, Compared]]:
-        """Iterate over the sums over the ranks of what :meth:`after` has returned, by name."""
         rows = rows.view(len(self._names), -1).double()
         squares = [part.square().sum(1) for part in torch.split(rows[:, : 2 * width], width, 1)]
         numbers = torch.cat([torch.stack(squares, 1), rows[:, 2 * width :]], 1)
@@ -247,10 +214,9 @@ def sketch(values: Tensor, sizes: Sequence[int], width: int, signs: Tensor) -> T
     """Return a sketch, a row of `width` numbers, of each part of a vector.
 
     Each element gets a random sign. The signed elements are written into rows of `width` elements,
-    and the rows are added. A sketch is linear: that of a mean over the ranks is the mean of the
-    ranks' sketches. The expected square of its norm is that of the part. The relative standard
-    deviation is at most ``sqrt(2 * sum(s**2))``, where ``s`` are the columns' shares of the part's
-    squared norm. If these are even, it is ``sqrt(2 / width)``.
+    and the rows are added. A sketch is linear, and the expected square of its norm is that of the
+    part, with a relative standard deviation of at most ``sqrt(2 * sum(s**2))``, where ``s`` are the
+    columns' shares of the part's squared norm.
 
     Reference: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", ICALP 2002.
     Here, the column of an element is its index modulo `width`: only signs are random.
@@ -268,3 +234,164 @@ def signs_of(names: Sequence[str], sizes: Sequence[int], seed: int, device: torc
         generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         signs.append(torch.randint(0, 2, (size,), generator=generator, dtype=torch.int8))
     return host.copy_to(torch.cat(signs) * 2 - 1, device)
+
+
+class Samples:
+    """Follows how long the residual of elements waits, and whether slots stay as a step left them.
+
+    They are not slots of the state: an error in a slot would be one in what checks it. Steps are
+    read one by one and evaluated several at a time: on an accelerator, each operation is a launch
+    that delays the backward pass.
+    """
+
+    def __init__(
+        self,
+        shape: BucketShape,
+        law: Law,
+        slots: dict[str, Slot],
+        shard: slice,
+        device: torch.device,
+    ) -> None:
+        self._names, self._device = filled(shape)[0], device
+        at, owner = _sample(shape)
+        owned = (at >= shard.start) & (at < shard.stop)
+        part = at[owned] - shard.start, owner[owned]
+        self._at, self._owner, *own = (host.copy_to(each, device) for each in (at, owner, *part))
+        # Elements of each slot, and their owners.
+        self._slots = {
+            name: own if slot.sharded else [self._at, self._owner] for name, slot in slots.items()
+        }
+        # Coefficients of this rank's slots and of the gradient ("") in the residual after a step.
+        self._factors: dict[str, float] = {}
+        if "error" in law.before and "error" in law.after and not slots["error"].sharded:
+            terms = {name: -each for name, each in law.before.items() if not slots[name].sharded}
+            terms[""] = law.gradient
+            self._factors = {name: each / law.after["error"] for name, each in terms.items()}
+        # Steps that were read: the gradient, the mean, and the slots. Few elements would otherwise
+        # keep thousands of steps.
+        self._steps: list[tuple[Tensor, Tensor, dict[str, Both]]] = []
+        self._most = min(100, max(10, 2**16 // len(at)))
+        self._gradient = self._mean = torch.zeros(0, device=device)  # of the last step
+        # Before the last step, and after it. The next one must find the latter.
+        self._ages_before = self._ages = torch.zeros(len(at), dtype=torch.int32, device=device)
+        self._found: dict[str, Tensor] = {}
+        self._left, self._changed = dict[str, Tensor](), dict[str, Tensor]()
+
+    def before(self, gradient: Tensor) -> None:
+        if self._factors:
+            self._gradient = gradient.index_select(0, self._at)
+
+    def after(self, mean: Tensor, slots: Mapping[str, Both], ratios: Mapping[str, float]) -> None:
+        """Read the mean that a step applies, and the slots before and after it."""
+        read = {
+            name: (before.index_select(0, at), after.index_select(0, at))
+            for name, (at, _) in self._slots.items()
+            for before, after in (slots[name],)
+        }
+        if not ratios.keys().isdisjoint(self._names):
+            self._multiply(ratios, read)
+        if self._factors:
+            self._mean = mean.index_select(0, self._at)
+        self._steps.append((self._gradient, self._mean, read))
+        if len(self._steps) == self._most:
+            self._evaluate()
+
+    def _multiply(self, ratios: Mapping[str, float], read: Mapping[str, Both]) -> None:
+        self._evaluate()
+        left, self._left = self._left.get("error"), {}
+        if self._factors and left is not None:
+            found, numbers = read["error"][0], torch.finfo(left.dtype)
+            factors = torch.tensor([ratios.get(name, 1.0) for name in self._names])
+            expected = left * host.copy_to(factors, self._device)[self._owner]
+            # It is not rounded like the residual, whose dtype has no smaller numbers than this.
+            least = numbers.tiny * numbers.eps
+            near = torch.isclose(found.to(expected.dtype), expected, rtol=_SAME, atol=least)
+            self._left["error"] = torch.where(near, found, expected.to(found.dtype))
+
+    def _evaluate(self) -> None:
+        if not self._steps:
+            return
+        gradients, means, slots = zip(*self._steps, strict=True)
+        self._steps, unsent = [], torch.zeros(())
+        if self._factors:  # wide, because 16 bits would be too few for the sum
+            wide = torch.promote_types(gradients[0].dtype, torch.float32)
+            unsent = torch.stack(gradients).to(wide) * self._factors[""]
+        for name in self._slots:
+            found, left = map(torch.stack, zip(*(step[name] for step in slots), strict=True))
+            last = self._left.get(name, found[0])
+            differs = (found != torch.cat([last[None], left[:-1]])).any(0)
+            self._changed[name] = self._changed.get(name, differs) | differs
+            self._found[name], self._left[name] = found[-1], left[-1]
+            if name in self._factors:
+                unsent = torch.add(unsent, found, alpha=self._factors[name])
+        if self._factors:
+            left = torch.stack([step["error"][1] for step in slots])
+            # Not exactly 1, because of rounding. Without a residual, 0 / 0 is not above.
+            sent = ((left / unsent - 1).abs() > _SAME).logical_and_(torch.stack(means))
+            # The last step apart from the others: it can be undone.
+            self._ages_before = _aged(self._ages, left[:-1] != 0, sent[:-1])
+            self._ages = _aged(self._ages_before, left[-1:] != 0, sent[-1:])
+
+    def take(self, age: int) -> Tensor:
+        """Return, by parameter, how many elements wait for `age` steps, wait or were sent, changed.
+
+        They changed if a step since the last call has found another value than the last one left.
+        """
+        self._evaluate()
+        counts = torch.zeros(3, len(self._names), device=self._device)
+        if self._factors:
+            counts[0].index_add_(0, self._owner, (self._ages >= age).float())
+            # An element whose gradient is always zero has nothing to send.
+            moves = (self._mean != 0).logical_or_(self._ages > 0)
+            counts[1].index_add_(0, self._owner, moves.float())
+        for name, differs in self._changed.items():
+            counts[2].index_add_(0, self._slots[name][1], differs.float())
+        self._changed = {}
+        return counts
+
+    def undo(self, names: Collection[str]) -> None:
+        """Undo the last step for these parameters."""
+        chosen = [name in names for name in self._names]
+        if any(chosen):
+            self._evaluate()
+            undone = host.copy_to(torch.tensor(chosen), self._device)
+            self._ages = torch.where(undone[self._owner], self._ages_before, self._ages)
+            for name, found in self._found.items():
+                is_undone = undone[self._slots[name][1]]
+                self._left[name] = torch.where(is_undone, found, self._left[name])
+
+
+def _aged(ages: Tensor, waits: Tensor, sent: Tensor) -> Tensor:
+    steps = len(waits)
+    if not steps:
+        return ages
+    numbers = torch.arange(1, steps + 1, dtype=ages.dtype, device=ages.device)[:, None]
+    last = (numbers * sent).amax(0)
+    since = (waits.logical_and_(numbers > last) * (steps + 1 - numbers)).amax(0)
+    # Without a residual, it still waits if it has before: in the server residual of any rank.
+    return torch.where((ages > 0).logical_and_(last == 0), ages + steps, since)
+
+
+@lru_cache(maxsize=1024)
+def filled(shape: BucketShape) -> tuple[tuple[str, ...], tuple[int, ...]]:
+    """Return the names and sizes of the parameters with any elements."""
+    found = [each for each in zip(shape.names, shape.sizes, strict=True) if each[1]]
+    return tuple(name for name, _ in found), tuple(size for _, size in found)
+
+
+@lru_cache(maxsize=1024)
+def _sample(shape: BucketShape) -> tuple[Tensor, Tensor]:
+    """Return the sampled elements of a bucket, and the position of each one's name in `filled`."""
+    names, sizes = filled(shape)
+    at, owner = [], []
+    starts = accumulate(sizes, initial=0)
+    for i, (name, size, start) in enumerate(zip(names, sizes, starts, strict=False)):
+        drawn = torch.arange(size)
+        if size > SAMPLED:
+            # By name alone, so that all ranks and all buckets follow the same elements.
+            key = Key(0).of_tensor(name).shared()
+            runs = torch.from_numpy(key.choice(size // _RUN, SAMPLED // _RUN, replace=False))
+            drawn = (runs.sort().values[:, None] * _RUN + torch.arange(_RUN)).flatten()
+        at.append(drawn + start)
+        owner.append(torch.full((len(drawn),), i))
+    return torch.cat(at), torch.cat(owner)

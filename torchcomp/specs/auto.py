@@ -54,10 +54,7 @@ class Auto(Component):
         check_count("steps", self.steps, owner=self.name)
 
     def methods(self, candidates: Sequence[Aggregator]) -> tuple[Aggregator, ...]:
-        """Return the methods to time: ``mean``, and the candidates.
-
-        Args:
-            candidates: the methods that :attr:`candidates` describe.
+        """Return the methods to time: ``mean``, and the candidates, as built.
 
         Raises:
             SpecError: if one appears twice, if there is none, or if there are too few steps.

@@ -1,7 +1,6 @@
 """Spec strings: parse a constructor expression such as ``"ef(topk(0.01))"``.
 
-Python's own ``ast`` module parses the text. The walk over its tree accepts names, calls and
-literals only. Nothing is evaluated.
+The walk over the tree of Python's ``ast`` accepts names, calls and literals. Nothing is evaluated.
 """
 
 import ast
@@ -74,39 +73,38 @@ def parse(spec: str | Component) -> Aggregator | Schedule:
     return _parse(spec, kinds)
 
 
+# As `parse`, for other kinds of components.
+
+
 def parse_aggregator(spec: str | Component) -> Aggregator:
-    """Like :func:`parse`, but raise SpecError unless the result is a gradient method."""
+    """Parse a gradient method."""
     return _parse(spec, (Aggregator,))
 
 
 def parse_registered(spec: str | Component) -> Aggregator | Auto:
-    """Like :func:`parse`, for a gradient method or ``auto``, whose candidates are not parsed."""
+    """Parse a gradient method or ``auto``, whose candidates are not parsed."""
     kinds: tuple[type[Aggregator | Auto], ...] = (Aggregator, Auto)
     return _parse(spec, kinds)
 
 
 def parse_any(spec: str | Component) -> Aggregator | Schedule | Auto:
-    """Like :func:`parse`, but accept ``auto`` as well."""
+    """Parse a gradient method, a schedule or ``auto``."""
     kinds: tuple[type[Aggregator | Schedule | Auto], ...] = (Aggregator, Schedule, Auto)
     return _parse(spec, kinds)
 
 
 def candidates(auto: Auto) -> tuple[Aggregator, ...]:
-    """Return the methods that ``auto`` times, ``mean`` first.
-
-    Raises:
-        SpecError: if a candidate cannot be built, or if there are too few steps for all of them.
-    """
+    """Return the methods that ``auto`` times, ``mean`` first; SpecError as `Auto.methods`."""
     return auto.methods([parse_aggregator(each) for each in auto.candidates])
 
 
 def parse_schedule(spec: str | Component) -> Schedule:
-    """Like :func:`parse`, but raise SpecError unless the result is a schedule."""
+    """Parse a schedule."""
     return _parse(spec, (Schedule,))
 
 
 def parse_local(spec: str | Component) -> Schedule | Auto:
-    """Like :func:`parse`, for a schedule or ``auto`` without options: those are for gradients."""
+    """Parse a schedule, or ``auto`` without options: those are for gradients."""
     kinds: tuple[type[Schedule | Auto], ...] = (Schedule, Auto)
     built = _parse(spec, kinds)
     if isinstance(built, Auto) and built != Auto():
@@ -119,7 +117,7 @@ def parse_local(spec: str | Component) -> Schedule | Auto:
 
 
 def parse_outer_step(spec: str | OuterStep) -> OuterStep:
-    """Like :func:`parse`, but for outer steps; raise SpecError for any other component."""
+    """Parse an outer step."""
     return _parse(spec, (OuterStep,))
 
 
@@ -253,7 +251,7 @@ class _Parser:
 
 
 def unknown_name(word: str, wanted: Wanted) -> str:
-    """Return the message for a name that is not a component's: what is meant, or what is known."""
+    """Return the message for an unknown name: what is meant, or what is known."""
     names = {_plain(name): name for name in COMPONENTS}
     close = names.get(closest(_plain(word), names) or "")
     if close and COMPONENTS[close] in [cls for kind in wanted.values() for cls in kind]:

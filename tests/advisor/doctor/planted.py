@@ -11,8 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,43 +86,22 @@ def _shaped(mbit: int) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and what doctor has to find.
+    """A job, and what doctor has to find."""
 
-    Attributes:
-        name: what is wrong, in words.
-        code: code of the finding; "" for a healthy job.
-        ranks: the ranks that the finding names.
-        world_size: number of ranks.
-        mbit: speed of the links of hosts; 0 for ranks on the loopback.
-        plant: for the loopback, shell commands of the last rank, before it becomes doctor. They
-            find a folder for files in $FOLDER, and the next command in "$@".
-        arrange: for hosts, plants the fault.
-    """
-
-    name: str
-    code: str = ""
-    ranks: tuple[int, ...] = ()
+    name: str  # what is wrong, in words
+    code: str = ""  # of the finding; "" for a healthy job
+    ranks: tuple[int, ...] = ()  # that the finding names
     world_size: int = 3
-    mbit: int = 0
+    mbit: int = 0  # speed of the links of hosts; 0 for ranks on the loopback
+    # For the loopback, shell commands of the last rank, before it becomes doctor. They find a
+    # folder for files in $FOLDER, and the next command in "$@".
     plant: str = ""
-    arrange: Callable[[DoctorHosts], None] | None = None
-
-
-def _slow_link(hosts: DoctorHosts) -> None:
-    hosts.slow_down(1, 10, to=2)
+    arrange: Callable[[DoctorHosts], None] = lambda hosts: None  # for hosts, plants the fault
 
 
 def _dead_link(hosts: DoctorHosts) -> None:
     hosts.cut(1, 2)
     hosts.cut(2, 1)
-
-
-def _blocked_port(hosts: DoctorHosts) -> None:
-    hosts.block_ports(2)
-
-
-def _slow_card(hosts: DoctorHosts) -> None:
-    hosts.slow_down(2, 20)
 
 
 _OTHER_VERSION = """
@@ -150,10 +129,10 @@ _SKEWED = 'gcc -shared -fPIC -o "$FOLDER/clock.so" "$FOLDER/clock.c" -ldl\n'
 _SKEWED += 'export LD_PRELOAD="$FOLDER/clock.so"\n'
 
 FAULTS = (
-    Case("one slow link", "slow-link", (1, 2), 4, 200, arrange=_slow_link),
+    Case("one slow link", "slow-link", (1, 2), 4, 200, arrange=lambda h: h.slow_down(1, 10, to=2)),
     Case("one dead link", "dead-link", (1, 2), 4, 200, arrange=_dead_link),
-    Case("ports blocked by a firewall", "blocked-port", (2,), 4, 200, arrange=_blocked_port),
-    Case("one host sends slowly", "slow-links", (2,), 4, 200, arrange=_slow_card),
+    Case("ports blocked", "blocked-port", (2,), 4, 200, arrange=lambda h: h.block_ports(2)),
+    Case("one slow host", "slow-links", (2,), 4, 200, arrange=lambda h: h.slow_down(2, 20)),
     Case("one slow rank", "slow-rank", (2,), plant=_THROTTLED),
     Case("two versions", "versions", (2,), plant=_OTHER_VERSION),
     Case("small /dev/shm", "shm", (2,), plant=_SMALL_SHM),
@@ -174,73 +153,43 @@ HEALTHY = (
 
 @dataclass(frozen=True)
 class Outcome:
-    """What doctor said.
+    """What doctor said."""
 
-    Attributes:
-        found: the JSON of rank 0; empty if there is none.
-        codes: exit status of each torchrun.
-        report: stdout.
-        log: stderr of all.
-        seconds: from the start to the end of the job.
-    """
-
-    found: dict[str, Any]
-    codes: tuple[int, ...]
-    report: str
-    log: str
-    seconds: float
+    found: dict[str, Any]  # the JSON of rank 0; empty if there is none
+    codes: tuple[int, ...]  # exit status of each torchrun
+    report: str  # stdout
+    log: str  # stderr of all
 
     def names(self, case: Case) -> bool:
         """Whether the fault was found, with its ranks and nothing else; or nothing, if healthy."""
         if "findings" not in self.found:
             return False
-        findings = self.found["findings"]
-        if not case.code:
-            return self.found["status"] == 0 and not findings
-        named = {(finding["code"], frozenset(finding["ranks"])) for finding in findings}
-        return named == {(case.code, frozenset(case.ranks))}
-
-    def findings(self) -> str:
-        """The findings as one text."""
-        return "; ".join(
-            f"{each['code']} {','.join(map(str, each['ranks']))}"
-            for each in self.found.get("findings", [])
-        )
+        named = {(each["code"], *sorted(each["ranks"])) for each in self.found["findings"]}
+        return named == ({(case.code, *case.ranks)} if case.code else set())
 
 
-def examined(case: Case, *options: str) -> Outcome:
+def examined(case: Case) -> Outcome:
     """Run doctor on a job."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run"]
+    doctor = ["-m", "torchcomp", "doctor"]
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "clock.c").write_text(_CLOCK)
+        doctor += ["--json", f"{folder}/doctor.json"]
         if not case.mbit:
-            return _finished([_on_loopback(case, folder, options)], folder, "lo")
+            script, last = Path(folder) / "start.sh", case.world_size - 1
+            script.write_text(f'if [ "$RANK" = {last} ]; then\n:\n{case.plant}fi\nexec "$@"\n')
+            ranks = ["--standalone", "--nproc-per-node", str(case.world_size), "--no-python"]
+            command = [*torchrun, *ranks, "sh", str(script), sys.executable, *doctor]
+            return _finished([command], folder, "lo")
         with DoctorHosts(case.world_size, case.mbit, delay_us=100) as hosts:
-            if case.arrange is not None:
-                case.arrange(hosts)
+            case.arrange(hosts)
+            job = ["--nnodes", str(hosts.count), "--nproc-per-node", "1"]
+            job += ["--master-addr", hosts.address(0), "--master-port", _PORT]
             commands = [
-                [*hosts.inside(host), *_on_host(host, hosts, folder, options)]
+                [*hosts.inside(host), *torchrun, *job, "--node-rank", str(host), *doctor]
                 for host in range(case.world_size)
             ]
             return _finished(commands, folder, hosts.interface)
-
-
-_TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-_DOCTOR = ("-m", "torchcomp", "doctor")
-
-
-def _on_loopback(case: Case, folder: str, options: tuple[str, ...]) -> list[str]:
-    script = Path(folder) / "start.sh"
-    last = case.world_size - 1
-    script.write_text(f'if [ "$RANK" = {last} ]; then\n:\n{case.plant}fi\nexec "$@"\n')
-    ranks = ("--standalone", "--nproc-per-node", str(case.world_size), "--no-python")
-    doctor = (sys.executable, *_DOCTOR, "--json", f"{folder}/doctor.json", *options)
-    return [*_TORCHRUN, *ranks, "sh", str(script), *doctor]
-
-
-def _on_host(host: int, hosts: Hosts, folder: str, options: tuple[str, ...]) -> list[str]:
-    job = ("--nnodes", str(hosts.count), "--node-rank", str(host), "--nproc-per-node", "1")
-    store = ("--master-addr", hosts.address(0), "--master-port", _PORT)
-    return [*_TORCHRUN, *job, *store, *_DOCTOR, "--json", f"{folder}/doctor.json", *options]
 
 
 def _finished(commands: list[list[str]], folder: str, interface: str) -> Outcome:
@@ -253,46 +202,23 @@ def _finished(commands: list[list[str]], folder: str, interface: str) -> Outcome
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "passive",
     }
-    began = time.monotonic()
-    with _started(commands, environment, Path(folder)) as jobs:
-        codes = tuple(job.wait(max(1.0, began + _LIMIT - time.monotonic())) for job in jobs)
-    texts = [
-        "".join((Path(folder) / f"{name}{job}").read_text() for job in range(len(jobs)))
-        for name in ("out", "err")
-    ]
-    path = Path(folder, "doctor.json")
-    found = json.loads(path.read_text()) if path.exists() else {}
-    return Outcome(found, codes, *texts, time.monotonic() - began)
-
-
-@contextmanager
-def _started(
-    commands: list[list[str]], environment: dict[str, str], folder: Path
-) -> Iterator[list["subprocess.Popen[bytes]"]]:
-    jobs: list[subprocess.Popen[bytes]] = []
+    options: dict[str, Any] = {"cwd": ROOT, "env": environment, "start_new_session": True}
+    began, jobs = time.monotonic(), list[subprocess.Popen[bytes]]()
+    names = [(f"{folder}/out{n}", f"{folder}/err{n}") for n in range(len(commands))]
     try:
-        for number, command in enumerate(commands):
-            with (
-                (folder / f"out{number}").open("wb") as out,
-                (folder / f"err{number}").open("wb") as err,
-            ):
-                jobs.append(
-                    subprocess.Popen(
-                        command,
-                        cwd=ROOT,
-                        env=environment,
-                        stdin=subprocess.DEVNULL,
-                        stdout=out,
-                        stderr=err,
-                        start_new_session=True,
-                    )
-                )
-        yield jobs
+        for command, (out, err) in zip(commands, names, strict=True):
+            with open(out, "wb") as stdout, open(err, "wb") as stderr:
+                streams = {"stdin": subprocess.DEVNULL, "stdout": stdout, "stderr": stderr}
+                jobs.append(subprocess.Popen(command, **streams, **options))
+        codes = tuple(job.wait(max(1.0, began + _LIMIT - time.monotonic())) for job in jobs)
     finally:
         for job in jobs:
             # torchrun and all it started, also what a planted fault left.
-            try:
+            with suppress(ProcessLookupError):
                 os.killpg(job.pid, signal.SIGTERM if job.poll() is None else signal.SIGKILL)
-            except ProcessLookupError:
-                continue
             job.wait()
+    report, log = (
+        "".join(Path(name).read_text() for name in each) for each in zip(*names, strict=True)
+    )
+    path = Path(folder, "doctor.json")
+    return Outcome(json.loads(path.read_text()) if path.exists() else {}, codes, report, log)

@@ -10,41 +10,8 @@ from torch import nn
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
-from torchcomp.advisor.doctor import command, ranks, workloads
-from torchcomp.advisor.doctor.phases import MODES, NO_EXCHANGE
-
-
-@pytest.mark.parametrize(
-    ("given", "words"),
-    [
-        (["--numel", "1e6"], ["--numel", "--step-ms"]),
-        (["--step-ms", "5"], ["--step-ms", "--numel"]),
-        (["--batch", "5"], ["--batch", "--model"]),
-        (["--model", "timm/x", "--numel", "5"], ["--model", "--numel"]),
-        (["--model", "x"], ["'x'", "timm/NAME"]),
-        (["--timeout", "0"], ["--timeout", " 0"]),
-        (["--backend", "mpi"], ["--backend", "'mpi'"]),
-        (["--backend", "nccl"], ["--backend nccl", "no GPU"]),
-        (["--json", "/no such/x.json"], ["--json", "/no such"]),
-        (["--json", "/"], ["--json", "'/'"]),
-        (["--json", ""], ["--json", "''"]),
-        (["--script"], ["--script", "-m"]),
-        (["--script", "-m"], ["--script", "-m"]),
-        (["--script", "none.py", "--flag"], ["none.py"]),
-    ],
-    ids=" ".join,
-)
-def test_bad_options_are_explained_on_stderr_and_exit_2(given, words, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    try:
-        status = main(["doctor", *given])
-    except SystemExit as error:
-        status = error.code
-    printed = capsys.readouterr()
-    assert (status, printed.out) == (2, "")
-    message = printed.err.partition("error: ")[2] or printed.err
-    assert [word for word in words if word not in " ".join(message.split())] == []
-    assert max(map(len, printed.err.split("\n"))) <= 80
+from torchcomp.advisor.doctor import command, ranks, training
+from torchcomp.advisor.doctor.training import MODES, NO_EXCHANGE
 
 
 @pytest.fixture
@@ -150,7 +117,7 @@ class TwoHeads(nn.Module):
 
 
 def test_a_named_model_is_trained_by_all_of_its_outputs(alone, capsys, monkeypatch):
-    for module in (command, workloads):
+    for module in (command, training):
         monkeypatch.setattr(module, "build_named", lambda name: TwoHeads())
     status, values, _ = alone(capsys, "--model", "timm/two_heads", "--batch", "2")
     assert (status, values["error"]) == (0, "")

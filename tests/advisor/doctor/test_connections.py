@@ -8,8 +8,14 @@ import pytest
 import torch.distributed as dist
 
 from torchcomp.advisor.doctor import ranks
-from torchcomp.advisor.doctor.connections import Connections, interface_of, own_address
-from torchcomp.advisor.doctor.job import Job, NotMeasured, join, ranks_named
+from torchcomp.advisor.doctor.job import (
+    Connections,
+    Job,
+    NotMeasured,
+    interface_of,
+    join,
+    own_address,
+)
 from torchcomp.advisor.doctor.ranks import Facts, measure_clocks, measure_speed, own_facts
 from torchcomp.specs.errors import SpecError
 
@@ -115,11 +121,3 @@ def test_the_address_is_that_of_the_interface_that_the_backend_takes():
         variable = f"{backend.upper()}_SOCKET_IFNAME"
         with pytest.raises(SpecError, match=f"{variable}={value}"):
             own_address(backend, {variable: value})
-
-
-@pytest.mark.parametrize(
-    ("ranks", "words"),
-    [([3], "rank 3"), ([2, 0, 1], "ranks 0-2"), ([0, 2, 3, 7], "ranks 0, 2-3, 7")],
-)
-def test_ranks_are_named_in_runs(ranks, words):
-    assert ranks_named(ranks) == words

@@ -8,7 +8,7 @@ import pytest
 
 from tests.advisor.doctor.cases import facts, link, mesh
 from torchcomp.advisor.doctor import findings
-from torchcomp.advisor.doctor.connections import Unreachable
+from torchcomp.advisor.doctor.job import Unreachable
 from torchcomp.advisor.doctor.ranks import Clock, Speed
 
 
@@ -52,35 +52,33 @@ BUSY = mesh(4, lambda i, j: 2500.0 if (i, j) == (0, 1) else 9000.0)
 
 
 @pytest.mark.parametrize(
-    ("links", "fastest", "found"),
+    ("links", "found"),
     [
         # Links inside nodes are not compared with those between nodes.
-        (INSIDE + [link(*p) for p in pairs(4) if max(p) > 1], math.inf, []),
+        (INSIDE + [link(*p) for p in pairs(4) if max(p) > 1], []),
         # Two ranks compare their two directions.
-        ([link(0, 1), link(1, 0, 10.0)], math.inf, [("slow-links", (1,)), ("slow-links", (0,))]),
+        ([link(0, 1), link(1, 0, 10.0)], [("slow-links", (1,)), ("slow-links", (0,))]),
         # A core limits these, not the link.
-        (BUSY, math.inf, [("slow-link", (0, 1))]),
-        (BUSY, findings.TCP_FASTEST, []),
+        (BUSY, []),
         # A late pair, a late rank, and one that is late by less than a millisecond.
         (
             trips(0.05, 1e-4, lambda i, j: {i, j} == {0, 2}),
-            math.inf,
             [("late-link", (0, 2)), ("late-link", (2, 0))],
         ),
-        (trips(0.05, 1e-4, lambda i, j: 3 in (i, j)), math.inf, [("late-links", (3,))]),
-        (trips(1e-3, 1e-5, lambda i, j: 3 in (i, j)), math.inf, []),
+        (trips(0.05, 1e-4, lambda i, j: 3 in (i, j)), [("late-links", (3,))]),
+        (trips(1e-3, 1e-5, lambda i, j: 3 in (i, j)), []),
         # A link that failed is not measured again.
-        ([*mesh(3), link(1, 2, error="timed out")], math.inf, [("lost-link", (1, 2))]),
+        ([*mesh(3), link(1, 2, error="timed out")], [("lost-link", (1, 2))]),
     ],
 )
-def test_links_are_compared_with_others_of_their_kind(links, fastest, found):
-    judged = findings.of_links(links, fastest)
+def test_links_are_compared_with_others_of_their_kind(links, found):
+    judged = findings.of_links(links)
     assert named(judged) == found
     assert [each.code for each in judged if each.fatal] == ["lost-link"] * (
         "lost-link" in str(found)
     )
     assert all("timed out" in each.text for each in judged if each.fatal)
-    assert bool(findings.suspects(links, fastest)) == any(not each.fatal for each in judged)
+    assert bool(findings.suspects(links)) == any(not each.fatal for each in judged)
 
 
 def failed(source, target, *, answers=False, address="10.0.0.2:40000"):

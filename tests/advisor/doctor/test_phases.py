@@ -7,17 +7,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from torchcomp.advisor.doctor import phases
+from torchcomp.advisor.doctor import training
 from torchcomp.advisor.doctor.job import Job, NotMeasured
-from torchcomp.advisor.doctor.phases import (
+from torchcomp.advisor.doctor.training import (
     BF16,
     MODES,
     NO_EXCHANGE,
     PLAIN,
-    WARM_UP,
     Finished,
     Phases,
 )
+from torchcomp.advisor.moments import Moment
 
 
 class Ranks:
@@ -28,8 +28,8 @@ class Ranks:
         self.seconds, self.now, self.clocks = seconds, 0.0, [0.0] * len(seconds)
         jobs = [Job(rank, 2, rank, 0, "gloo", 1.0, store) for rank in range(len(seconds))]
         self.phases = [Phases(job, 1e3, modes) for job in jobs]
-        monkeypatch.setattr(phases.DistributedDataParallel, "register_comm_hook", Mock())
-        monkeypatch.setattr(phases, "_mark", lambda device: self.now)
+        monkeypatch.setattr(training.DistributedDataParallel, "register_comm_hook", Mock())
+        monkeypatch.setattr(training, "now", lambda device: Moment(self.now, self.now))
         for each in self.phases:
             for number in range(models):
                 weights = nn.ParameterDict({f"weight{number}": torch.zeros(2)})
@@ -71,13 +71,6 @@ def test_a_loop_that_ends_early_says_how_many_steps_it_needs(monkeypatch):
         ranks.phases[0].results()
     ranks.step()
     assert [*map(len, ranks.phases[0].results().values())] == [3, 3, 3]
-
-
-def test_one_rank_measures_one_mode(monkeypatch):
-    ranks = Ranks(monkeypatch, (0.1,), (NO_EXCHANGE,))
-    for _ in range(WARM_UP + 1 + 3):
-        ranks.step()
-    assert ranks.phases[0].results() == {NO_EXCHANGE: pytest.approx([0.1] * 3)}
 
 
 def test_the_first_model_that_exchanges_gradients_counts(monkeypatch):

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from torchcomp.advisor import USUAL, Link
-from torchcomp.advisor.doctor.phases import BF16, MODES, NO_EXCHANGE, PLAIN
-from torchcomp.advisor.doctor.verdict import ERROR, Row, judge, measured_rows, predicted_rows
+from torchcomp.advisor import Link
+from torchcomp.advisor.doctor.findings import ERROR, Row, judge, measured_rows, predicted_rows
+from torchcomp.advisor.doctor.training import BF16, MODES, NO_EXCHANGE, PLAIN
+from torchcomp.advisor.prediction import USUAL
 from torchcomp.advisor.recording import MOST_ELEMENTS
 
 PARAMETERS = {"w": torch.empty(300, 500, device="meta"), "b": torch.empty(500, device="meta")}
@@ -30,14 +31,6 @@ def test_every_method_that_is_not_measured_has_a_row_and_only_local_steps_are_ma
         assert row.seconds >= ALONE
         assert row.low == pytest.approx(row.seconds * (1 - ERROR))
         assert row.high == pytest.approx(row.seconds * (1 + ERROR))
-
-
-def test_a_dense_message_takes_its_time_on_a_slow_link():
-    fast, slow = ({row.method: row.seconds for row in on(mbit)} for mbit in (10_000, 10))
-    # 8 bits of 150,500 elements to and from the owners of shards, at 9 Mbit/s.
-    least = 2 * 0.75 * 150_500 * 8 / 9e6
-    assert slow['ef(quantize("int8"))'] > least > fast['ef(quantize("int8"))']
-    assert slow["every(8)"] < slow['ef(quantize("int8"))']
 
 
 def test_the_slowest_rank_counts_and_time_and_memory_end_it():

@@ -1,30 +1,156 @@
-"""Command: run an examination, print its report once, and return the exit status."""
+"""Command: measure a job in an order in which nothing hangs, print the report, return a status.
+
+1. Facts and connections, through the store of the job. A pair that cannot connect ends it.
+2. Clocks and links, over these connections.
+3. Collectives, computing and training, in a process group.
+"""
 
 import argparse
+import gc
 import json
 import os
 import sys
+import time
 import traceback
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import closing, nullcontext, redirect_stdout, suppress
+from datetime import timedelta
 from pathlib import Path
 
-from torchcomp.advisor.costs import wrapped
-from torchcomp.advisor.doctor.examination import Results, measure
-from torchcomp.advisor.doctor.job import NotMeasured, join
-from torchcomp.advisor.doctor.report import as_dict, status, text
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore
+
+from torchcomp.advisor.collectives import measure_collectives
+from torchcomp.advisor.doctor import findings
+from torchcomp.advisor.doctor.job import Connections, Job, NotMeasured, join
+from torchcomp.advisor.doctor.links import Link, chosen_pairs, measure_rounds, rounds
+from torchcomp.advisor.doctor.ranks import Facts, Speed, measure_clocks, measure_speed, own_facts
+from torchcomp.advisor.doctor.report import Results, as_dict, status, text
+from torchcomp.advisor.doctor.training import MODES, NO_EXCHANGE, Phases, train, workload_of
 from torchcomp.advisor.named_models import build_named
+from torchcomp.advisor.units import wrapped
+from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.specs.errors import SpecError
+
+_MOST_AGAIN = 24  # pairs that are measured a second and a third time
+
+Say = Callable[[str], None]
+"""Tells the user what is measured now."""
+
+
+def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
+    """Measure a job as its options say, until something shows that its ranks cannot train."""
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        if job.rank == 0:
+            passed = time.monotonic() - began
+            print(f"[{passed:3.0f} s] {text}", file=sys.stderr, flush=True)
+
+    try:
+        results.backend = job.backend
+        say("connecting every pair of ranks")
+        with closing(Connections(job)) as connections:
+            rows = job.gather("facts", vars(own_facts(job, connections.address)))
+            results.facts = [Facts(**row) for row in rows]
+            results.findings += findings.of_facts(results.facts)
+            results.findings += findings.of_connections(connections.connect())
+            if not results.fatal:
+                results.clocks = measure_clocks(job, connections)
+                results.findings += findings.of_clocks(results.clocks)
+                results.links = _links(connections, [f.node for f in results.facts], say)
+                results.findings += findings.of_links(results.links)
+        # With a link that failed, or two backends, making the group would wait for minutes.
+        if results.fatal:
+            return
+        _make_group(job)
+        _measure_group(job, options, results, say)
+        if options.model or options.numel:
+            _measure_steps(job, options, results, say)
+        _leave_group(job, "doctor")
+        if options.script:
+            _measure_steps(job, options, results, say)
+    finally:
+        results.seconds = time.monotonic() - began
+
+
+def _links(connections: Connections, nodes: Sequence[int], say: Say) -> list[Link]:
+    """Measure the links, and those that look slow again, alone: noise does not come back."""
+    pairs = chosen_pairs(len(nodes))
+    say(f"measuring {len(pairs)} pairs of ranks over TCP, in both directions")
+    links = measure_rounds(connections, "links", rounds(pairs, nodes), nodes)
+    for attempt in ("a second", "a third"):
+        again = findings.suspects(links)[:_MOST_AGAIN]
+        if not again:
+            break
+        say(f"measuring {len(again)} slow pairs {attempt} time")
+        alone = [[pair] for pair in again]
+        more = measure_rounds(connections, f"links, {attempt} time", alone, nodes)
+        newer = {(link.source, link.target): link for link in more}
+        links = [link.better_of(newer.get((link.source, link.target), link)) for link in links]
+    return links
+
+
+def _measure_group(job: Job, options: argparse.Namespace, results: Results, say: Say) -> None:
+    say("computing on all ranks at the same time")
+    results.speeds = measure_speed(job, "speed")
+    if findings.of_speeds(results.speeds):
+        both = zip(results.speeds, measure_speed(job, "speed, a second time"), strict=True)
+        results.speeds = [Speed(a.seconds + b.seconds, (a.busy + b.busy) / 2) for a, b in both]
+    results.findings += findings.of_speeds(results.speeds)
+    if job.world_size > 1:
+        say("measuring collectives")
+        exchange = ProcessGroupExchange(None, job.device)
+        results.collectives = measure_collectives(exchange, seconds=options.seconds / 2)
+
+
+def _measure_steps(job: Job, options: argparse.Namespace, results: Results, say: Say) -> None:
+    phases = Phases(job, options.seconds, MODES if job.world_size > 1 else (NO_EXCHANGE,))
+    results.workload = workload_of(options)
+    say(f"training: {results.workload}")
+    # With --json -, stdout is for the JSON.
+    with redirect_stdout(sys.stderr) if options.json == "-" else nullcontext():
+        train(options, job, phases)
+    if options.script:
+        _leave_group(job, "script")
+    results.rows = findings.measured_rows(job.gather("steps", phases.results()))
+    if results.collectives is None:
+        return
+    say("predicting other methods")
+    (alone,) = (row.seconds for row in results.rows if row.method == NO_EXCHANGE)
+    facts = results.facts[job.rank]
+    cores = 1.0 if job.backend == "nccl" else facts.cores / facts.local_world_size
+    predicted = findings.predicted_rows(
+        job, phases.parameters, alone, results.collectives, cores, options.seconds
+    )
+    results.verdict = findings.judge(results.rows, predicted)
+
+
+def _make_group(job: Job) -> None:
+    """Make a default process group, on keys of its own: a script makes another one later."""
+    if job.device.type == "cuda":
+        torch.cuda.set_device(job.device)
+    dist.init_process_group(
+        job.backend,
+        store=PrefixStore("group", job.store),
+        rank=job.rank,
+        world_size=job.world_size,
+        # Gradients of a large model on a slow link take longer than one answer.
+        timeout=timedelta(seconds=20 * job.timeout),
+    )
+
+
+def _leave_group(job: Job, name: str) -> None:
+    # gloo can abort a rank whose peers have gone, or whose DDP model is still there.
+    gc.collect()
+    job.barrier(f"leaving the group of {name}")
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def examine(options: argparse.Namespace) -> int:
-    """Examine the job that this process belongs to; see docs/doctor.md.
-
-    Returns:
-        The exit status, the same on all ranks but for one with an error of its own.
-
-    Raises:
-        SpecError: if an option is invalid.
-    """
+    """Examine the job of this process; return the exit status. See docs/doctor.md."""
     _check(options)
     results, job = Results(), None
     try:
@@ -50,7 +176,6 @@ def examine(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Require what can be done, before minutes are spent."""
     given = [name for name in ("model", "numel", "script") if getattr(options, name) is not None]
     if len(given) > 1:
         raise SpecError(f"--{given[0]} and --{given[1]} exclude each other: pass one of them")

@@ -1,23 +1,27 @@
-"""Findings: what is wrong with a job, judged from what was measured. No measurement is made here.
+"""Findings and verdict: what is wrong with a job, and whether it waits for the network.
 
 Machines are noisy, so each bound is a ratio to what the same job reaches elsewhere.
 """
 
-import math
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from torchcomp.advisor.doctor.connections import Unreachable
-from torchcomp.advisor.doctor.job import ranks_named
+from torch import Tensor
+
+from torchcomp.advisor.collectives import Times
+from torchcomp.advisor.doctor.job import Job, Unreachable, ranks_named
 from torchcomp.advisor.doctor.links import Link, Pair
 from torchcomp.advisor.doctor.ranks import Clock, Facts, Speed, quartiles
+from torchcomp.advisor.doctor.training import NO_EXCHANGE, PLAIN
+from torchcomp.advisor.prediction import BF16, DDP, USUAL, Prediction, Run
+from torchcomp.advisor.recording import MOST_ELEMENTS, random_values
 from torchcomp.advisor.units import duration, rate, size
 
-TCP_FASTEST = 2e9
-"""Bytes per second above which a core, not the link, sets the pace of a TCP connection."""
-
+# Bytes per second above which a core, not the link, sets the pace of a TCP connection.
+_FASTEST = 2e9
 _SLOW_LINK = 2.0  # a link is slow if the other links of its two ranks are this many times faster
 _LATE_LINK, _LATE_SECONDS = 4.0, 1e-3  # and late if it takes so many times, and seconds, longer
 _SLOW_RANK = 1.3  # the best quarter of a slow rank's times, by the worst quarter of the others'
@@ -68,15 +72,13 @@ def _unreachable(ranks: tuple[int, ...], others: str, ways: Sequence[Unreachable
     return Finding(code, ranks, text, advice, fatal=True)
 
 
+_NO_GPU = "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
+_NO_GPU += "--backend"
 _VERSIONS = "install the same versions on all nodes"
+_EXTRA = 'pip install "torchcomp-ddp[kernels]" on all nodes, or triton on GPUs'
 # What should be equal on all ranks, by the name in Facts: code, words and advice.
 _EQUAL = {
-    "backend": (
-        "backends",
-        "backends",
-        "a rank without a GPU takes gloo: start fewer ranks per node, check the driver, or pass "
-        "--backend",
-    ),
+    "backend": ("backends", "backends", _NO_GPU),
     "torch": ("versions", "versions of torch", _VERSIONS),
     "torchcomp": ("versions", "versions of torchcomp", _VERSIONS),
     "python": ("versions", "versions of Python", _VERSIONS),
@@ -85,11 +87,7 @@ _EQUAL = {
     "gpu": ("gpus", "GPUs", "the slowest GPU sets the pace: give it a smaller batch, or leave it"),
     "cores": ("cores", "cores per process", "check taskset, cgroups and Slurm's --cpus-per-task"),
     "threads": ("threads", "threads of torch", "set OMP_NUM_THREADS to one value on all nodes"),
-    "kernels": (
-        "kernels",
-        "kernels of torchcomp",
-        'pip install "torchcomp-ddp[kernels]" on all nodes, or triton on GPUs',
-    ),
+    "kernels": ("kernels", "kernels of torchcomp", _EXTRA),
     "mtu": ("mtu", "MTUs", "set one MTU on all interfaces and switches"),
 }
 
@@ -142,16 +140,14 @@ def of_speeds(speeds: Sequence[Speed]) -> list[Finding]:
         text = f"rank {rank} computes {factor:.1f}x slower than the others"
         advice = "it ran all the time: compare its clock rate, temperature and power limit"
         if speed.busy < 0.8:
-            advice = (
-                f"it got {speed.busy:.0%} of its cores: end other programs there, or raise the "
-                "limit of its container"
-            )
+            advice = f"it got {speed.busy:.0%} of its cores: end other programs there, or raise "
+            advice += "the limit of its container"
         found.append(Finding("slow-rank", (rank,), text, advice))
     return found
 
 
-def of_links(links: Sequence[Link], fastest: float = math.inf) -> list[Finding]:
-    """Judge the links; up to `fastest` bytes per second, the measurement tells them apart."""
+def of_links(links: Sequence[Link]) -> list[Finding]:
+    """Judge the links."""
     advice = "it connected before: look for lost packets and for a firewall with a limit"
     found = [
         Finding("lost-link", _ends(link), f"{_named(link)} failed: {link.error}", advice, True)
@@ -160,22 +156,22 @@ def of_links(links: Sequence[Link], fastest: float = math.inf) -> list[Finding]:
     ]
     for inside in (True, False):
         some = [link for link in links if link.inside == inside and not link.error]
-        found += _of_bandwidth(some, fastest) + _of_latency(some)
+        found += _of_bandwidth(some) + _of_latency(some)
     return found
 
 
-def suspects(links: Sequence[Link], fastest: float = math.inf) -> list[Pair]:
+def suspects(links: Sequence[Link]) -> list[Pair]:
     """Return the pairs of ranks to measure again, before a finding is made of them."""
-    named = [each.ranks for each in of_links(links, fastest) if each.code != "lost-link"]
+    named = [each.ranks for each in of_links(links) if each.code != "lost-link"]
     pairs = {(min(_ends(link)), max(_ends(link))) for link in links}
     return sorted(pair for pair in pairs if any({*ranks} <= {*pair} for ranks in named))
 
 
-def _of_bandwidth(links: Sequence[Link], fastest: float) -> list[Finding]:
+def _of_bandwidth(links: Sequence[Link]) -> list[Finding]:
     found = []
     out, into = (_best(links, end, lambda link: link.bandwidth, max) for end in (0, 1))
     for way, best in (("from", out), ("to", into)):
-        usual = min(fastest, statistics.median(best.values() or [0.0]))
+        usual = min(_FASTEST, statistics.median(best.values() or [0.0]))
         for rank, value in best.items():
             if _SLOW_LINK * value < usual:
                 text = f"all links {way} rank {rank} are slow: at most {rate(value)}, "
@@ -183,7 +179,7 @@ def _of_bandwidth(links: Sequence[Link], fastest: float) -> list[Finding]:
                 advice = "check its network card, cable, switch port and driver"
                 found.append(Finding("slow-links", (rank,), text, advice))
     for link in links:
-        usual = min(fastest, out[link.source], into[link.target])
+        usual = min(_FASTEST, out[link.source], into[link.target])
         if _SLOW_LINK * link.bandwidth < usual:
             text = f"{_named(link)} is slow: {rate(link.bandwidth)}, "
             text += f"where both reach {rate(usual)} with others"
@@ -210,9 +206,8 @@ def _of_latency(links: Sequence[Link]) -> list[Finding]:
         if is_late(link.latency, usual):
             text = f"{_named(link)} is late: {duration(link.latency)}, "
             text += f"where both take {duration(usual)} with others"
-            found.append(
-                Finding("late-link", _ends(link), text, "check the route between these two")
-            )
+            advice = "check the route between these two"
+            found.append(Finding("late-link", _ends(link), text, advice))
     return found
 
 
@@ -232,3 +227,122 @@ def _ends(link: Link) -> Pair:
 
 def _named(link: Link) -> str:
     return f"the link from rank {link.source} to rank {link.target}"
+
+
+# Shares of a step that wait for gradients: below the first nothing can be won, below the second
+# little.
+_NOTHING, _LITTLE = 0.10, 0.25
+ERROR = 0.25  # more than nine in ten predictions are closer: see docs/prediction.md
+_STEPS = 1000  # of the run whose mean step is predicted
+_LOCAL = "local steps: each rank trains alone between two averages, see docs/methods/local-sgd.md"
+_FEW, _VARIATION = 3, 0.2
+_WORTH = 0.95  # of the step of plain DDP: a method that takes more is not worth it
+
+
+@dataclass(frozen=True)
+class Row:
+    """The step time of one method."""
+
+    method: str  # its spec or name
+    seconds: float  # of a step, from `low` to `high`:
+    low: float  # quartiles if measured, the error of the model if predicted
+    high: float
+    steps: int  # how many were measured; 0 if it is predicted
+    caveat: str = ""  # what else to know
+    local: bool = False  # whether these are local steps, which train in another way
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Between what the step may take: a few steps do not show how they vary."""
+        if 0 < self.steps < _FEW:
+            return self.seconds * (1 - _VARIATION), self.seconds * (1 + _VARIATION)
+        return self.low, self.high
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the steps show."""
+
+    bound: str  # "network-bound", "partly network-bound", "compute-bound" or "unclear"
+    waiting: float  # share of a step of plain DDP that waits for gradients
+    rows: tuple[Row, ...]  # the methods, measured ones first
+    advice: str  # what to do, as a sentence
+
+
+def measured_rows(ranks: Sequence[Mapping[str, Sequence[float]]]) -> list[Row]:
+    """Return a row for each mode, from the seconds of the rank that was slowest."""
+    rows = []
+    for mode in ranks[0]:
+        slowest = max((times[mode] for times in ranks), key=statistics.median)
+        rows.append(Row(mode, statistics.median(slowest), *quartiles(slowest), len(slowest)))
+    return rows
+
+
+def predicted_rows(
+    job: Job,
+    parameters: Mapping[str, Tensor],
+    alone: float,
+    collectives: Times,
+    cores: float,
+    budget: float,
+) -> list[Row]:
+    """Predict the step times of further methods, as far as there is time. All ranks call this.
+
+    Each records a method on gradients of the model's size, and simulates a step with what was
+    measured: `alone`, the seconds of a step without any exchange, and the collectives.
+    """
+    if sum(each.numel() for each in parameters.values()) > MOST_ELEMENTS:
+        return []
+    began = time.monotonic()
+    values = random_values(parameters, job.device)
+    # Where ranks share cores, a step needs less of a core than its time on the clock.
+    run = Run(job.world_size, _STEPS, alone * min(1.0, cores))
+    rows = []
+    for spec in USUAL:
+        if spec in (DDP, BF16):  # these are measured
+            continue
+        prediction = Prediction(spec, values, run)
+        seconds = prediction.step(collectives, cores=cores).seconds
+        passed = time.monotonic() - began
+        ranks = job.gather(f"prediction of {spec}", [seconds, passed], job.patience + budget)
+        seconds, passed = map(max, zip(*ranks, strict=True))
+        low, high = seconds * (1 - ERROR), seconds * (1 + ERROR)
+        caveat = _LOCAL if prediction.local else ""
+        rows.append(Row(spec, seconds, low, high, 0, caveat, prediction.local))
+        if passed > budget:
+            break
+    return rows
+
+
+def judge(measured: Sequence[Row], predicted: Sequence[Row] = ()) -> Verdict:
+    """Return the verdict on measured steps, of all :data:`.MODES`, and on predicted ones."""
+    by_name = {row.method: row for row in measured}
+    ddp, floor = by_name[PLAIN].seconds, by_name[NO_EXCHANGE].seconds
+    waiting = max(0.0, 1 - floor / ddp)
+    rows = (*measured, *sorted(predicted, key=lambda row: row.seconds))
+    if waiting < _NOTHING:
+        return Verdict("compute-bound", waiting, rows, "Nothing to win: keep plain DDP.")
+    overlap = by_name[NO_EXCHANGE].interval[1] > by_name[PLAIN].interval[0]
+    # Nothing is faster than no exchange.
+    if overlap or min(row.seconds for row in measured) < (1 - _NOTHING) * floor:
+        advice = "The steps vary too much to say: end other programs, or raise --seconds."
+        return Verdict("unclear", waiting, rows, advice)
+    advice = f"Without any exchange it would be {ddp / floor:.1f}x faster."
+    advice += f" {_faster(rows, ddp) or 'No method is faster than plain DDP.'}"
+    if not predicted and waiting >= _LITTLE:
+        advice += " Try the methods of docs/choosing.md, which send less."
+    bound = "network-bound" if waiting >= _LITTLE else "partly network-bound"
+    return Verdict(bound, waiting, rows, advice)
+
+
+def _faster(rows: Sequence[Row], ddp: float) -> str:
+    """Name the fastest method of each kind: measured, predicted, and local steps."""
+    others = [row for row in rows if row.method not in (PLAIN, NO_EXCHANGE)]
+    found = []
+    for steps, local in ((True, False), (False, False), (False, True)):
+        kind = [row for row in others if bool(row.steps) == steps and row.local == local]
+        best = min(kind, key=lambda row: row.seconds, default=None)
+        if best is not None and best.seconds <= _WORTH * ddp:
+            how = "" if steps else " (predicted)"
+            found.append(f"{best.method} is {ddp / best.seconds:.1f}x faster{how}")
+    return "; ".join(found) + "." if found else ""

@@ -1,14 +1,23 @@
-"""Job: this process among the ranks that torchrun started, and the store that connects them.
+"""Job: this process among the ranks that torchrun started, and its connections with the others.
 
-Everything before the process group goes through the store, with short timeouts: a rank or a link
-that is lost is named, where ``init_process_group`` would hang.
+Everything before the process group goes through the store of the job, with short timeouts: a rank
+or a link that is lost is named, where ``init_process_group`` would hang. gloo connects all pairs
+when the group is made. If one pair cannot, all ranks wait for long and none says which. Here every
+pair tries with a short timeout, in both directions, on a port that the system chooses, as gloo's
+and NCCL's, and on the address that the backend takes.
 """
 
+import fcntl
 import json
 import os
-from collections.abc import Sequence
+import socket
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -115,3 +124,189 @@ def ranks_named(ranks: Sequence[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(parts)}"
+
+
+_HELLO = struct.Struct("<8sI")
+_MAGIC = b"tcdoctor"
+_PAYLOAD = bytes(1 << 16)  # many full packets: a wrong MTU loses full packets only
+_ACK = b"!"
+# Shares of the timeout: for the connection, and for finding out why there is none.
+_SHARE, _SHARE_WHY = 0.6, 0.25
+_CLOSED_PORT = 1  # tcpmux, which nobody serves: a host that lives refuses at once
+_SIOCGIFADDR = 0x8915
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class Unreachable:
+    """A connection that failed."""
+
+    source: int  # the rank that tried to connect
+    target: int
+    address: str  # where the target listens
+    reason: str  # what the system says
+    host_answers: bool  # whether the target's host answers on another port
+
+
+class Connections:
+    """The listening socket of this rank, and its connections with all other ranks."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.outgoing: dict[int, socket.socket] = {}
+        self.incoming: dict[int, socket.socket] = {}
+        self.address = own_address(job.backend)
+        self._failed: list[Unreachable] = []
+        self._listener = socket.create_server((self.address, 0), backlog=job.world_size)
+        Thread(target=self._accept, daemon=True).start()
+
+    def connect(self) -> list[Unreachable]:
+        """Connect every pair of ranks; return all connections of the job that failed."""
+        places = enumerate(self.job.gather("addresses", self._listener.getsockname()[:2]))
+        # A thread each, not a pool: those that wait in vain would use up the timeout of the others.
+        others = [(target, *place) for target, place in places if target != self.job.rank]
+        threads = [Thread(target=self._try, args=other, daemon=True) for other in others]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rows = self.job.gather("unreachable", [*map(vars, self._failed)], 2 * self.job.timeout)
+        every = (Unreachable(**row) for own in rows for row in own)
+        return sorted(every, key=lambda each: (each.source, each.target))
+
+    def between(self, other: int) -> socket.socket:
+        """Return the connection with another rank, the same one at both ends."""
+        return (self.outgoing if self.job.rank < other else self.incoming)[other]
+
+    def close(self) -> None:
+        for each in (self._listener, *self.outgoing.values(), *self.incoming.values()):
+            each.close()
+
+    def _try(self, target: int, address: str, port: int) -> None:
+        try:
+            self.outgoing[target] = self._connected(address, port)
+        except OSError as error:
+            reason = error.strerror.lower() if error.strerror else str(error)
+            if reason == "timed out":
+                reason = f"no answer within {_SHARE * self.job.timeout:.1f} s"
+            answers = _answers(address, _SHARE_WHY * self.job.timeout)
+            place = f"{address}:{port}"
+            self._failed.append(Unreachable(self.job.rank, target, place, reason, answers))
+
+    def _connected(self, address: str, port: int) -> socket.socket:
+        end = time.monotonic() + _SHARE * self.job.timeout
+        connection = socket.create_connection((address, port), timeout=_SHARE * self.job.timeout)
+        try:
+            connection.settimeout(max(0.1, end - time.monotonic()))
+            connection.sendall(_HELLO.pack(_MAGIC, self.job.rank) + _PAYLOAD)
+            if connection.recv(1) != _ACK:
+                raise ConnectionResetError("another program answers there")
+        except OSError as error:
+            connection.close()
+            if isinstance(error, TimeoutError):
+                why = "connected, but 64 kB did not get through: is the MTU too large?"
+                raise TimeoutError(why) from None
+            raise
+        return connection
+
+    def _accept(self) -> None:
+        with suppress(OSError):  # the listener is closed at the end
+            while True:
+                connection, _ = self._listener.accept()
+                Thread(target=self._greet, args=(connection,), daemon=True).start()
+
+    def _greet(self, connection: socket.socket) -> None:
+        try:
+            hello = memoryview(bytearray(_HELLO.size + len(_PAYLOAD)))
+            read_into(hello, connection, time.monotonic() + self.job.timeout)
+            magic, rank = _HELLO.unpack_from(hello)
+            if magic != _MAGIC:
+                raise ConnectionResetError("another program")
+            self.incoming[rank] = connection
+            connection.sendall(_ACK)
+        except OSError:
+            connection.close()  # the rank that connects reports it
+
+
+def read_into(room: memoryview, connection: socket.socket, end: float) -> None:
+    """Fill a buffer from a connection, until a time of the monotonic clock."""
+    while room:
+        limit(connection, end)
+        count = connection.recv_into(room)
+        if not count:
+            raise ConnectionResetError("the other rank closed the connection")
+        room = room[count:]
+
+
+def limit(connection: socket.socket, end: float) -> None:
+    """Let the next call end at a time of the monotonic clock."""
+    left = end - time.monotonic()
+    if left <= 0:
+        raise TimeoutError("no end within the timeout")
+    connection.settimeout(left)
+
+
+def _answers(address: str, seconds: float) -> bool:
+    try:
+        socket.create_connection((address, _CLOSED_PORT), timeout=seconds).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return True
+
+
+def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> str:
+    """Return the address that other ranks connect to.
+
+    gloo takes GLOO_SOCKET_IFNAME, or else the address of the host's name. NCCL takes
+    NCCL_SOCKET_IFNAME, or else a network card; the one towards the store of the job is assumed.
+    """
+    variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[backend]
+    wanted = environment.get(variable, "")
+    if wanted:
+        for address in filter(None, map(_address_of, _matching(wanted, backend))):
+            return address
+        raise SpecError(
+            f"{variable}={wanted}: no such interface has an IPv4 address here; there are "
+            f"{', '.join(_interfaces())}"
+        )
+    kind = socket.SOCK_STREAM if backend == "gloo" else socket.SOCK_DGRAM
+    with suppress(OSError), socket.socket(socket.AF_INET, kind) as probe:
+        if backend == "gloo":
+            probe.bind((socket.gethostname(), 0))
+        else:
+            probe.connect((environment.get("MASTER_ADDR", _LOOPBACK), 1))  # sends nothing
+        return str(probe.getsockname()[0])
+    return _LOOPBACK
+
+
+def interface_of(address: str) -> str:
+    """Return the name of the interface that has an address, or "" if none has."""
+    return next((name for name in _interfaces() if _address_of(name) == address), "")
+
+
+def _interfaces() -> list[str]:
+    return [name for _, name in socket.if_nameindex()]
+
+
+def _matching(wanted: str, backend: str) -> list[str]:
+    """Return the interfaces that a variable selects.
+
+    gloo reads names. NCCL reads prefixes, "=" in front of names, and "^" in front of what to leave
+    out.
+    """
+    words = wanted.lstrip("^=").split(",")
+    if backend == "gloo" or wanted.startswith("="):
+        return [name for name in words if name in _interfaces()]
+    left_out = wanted.startswith("^")
+    return [name for name in _interfaces() if name.startswith(tuple(words)) != left_out]
+
+
+def _address_of(interface: str) -> str:
+    """Return the IPv4 address of an interface, or "" if it has none."""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return ""
+    return socket.inet_ntoa(answer[20:24])

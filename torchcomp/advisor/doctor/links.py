@@ -1,23 +1,14 @@
-"""Links: latency and bandwidth between two ranks, in each direction, pair after pair.
-
-TCP measures what gloo uses. On NCCL, the process group uses other links: NVLink or InfiniBand.
-"""
+"""Links: latency and bandwidth between two ranks over TCP, in each direction, pair after pair."""
 
 import itertools
 import random
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from torchcomp.advisor.doctor.connections import limit, read_into
-from torchcomp.advisor.doctor.job import Job
+from torchcomp.advisor.doctor.job import Connections, limit, read_into
 
 Pair = tuple[int, int]
 
@@ -96,7 +87,7 @@ def rounds(pairs: Sequence[Pair], nodes: Sequence[int]) -> list[list[Pair]]:
     return [members for _, members in made]
 
 
-class SocketChannel:
+class Channel:
     """One end of a TCP connection. A call ends within a timeout, or raises OSError."""
 
     def __init__(self, connection: socket.socket, timeout: float) -> None:
@@ -126,56 +117,12 @@ class SocketChannel:
             left -= len(part)
         return int(nbytes)
 
-    def close(self) -> None:
-        """End the link: its two ends may disagree about what comes next."""
-        self.connection.close()
-
-
-class GroupChannel:
-    """The same with one other rank over the default process group."""
-
-    def __init__(self, other: int, device: torch.device, timeout: float) -> None:
-        self.other, self.device, self.timeout = other, device, timeout
-
-    def send(self, nbytes: int) -> None:
-        self._wait(dist.isend(torch.tensor([nbytes], device=self.device), self.other))
-        if nbytes:
-            message = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
-            self._wait(dist.isend(message, self.other))
-
-    def receive(self) -> int:
-        size = torch.zeros(1, dtype=torch.int64, device=self.device)
-        self._wait(dist.irecv(size, self.other))
-        nbytes = int(size.item())
-        if nbytes:
-            message = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-            self._wait(dist.irecv(message, self.other))
-        return nbytes
-
-    def close(self) -> None:
-        """Do nothing: the backend ends the whole group."""
-
-    def _wait(self, work: Any) -> None:
-        try:
-            work.wait(timedelta(seconds=self.timeout))
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
-        except RuntimeError as error:
-            raise OSError(f"the backend says: {error}") from error
-
-
-Channel = SocketChannel | GroupChannel
-
 
 def measure_rounds(
-    job: Job,
-    name: str,
-    made: Sequence[Sequence[Pair]],
-    nodes: Sequence[int],
-    channel_to: Callable[[int], Channel],
+    connections: Connections, name: str, made: Sequence[Sequence[Pair]], nodes: Sequence[int]
 ) -> list[Link]:
     """Measure pairs, round by round; use a name once. Every rank gets all links."""
-    own: list[Link] = []
+    job, own = connections.job, list[Link]()
     budget = min(_LONGEST, max(_SHORTEST, _ALL / 2 / max(1, len(made))))
     # A pair that fails takes up to one timeout in each direction.
     seconds = 2 * job.timeout + job.patience
@@ -185,7 +132,8 @@ def measure_rounds(
             if job.rank in pair:
                 (other,) = {*pair} - {job.rank}
                 ends = job.rank, other, nodes[job.rank] == nodes[other]
-                own.append(_measured(channel_to(other), *ends, budget))
+                channel = Channel(connections.between(other), job.timeout)
+                own.append(_measured(channel, *ends, budget))
     rows = job.gather(name, [[*vars(link).values()] for link in own], seconds)
     # JSON has lists in place of tuples.
     return [
@@ -204,7 +152,7 @@ def _measured(channel: Channel, rank: int, other: int, inside: bool, budget: flo
         if rank < other:
             echo(channel)
     except OSError as error:
-        channel.close()
+        channel.connection.close()  # its ends may disagree about what comes next
         return Link(rank, other, inside, error=str(error))
     return Link(rank, other, inside, *found)
 

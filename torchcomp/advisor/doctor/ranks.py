@@ -16,8 +16,7 @@ from typing import Any
 
 import torch
 
-from torchcomp.advisor.doctor.connections import Connections, interface_of
-from torchcomp.advisor.doctor.job import Job
+from torchcomp.advisor.doctor.job import Connections, Job, interface_of
 from torchcomp.kernels.backend import fast_form
 from torchcomp.specs.version import __version__
 
@@ -179,7 +178,6 @@ def measure_speed(job: Job, name: str) -> list[Speed]:
 
 
 def _products(x: torch.Tensor, count: int) -> float:
-    """Multiply matrices, and return the seconds."""
     if x.is_cuda:
         torch.cuda.synchronize(x.device)
     began = time.perf_counter()

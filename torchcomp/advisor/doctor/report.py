@@ -3,26 +3,51 @@
 import math
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from torchcomp.advisor.costs import wrapped
-from torchcomp.advisor.doctor.examination import Results
+from torchcomp.advisor.collectives import CollectiveTimes
+from torchcomp.advisor.doctor.findings import Finding, Row, Verdict
 from torchcomp.advisor.doctor.job import ranks_named
 from torchcomp.advisor.doctor.links import ALL_PAIRS, Link
-from torchcomp.advisor.doctor.phases import PLAIN
-from torchcomp.advisor.units import duration, rate, size
+from torchcomp.advisor.doctor.ranks import Clock, Facts, Speed
+from torchcomp.advisor.doctor.training import PLAIN
+from torchcomp.advisor.units import duration, rate, size, wrapped
 from torchcomp.specs.version import __version__
 
-SCHEMA = 1  # version of the JSON: it grows when a name goes away or changes its meaning
+SCHEMA = 2  # version of the JSON: it grows when a name goes away or changes its meaning
 HEALTHY, FOUND, NOT_MEASURED = 0, 1, 3  # exit statuses; 2 is bad options
 _SHOWN_SIZES = (2**12, 2**18, 2**22, 2**24)
 _MOST_SHOWN = 20
+_PREDICTED = """predicted: nothing was trained with it. docs/prediction.md has the error, and \
+docs/performance.md the effect on the accuracy"""
 
-_PREDICTED = (
-    "predicted: nothing was trained with it. docs/prediction.md has the error, and "
-    "docs/performance.md the effect on the accuracy"
-)
+
+@dataclass
+class Results:
+    """What was measured, as far as it got. All ranks have the same, unless there is an error."""
+
+    backend: str = ""  # "gloo" or "nccl"
+    facts: list[Facts] = field(default_factory=list)  # of every rank, as are clocks and speeds
+    findings: list[Finding] = field(default_factory=list)
+    clocks: list[Clock] = field(default_factory=list)
+    links: list[Link] = field(default_factory=list)  # over TCP, each direction separately
+    speeds: list[Speed] = field(default_factory=list)
+    collectives: CollectiveTimes | None = None  # None for one rank
+    rows: list[Row] = field(default_factory=list)  # step times, in the order of MODES
+    verdict: Verdict | None = None  # None without a workload, or for one rank
+    workload: str = ""  # what trained
+    seconds: float = 0.0  # how long all took
+    error: str = ""  # why the rest was not measured
+
+    @property
+    def fatal(self) -> bool:
+        """Whether the ranks cannot train together."""
+        return any(finding.fatal for finding in self.findings)
+
+    @property
+    def world_size(self) -> int:
+        return len(self.facts)
 
 
 def status(results: Results) -> int:
@@ -34,8 +59,8 @@ def status(results: Results) -> int:
 
 def as_dict(results: Results) -> dict[str, Any]:
     """Return everything as plain values for JSON, in seconds and bytes."""
-    collectives = results.collectives
-    values = {**vars(results), "collectives": collectives and collectives.to_dict()}
+    values = {**vars(results)}
+    values["collectives"] = results.collectives and results.collectives.to_dict()
     plain = {
         name: [asdict(each) for each in value] if isinstance(value, list) else value
         for name, value in values.items()
@@ -52,8 +77,7 @@ def text(results: Results) -> str:
     """Return the report."""
     sections = (
         _machines(results),
-        _links("TCP", results.links, results.world_size),
-        _links("NCCL", results.nccl_links, results.world_size),
+        _links(results.links, results.world_size),
         _ranks(results),
         _collectives(results),
         _steps(results),
@@ -73,30 +97,22 @@ def _counted(count: int, noun: str) -> str:
 def _machines(results: Results) -> Iterator[str]:
     groups: dict[str, list[int]] = {}
     for rank, facts in enumerate(results.facts):
-        parts = (
-            f"host {facts.host}",
-            _counted(facts.cores, "core"),
-            _counted(facts.threads, "thread"),
-            facts.gpu,
-            f"/dev/shm {size(facts.shm_free)} free" if facts.shm_bytes >= 0 else "no /dev/shm",
-            f"{facts.kernels} kernels",
-            f"interface {facts.interface or 'unknown'}",
-            f"torch {facts.torch}",
-            f"torchcomp {facts.torchcomp}",
-            f"Python {facts.python}",
-            facts.nccl and f"NCCL {facts.nccl}",
-            facts.driver and f"driver {facts.driver}",
-        )
+        shm = f"/dev/shm {size(facts.shm_free)} free" if facts.shm_bytes >= 0 else "no /dev/shm"
+        cores, threads = _counted(facts.cores, "core"), _counted(facts.threads, "thread")
+        parts = [f"host {facts.host}", cores, threads, facts.gpu, shm, f"{facts.kernels} kernels"]
+        parts += [f"interface {facts.interface or 'unknown'}", f"torch {facts.torch}"]
+        parts += [f"torchcomp {facts.torchcomp}", f"Python {facts.python}"]
+        parts += [facts.nccl and f"NCCL {facts.nccl}", facts.driver and f"driver {facts.driver}"]
         groups.setdefault(", ".join(filter(None, parts)), []).append(rank)
     yield "machines"
     for described, ranks in list(groups.items())[:_MOST_SHOWN]:
         yield wrapped(f"  {ranks_named(ranks)}: ", described)
 
 
-def _links(name: str, links: Sequence[Link], world_size: int) -> Iterator[str]:
+def _links(links: Sequence[Link], world_size: int) -> Iterator[str]:
     if not links:
         return
-    yield f"links over {name}{'' if world_size <= ALL_PAIRS else ', a ring and a sample'}"
+    yield f"links over TCP{'' if world_size <= ALL_PAIRS else ', a ring and a sample'}"
     yield _cells(f"  {'':<14}links", ("slowest", "median", "latency", "worst latency"), 14)
     for title, inside in (("inside nodes", True), ("between nodes", False)):
         some = [link for link in links if link.inside == inside and not link.error]

@@ -1,17 +1,13 @@
-"""The compute step: when DDP's buckets are ready, measured and by their share of the elements."""
+"""When DDP's buckets are ready, in a step that exchanges nothing."""
 
-import json
-
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.net.compute import measure_compute
 from tests.support.ranks import on_threads
-from torchcomp.advisor import Compute, Link, measure_compute, record, simulate
-from torchcomp.engine.bucket import BucketShape
-from torchcomp.specs.errors import SpecError
+from torchcomp.advisor import Link, record, simulate
 
 
 def body():
@@ -38,18 +34,3 @@ def test_buckets_are_ready_in_the_order_of_the_backward_pass():
     # Nothing was exchanged.
     assert not torch.equal(weights[0], others[0])
     assert step.seconds > step.compute == compute.total
-    assert Compute.from_dict(json.loads(json.dumps(compute.to_dict()))) == compute
-
-
-def test_ready_times_by_elements():
-    shapes = [BucketShape((name,), ((n,),), torch.float32) for name, n in (("a", 100), ("b", 300))]
-    # The backward pass is from 3 to 9.6 s.
-    compute = Compute.by_elements(shapes, 10.0)
-    assert compute.buckets == (("a",), ("b",))
-    assert (*compute.ready, compute.backward, compute.total) == pytest.approx((4.65, 9.6, 9.6, 10))
-
-
-@pytest.mark.parametrize("bad", [{"steps": 0}, {"warm_up": 1}])
-def test_bad_numbers_of_steps_are_refused(bad):
-    with pytest.raises(SpecError):
-        measure_compute(None, lambda: None, None, **bad)

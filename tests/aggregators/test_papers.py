@@ -1,0 +1,298 @@
+"""Methods compared with their papers' loops in torchcomp.reference, in process and through DDP."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import torchcomp
+from tests.aggregators.runs import (
+    ONE,
+    SEVERAL,
+    SHAPES,
+    Named,
+    assert_near,
+    averager,
+    first_q,
+    gradient,
+    history,
+    mean,
+    on_ranks,
+    parameters,
+    step,
+    steps,
+    total,
+)
+from tests.support.cases import some
+from tests.support.models import (
+    gradients,
+    kept,
+    local_gradients,
+    loss_of,
+    mlp,
+    rebuilt_buckets,
+    rows,
+    weights,
+    wrap,
+)
+from tests.support.outcomes import raised_by, reloaded, same
+from tests.support.ranks import on_processes, on_threads
+from torchcomp import NonFiniteError
+from torchcomp.aggregators import PowerSGD
+from torchcomp.engine.bucket import BucketShape
+from torchcomp.reference import (
+    Compress,
+    History,
+    bidirectional,
+    compresses,
+    dgc,
+    ef21,
+    error_feedback,
+    powersgd,
+    top_share,
+)
+
+STEPS = 20
+TOP = 'topk(0.1, scope="tensor")'
+SENT = top_share(0.1)
+SHARES = [0.25, 0.25, 0.0625, 0.0625, 0.015625, 0.015625, 0.00390625, 0.00390625]
+"""The paper's warm-up: 75 %, 93.75 %, 98.4 % and 99.6 % are not sent."""
+
+Twin = Callable[[History], tuple[list[Named], dict[str, list[Named]]]]
+"""From gradients to the means of all steps, and the state of all workers at the end, by slot."""
+
+
+def of_dgc(momentum: float, nesterov: bool = False, sent: Compress = SENT) -> Twin:
+    def twin(g: History) -> Any:
+        means, residuals, velocities = dgc(g, sent, momentum, nesterov=nesterov)
+        return means, {"error": residuals, "momentum": velocities}
+
+    return twin
+
+
+def of_ef21(g: History) -> Any:
+    means, estimates = ef21(g, SENT)
+    return means, {"estimate": estimates, "mean_estimate": [means[-1]] * len(estimates)}
+
+
+def of_powersgd(rank: int) -> Twin:
+    def twin(g: History) -> Any:
+        means, residuals = powersgd(g, rank, first_q)
+        return means, {"error": residuals}
+
+    return twin
+
+
+def of_ef(g: History) -> Any:
+    means, residuals = error_feedback(g, SENT)
+    return means, {"error": residuals}
+
+
+def of_bidirectional(g: History) -> Any:
+    means, residuals, _ = bidirectional(g, SENT, top_share(0.2))
+    return means, {"error": residuals}
+
+
+def warming_up(x: Tensor, t: int, name: str) -> Tensor:
+    return top_share(SHARES[t] if t < len(SHARES) else 0.001)(x, t, name)
+
+
+PAPERS: dict[str, Twin] = {
+    "powersgd(rank=1)": of_powersgd(1),
+    f"ef21({TOP})": of_ef21,
+    f"dgc({TOP}, momentum=0.8)": of_dgc(0.8),
+    "powersgd(rank=4)": of_powersgd(4),
+    f'ef21({TOP}, exchange="sharded")': of_ef21,
+    f'dgc({TOP}, momentum=0.9, nesterov=True, exchange="allgather")': of_dgc(0.9, True),
+    f'dgc({TOP}, momentum=0.5, exchange="sharded")': of_dgc(0.5),
+    'dgc(topk(0.001, scope="tensor"), warmup_steps=8)': of_dgc(0.9, sent=warming_up),
+    f"ef({TOP})": of_ef,
+    f'bidirectional({TOP}, topk(0.2, scope="tensor"), selection="exact")': of_bidirectional,
+}
+THROUGH_DDP = list(PAPERS)[:3]
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("groups", [ONE, SEVERAL], ids=["one", "several"])
+@pytest.mark.parametrize("spec", PAPERS)
+def test_equals_the_paper(spec: str, groups: tuple[tuple[str, ...], ...], world_size: int) -> None:
+    def body(exchange: Any) -> tuple[list[Named], Any]:
+        engine = averager(spec, exchange, groups)
+        return steps(engine, range(STEPS), groups), engine.state_dict()
+
+    means, slots = PAPERS[spec](history(STEPS, world_size))
+    for worker, (applied, state) in enumerate(on_ranks(world_size, body)):
+        for actual, expected in zip(applied, means, strict=True):
+            assert_near(actual, expected, 1e-10)
+        for slot, expected in slots.items():
+            assert_near(kept(state, slot), expected[worker], 1e-10)
+
+
+@pytest.mark.parametrize("compressor", ["topk(0.05)", 'topk(0.2, values="int4")'])
+def test_dgc_without_momentum_is_ef(compressor: str) -> None:
+    def body(exchange: Any) -> bool:
+        runs = []
+        for spec in (f"ef({compressor})", f"dgc({compressor}, momentum=0.0)"):
+            engine = averager(spec, exchange, SEVERAL, torch.float32)
+            means = steps(engine, range(12), SEVERAL, torch.float32)
+            runs.append((means, kept(engine.state_dict(), "error")))
+        return same(*runs)
+
+    assert all(on_ranks(3, body))
+
+
+# --- Through DDP: several buckets, their rebuild, a resume, a failed step -------------------------
+
+
+class Script:
+    """One rank's DDP script."""
+
+    def __init__(self, spec: str, seed: int = 3) -> None:
+        self.model = wrap(mlp())
+        self.handle = torchcomp.register(self.model, spec, seed=seed)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.02)
+
+    def train(self, numbers: range, factor: float = 1.0) -> tuple[list[Named], list[Named]]:
+        """Return this rank's own gradients, and those that DDP passes to the optimizer."""
+        own, applied = [], []
+        for number in numbers:
+            batch = rows(number) * factor
+            own.append(local_gradients(self.model, (batch,)))
+            self.model.zero_grad()
+            loss_of(self.model(batch)).backward()
+            applied.append(gradients(self.model))
+            self.optimizer.step()
+        return own, applied
+
+
+def trained(spec: str) -> tuple[list[Named], list[Named], Any]:
+    script = Script(spec)
+    own, applied = script.train(range(STEPS))
+    assert rebuilt_buckets(script.model) > 2
+    state = script.handle.state_dict()
+    script.handle.close()
+    return own, applied, state
+
+
+def check(spec: str, outcomes: list[tuple[list[Named], list[Named], Any]]) -> None:
+    own, applied, states = zip(*outcomes, strict=True)
+    means, slots = PAPERS[spec]([list(each) for each in zip(*own, strict=True)])
+    for rank, state in enumerate(states):
+        for actual, expected in zip(applied[rank], means, strict=True):
+            assert_near(actual, expected, 1e-9)
+        for slot, expected in slots.items():
+            assert_near(kept(state, slot), expected[rank], 1e-9)
+
+
+@pytest.mark.parametrize("spec", THROUGH_DDP)
+def test_equals_the_paper_through_the_bucket_rebuild(spec: str) -> None:
+    check(spec, on_threads(3, trained, spec))
+
+
+def over_gloo(spec: str) -> tuple[tuple[list[Named], list[Named], Any], Tensor]:
+    """Train and resume, with a failed step and steps with zero gradients after the resume."""
+    outcome = trained(spec)
+    script, other = Script(spec), Script(spec, seed=4)
+    script.train(range(4))
+    other.model.module.load_state_dict(script.model.module.state_dict())
+    other.handle.load_state_dict(reloaded(script.handle.state_dict()))
+    for each in (script, other):
+        before = each.handle.state_dict()["slots"]
+        spoilt = rows(4) * (float("inf") if torch.distributed.get_rank() == 1 else 1.0)
+        error = raised_by(lambda each=each, x=spoilt: loss_of(each.model(x)).backward())
+        assert isinstance(error, NonFiniteError), repr(error)
+        assert same(each.handle.state_dict()["slots"], before)
+        each.train(range(5, 7), factor=0.0)
+        each.train(range(7, 17))
+    assert torch.equal(weights(script.model.module), weights(other.model.module))
+    for each in (script, other):
+        each.handle.close()
+    return outcome, weights(script.model.module)
+
+
+@pytest.mark.parametrize("spec", some(THROUGH_DDP, of=3))
+def test_over_gloo_with_several_buckets(spec: str) -> None:
+    """Several buckets on gloo, a resume and an infinity: PyTorch's PowerSGD hook fails here."""
+    outcomes, final = zip(*on_processes(2, over_gloo, spec), strict=True)
+    check(spec, list(outcomes))
+    assert torch.equal(final[0], final[1])
+    assert final[0].isfinite().all()
+
+
+# --- PowerSGD, for matrices that are hard to orthonormalize ---------------------------------------
+
+
+def zeros() -> Named:
+    return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def test_both_definitions_of_the_residual_apply_the_same_means() -> None:
+    """The residuals of the ranks differ. With M - P Q^T, they grow without bound."""
+    dense = history(STEPS, 4)
+    (means, own), (others, shared) = (
+        powersgd(dense, 2, first_q, residual=kind) for kind in ("own", "mean")
+    )
+    for one, other in zip(means, others, strict=True):
+        assert_near(one, other, 1e-9)
+    assert_near(mean(own), mean(shared), 1e-9)
+    assert sum(e["conv"].norm() for e in own) < sum(e["conv"].norm() for e in shared)
+
+
+def test_matrices_are_compressed_only_if_that_makes_them_smaller() -> None:
+    shape = BucketShape.of(tuple(SHAPES), parameters())
+    for rank in (1, 2, 7):
+        _, q = PowerSGD(rank).slots(shape, 4, 0)
+        assert set(q.names) == {n for n, p in parameters().items() if compresses(p, rank)}
+    assert dict(zip(q.names, q.sizes, strict=True)) == {"tall": 63}
+    assert PowerSGD(2, min_ratio=3.0).slots(shape, 4, 0)[1].names == ("conv", "tall")
+
+
+def test_matrices_of_lower_rank_are_exact() -> None:
+    """One row, one entry, one outer product, then zeros: no NaN, and the means are exact."""
+
+    def body(exchange: Any) -> list[tuple[Named, Named]]:
+        engine, found = averager("powersgd(3)", exchange), []
+        for number in range(8):
+            tensors = zeros()
+            tall = tensors["tall"]
+            if number % 4 == 0:
+                tall[7] = torch.arange(9.0)
+            elif number % 4 == 1:
+                tall[3, 4] = 1e-200
+            elif number % 4 == 2:
+                tall += torch.outer(torch.arange(50.0), torch.arange(9.0)) * (1 + exchange.rank)
+            found.append((tensors, step(engine, tensors)))
+        return found
+
+    for (own, applied), (others, _) in zip(*on_ranks(2, body), strict=True):
+        assert_near(applied, mean([own, others]), 1e-9)
+
+
+def test_the_basis_recovers_from_zero_gradients_and_zero_rows() -> None:
+    """After steps with zero gradients, Q must not stay zero: messages must approximate again."""
+
+    def body(exchange: Any) -> tuple[Named, Named]:
+        engine = averager("powersgd(2)", exchange)
+        for _ in range(3):
+            step(engine, zeros())
+        constant = gradient(0, exchange.rank)
+        constant["tall"][:4] = 0.0
+        return constant, total([step(engine, constant) for _ in range(30)])
+
+    dense, applied = zip(*on_ranks(2, body), strict=True)
+    expected = 30 * mean(dense)["tall"]
+    assert (expected - applied[0]["tall"]).norm() / expected.norm() < 0.2
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e25])
+def test_very_small_and_very_large_gradients_stay_in_range(size: float) -> None:
+    def body(exchange: Any) -> None:
+        plain, sized = (averager("powersgd", exchange, dtype=torch.float32) for _ in range(2))
+        for number in range(4):
+            tensors = gradient(number, exchange.rank, torch.float32)
+            other = step(sized, {name: t * size for name, t in tensors.items()})
+            assert_near({n: t / size for n, t in other.items()}, step(plain, tensors), 1e-3)
+
+    on_ranks(2, body)
