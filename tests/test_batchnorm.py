@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.support.counting import counted
 from tests.support.logs import messages_of
 from tests.support.models import seeded
 from tests.support.outcomes import assert_replicas_equal
@@ -77,9 +76,6 @@ class Reader:
             yield batch
 
 
-# --- One process ----------------------------------------------------------------------------------
-
-
 def test_statistics_are_the_mean_of_the_batches_statistics():
     model, batches = network(), shard()
     weights = [p.clone() for p in model.parameters()]
@@ -106,38 +102,15 @@ def test_passes_are_in_training_mode_and_build_no_graph():
     assert (model[1].momentum, model[4].momentum) == (None, 0.3)
 
 
-@pytest.mark.parametrize(("images", "read"), [(1, 1), (6, 1), (7, 2), (12, 2), (13, 3), (48, 8)])
+@pytest.mark.parametrize(("images", "read"), [(1, 1), (6, 1), (7, 2), (48, 8)])
 def test_whole_batches_are_read_until_there_are_enough_images(images, read):
     model, loader = network(), Reader(shard())
+    forms = [lambda x, y: x, lambda x, y: [x, y], lambda x, y: (x,)]
+    loader.batches = [forms[i % 3](*batch) for i, batch in enumerate(loader.batches)]
     reestimate_batchnorm(model, loader, images=images)
+    loader.batches = shard()
     assert loader.read == read
     torch.testing.assert_close(statistics(model), reference(model, loader.batches[:read]))
-
-
-def test_a_smaller_batch_has_the_same_weight_as_the_others():
-    model = network()
-    batches = [*shard(batches=2), *shard(rank=1, batches=1, size=2)]
-    reestimate_batchnorm(model, batches, images=14)
-    torch.testing.assert_close(statistics(model), reference(model, batches))
-
-
-@pytest.mark.parametrize("form", [lambda x, y: x, lambda x, y: [x, y], lambda x, y: (x,)])
-def test_batches_are_images_or_start_with_them(form):
-    model, batches = network(), shard(batches=2)
-    reestimate_batchnorm(model, (form(*batch) for batch in batches), images=12)
-    torch.testing.assert_close(statistics(model), reference(model, batches))
-
-
-def test_training_continues_from_the_estimate():
-    model = network()
-    model[1].momentum = None
-    model[1].num_batches_tracked.fill_(10_000)
-    reestimate_batchnorm(model, shard(), images=12)
-    assert model[1].num_batches_tracked == 2
-    model(shard(batches=3)[2][0])
-    # The layer without a momentum has the mean of all three batches.
-    inputs = torch.stack([model[0](x) for x, _ in shard(batches=3)])
-    torch.testing.assert_close(model[1].running_mean, inputs.mean((0, 1)).detach())
 
 
 def test_frozen_layers_keep_their_statistics():
@@ -177,13 +150,10 @@ def test_a_model_without_statistics_is_not_changed_and_one_warning_is_logged(cap
     before = copy.deepcopy(model.state_dict())
     for _ in range(2):
         reestimate_batchnorm(model, iter(()))
-    (message,) = messages_of("batchnorm", caplog)
+    (message,) = messages_of("local_sgd.batchnorm", caplog)
     assert "reestimate_batchnorm" in message
     assert all(map(torch.equal, before.values(), model.state_dict().values()))
     assert not any(module.training for module in model.modules())
-
-
-# --- Ranks ----------------------------------------------------------------------------------------
 
 
 def wrapped(kind):
@@ -202,8 +172,7 @@ def on_a_rank(kind, images):
     return statistics(module), loader.read
 
 
-@pytest.mark.parametrize("kind", ["module", "ddp"])
-@pytest.mark.parametrize(("images", "read"), [(48, 2), (49, 3), (192, 8)])
+@pytest.mark.parametrize(("kind", "images", "read"), [("module", 48, 2), ("ddp", 49, 3)])
 def test_statistics_are_averaged_over_the_ranks(kind, images, read):
     found, batches = zip(*on_threads(4, on_a_rank, kind, images), strict=True)
     assert batches == (read,) * 4
@@ -219,15 +188,6 @@ def test_processes_over_gloo_end_with_the_same_statistics():
         assert_replicas_equal(list(found))
         wanted = torch.stack([reference(network(), shard(rank)[:4]) for rank in range(2)]).mean(0)
         torch.testing.assert_close(found[0], wanted, rtol=1e-12, atol=1e-12)
-
-
-def rank_0_alone():
-    if dist.get_rank() == 0:
-        reestimate_batchnorm(nn.Linear(2, 2), iter(()))
-
-
-def test_a_model_without_statistics_does_not_wait_for_other_ranks():
-    on_threads(2, rank_0_alone)
 
 
 def after_local_steps(local_steps):
@@ -272,9 +232,6 @@ def test_inside_a_round_it_raises_on_every_rank():
         assert "next_sync is None" in str(error)
 
 
-# --- Bad input ------------------------------------------------------------------------------------
-
-
 @contextmanager
 def unchanged(model):
     """Require that the model's state, modes and momenta are the same at the end."""
@@ -294,13 +251,9 @@ def nan_images():
     ("loader", "images", "error", "problem"),
     [
         (shard, 49, SpecError, r"loader .* 48 .* 49 .*images=49\b.*\b1\b"),
-        (list, 4096, SpecError, r"loader .* 0 .* 4,096 .*images=4096\b.*\b1\b"),
         (shard, 0, SpecError, r"^images .* 1, .* 0$"),
-        (shard, -3, SpecError, r"^images .* 1, .* -3$"),
         (shard, 4.5, SpecError, r"^images .* 1, .* 4\.5$"),
-        (shard, True, SpecError, r"^images .* 1, .* True$"),
         (lambda: None, 6, SpecError, r"^loader .* NoneType$"),
-        (lambda: [{"image": 1}], 6, SpecError, r"batch .* dict$"),
         (lambda: [()], 6, SpecError, r"batch .* tuple$"),
         (lambda: [("a.jpeg", 1)], 6, SpecError, r"batch .* str$"),
         (nan_images, 6, NonFiniteError, r"\b2 BatchNorm.*'1', '4'"),
@@ -310,14 +263,8 @@ def test_bad_input_is_refused_and_changes_nothing(loader, images, error, problem
     model = network()
     with unchanged(model), pytest.raises(error, match=problem):
         reestimate_batchnorm(model, loader(), images=images)
-
-
-@pytest.mark.parametrize("model", [None, "resnet", network])
-def test_an_argument_that_is_not_a_module_is_refused(model):
-    with pytest.raises(
-        UnsupportedModelError, match=rf"torch\.nn\.Module.*\b{type(model).__name__}$"
-    ):
-        reestimate_batchnorm(model, shard())
+    with pytest.raises(UnsupportedModelError, match=r"torch\.nn\.Module.*\bstr$"):
+        reestimate_batchnorm("resnet", shard())
 
 
 def one_short_shard(kind, batches):
@@ -329,21 +276,9 @@ def one_short_shard(kind, batches):
             return str(error)
 
 
-@pytest.mark.parametrize("kind", ["module", "ddp"])
-@pytest.mark.parametrize("batches", [(0, 2), (1, 2)])
+@pytest.mark.parametrize(("kind", "batches"), [("module", (0, 2)), ("ddp", (1, 2))])
 def test_too_few_images_on_one_rank_raise_on_every_rank(kind, batches):
     for message in on_threads(2, one_short_shard, kind, batches):
         assert re.search(rf"loader .* {6 * batches[0]} .* 12 .* on rank 0", message)
         assert "none on rank 1" in message
         assert "next_sync is None" in message
-
-
-def test_the_host_waits_equally_often_for_any_number_of_layers():
-    waits = []
-    for layers in (2, 6):
-        model = nn.Sequential(*[nn.BatchNorm1d(4, affine=False) for _ in range(layers)])
-        with counted() as counts:
-            reestimate_batchnorm(model, [torch.randn(8, 4)], images=8)
-        # In this mode, torch itself reads the number of batches in each layer and batch.
-        waits.append(counts.waits.total() - layers)
-    assert waits[0] == waits[1]

@@ -1,5 +1,6 @@
 """The code in the documentation runs as printed there."""
 
+import ast
 import os
 import re
 import subprocess
@@ -26,11 +27,14 @@ from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import Averager
 from torchcomp.engine.keys import Key
+from torchcomp.specs import spec
 
 ROOT = Path(__file__).parent.parent
 SCRIPT_ENVIRONMENT = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 README = (ROOT / "README.md").read_text()
+TUTORIAL = (ROOT / "docs" / "tutorial.md").read_text()
 USAGE = (ROOT / "docs" / "usage.md").read_text()
+PLAN = (ROOT / "docs" / "plan.md").read_text()
 FSDP = (ROOT / "docs" / "fsdp.md").read_text()
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
 
@@ -110,7 +114,7 @@ def test_readme_trains_with_nodes_and_with_fsdp() -> None:
     assert on_processes(4, run_readme) == [(20, 1)] * 4
 
 
-def run_usage(folder: str) -> str:
+def run_usage(folder: str) -> int:
     os.chdir(folder)
     torch.manual_seed(0)  # Unlike DDP, Averager does not broadcast the weights of rank 0.
     model = DistributedDataParallel(nn.Linear(8, 3))
@@ -125,12 +129,49 @@ def run_usage(folder: str) -> str:
     }
     for block in blocks(USAGE, "python"):
         exec(block, names)
-    return str(names["plan"])
+    return int(names["handle"].stats.steps)
 
 
-def test_usage_runs_and_shows_the_printed_plan(tmp_path: Path) -> None:
-    shown = on_processes(2, run_usage, str(tmp_path))[0]
-    assert f"```\n{shown}\n```" in USAGE
+def test_usage_runs(tmp_path: Path) -> None:
+    assert on_processes(2, run_usage, str(tmp_path)) == [3, 3]
+
+
+def test_the_page_of_plan_runs_and_shows_the_printed_plan() -> None:
+    names: dict[str, Any] = {}
+    for block in blocks(PLAN, "python"):
+        exec(block, names)
+    assert f"```\n{names['plan']}\n```" in PLAN
+    assert names["training"].hours > 0
+
+
+def run_tutorial(folder: Path, *options: str) -> list[str]:
+    """Run the tutorial's script on two ranks; return the lines that it prints."""
+    (script,) = blocks(TUTORIAL, "python")
+    (folder / "tutorial.py").write_text(script)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    run = subprocess.run(
+        [*launcher, "--nproc-per-node", "2", "tutorial.py", *options],
+        cwd=folder,
+        env={**os.environ, **SCRIPT_ENVIRONMENT},
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return run.stdout.splitlines()
+
+
+def test_the_tutorial_prints_what_it_shows_and_resumes(tmp_path: Path) -> None:
+    shown = [line for line in TUTORIAL.splitlines() if line.endswith("MB sent")]
+    assert len(run_tutorial(tmp_path, "--epochs", "1")) == len(shown) == 3
+    # The last eleven of twelve epochs. The bytes are exact, and the accuracy is nearly the same.
+    for line, printed in zip(shown, run_tutorial(tmp_path), strict=True):
+        (accuracy, sent), (expected, megabytes) = (
+            re.findall(r"([\d.]+)%? (?:correct|MB)", each) for each in (printed, line)
+        )
+        assert printed.split(": ")[0] == line.split(": ")[0]
+        assert float(accuracy) == pytest.approx(float(expected), abs=3)
+        assert sent == megabytes
+    assert (tmp_path / "runs" / "tutorial" / "accuracy.png").stat().st_size > 10_000
 
 
 def run_fsdp(folder: str) -> tuple[int, list[Path]]:
@@ -214,50 +255,84 @@ def test_contributing_averages_in_a_loop() -> None:
         assert torch.equal(first.bias, model.bias)
 
 
-def documented_step() -> list[str]:
-    """Return the files that a step passes, from the table in docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    table = text.partition("## From the DDP hook")[2].partition("Step by step")[0]
-    return re.findall(r"^\| [^|]+ \| `([\w/]+\.py)` \|", table, re.MULTILINE)
+ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
+PACKAGE = Path(torchcomp.__file__).parent
 
 
 def traced_step() -> list[str]:
-    """Run a DDP step with ``ef(topk(0.5))`` and return the files of the package that it calls."""
-    package, calls = str(Path(torchcomp.__file__).parent), list[tuple[str, str]]()
+    """Run DDP steps with ``ef(topk(0.5))``; return the files that the last bucket passes."""
+    calls = list[tuple[str, str]]()
 
     def record(frame: FrameType, event: str, _: object) -> None:
-        if event == "call" and frame.f_code.co_filename.startswith(package):
-            file = str(Path(frame.f_code.co_filename).relative_to(package))
+        if event == "call" and frame.f_code.co_filename.startswith(str(PACKAGE)):
+            file = str(Path(frame.f_code.co_filename).relative_to(PACKAGE))
             calls.append((file, frame.f_code.co_name))
 
     model = DistributedDataParallel(torch.nn.Linear(8, 3))
     torchcomp.register(model, "ef(topk(0.5))")
+    model(torch.ones(2, 8)).sum().backward()  # prepares the bucket
     sys.setprofile(record)
     try:
         model(torch.ones(2, 8)).sum().backward()
     finally:
         sys.setprofile(None)
-    # Skip `begin`, which calls the exchange too: the table is about a bucket.
-    bucket = calls.index(("engine/averager.py", "average"))
-    return list(dict.fromkeys([calls[0][0], *(file for file, _ in calls[bucket:])]))
+    # Without the calls of the first job before its bucket, which ask whether the last step counts.
+    starts = [("ddp/hook.py", "hook"), ("ddp/executors.py", "submit")]
+    starts.append(("engine/averager.py", "average"))
+    at = [calls.index(start) for start in starts]
+    assert at == sorted(at)
+    return list(dict.fromkeys(file for file, _ in [*starts, *calls[at[-1] :]]))
 
 
-def test_architecture_lists_the_files_that_a_bucket_passes() -> None:
-    register, *rest = documented_step()
-    assert register == "ddp/register.py"
-    assert len(rest) >= 5
+def test_architecture_has_the_stations_of_a_bucket_in_order() -> None:
+    stations = re.findall(r"^\| \d \| \w+ \| `([\w/]+\.py)` \|", ARCHITECTURE, re.MULTILINE)
+    assert len(stations) == 7
     for files in on_threads(2, traced_step):
-        assert [file for file in files if file in rest] == rest
+        assert [file for file in files if file in stations] == stations
+    picture = (ROOT / "docs" / "architecture.svg").read_text()
+    assert re.findall(r">([\w/]+\.py)<", picture) == stations
 
 
-def test_architecture_names_every_module_and_every_key_of_a_state() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    rows = [row for row in text.partition("## Layers")[2].splitlines() if row.startswith("| `")]
-    named = {name for row in rows for name in re.findall(r"`(\w+)/?`", row.split("|")[1])}
-    package = Path(torchcomp.__file__).parent
-    modules = {path.stem for path in package.glob("*.py")}
-    assert named == modules | {path.parent.name for path in package.glob("*/__init__.py")}
-    (form,) = [block for block in re.findall(r"```\n(.*?)```", text, re.DOTALL) if "slots" in block]
+def names_of_the_code() -> set[str]:
+    """Return all names that the package defines: modules, classes, functions, parameters, keys."""
+    names = {"torchcomp", *spec.COMPONENTS}
+    for path in PACKAGE.rglob("*.py"):
+        names |= {path.stem, path.parent.name}
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.arg):
+                names.add(node.arg)
+            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.id if isinstance(node, ast.Name) else node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                names.add(node.value)  # the names of slots and the keys of a state
+    return names
+
+
+def test_architecture_names_only_what_the_code_has() -> None:
+    prose = re.sub(r"^```.*?^```", "", ARCHITECTURE, flags=re.MULTILINE | re.DOTALL)
+    known, unknown = names_of_the_code(), []
+    for name in re.findall("`([^`]+)`", prose):
+        if "/" in name:
+            places = (PACKAGE, ROOT)
+            unknown += [] if any((place / name).exists() for place in places) else [name]
+        else:
+            unknown += [part for part in re.findall(r"[A-Za-z_]\w*", name) if part not in known]
+    assert unknown == []
+    assert len(ARCHITECTURE.split()) <= 1200
+
+
+def test_architecture_has_every_room_and_every_key_of_a_state() -> None:
+    rows = ARCHITECTURE.partition("## Rooms")[2].splitlines()
+    named = {
+        name
+        for row in rows
+        if row.startswith("| `")
+        for name in re.findall(r"`(\w+)/?`", row.split("|")[1])
+    }
+    assert named >= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    (form,) = re.findall(r"```\n(.*?)```", ARCHITECTURE, re.DOTALL)
     (state,) = torchcomp.run_in_process(
         1, lambda exchange: Averager("ef(topk(0.5))", exchange, {"w": torch.ones(4)}).state_dict()
     )

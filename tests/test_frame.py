@@ -211,7 +211,7 @@ def test_fast_tests_name_files_that_exist():
     assert steps[0].endswith("sh tools/setup.sh")
     assert steps[-1].endswith(" --seeds 2")
     paths = re.findall(r"(?<=[ =])tests/\S+", steps[-1])
-    assert {"tests/ddp", "tests/test_spec.py", "tests/ddp/test_resume.py"} <= set(paths)
+    assert {"tests/ddp", "tests/test_spec.py", "tests/ddp/test_methods.py"} <= set(paths)
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 

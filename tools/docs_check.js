@@ -3,7 +3,8 @@
 //   node tools/docs_check.js FOLDER [--screenshots FOLDER]
 //
 // Fails on: links and anchors that lead nowhere, a page wider than the window, text with too little
-// contrast and other violations of WCAG 2 AA, errors in the console, requests to other hosts.
+// contrast and other violations of WCAG 2 AA, errors in the console, requests to other hosts, a search
+// that finds nothing when the site is opened from its folder.
 "use strict";
 
 const fs = require("fs");
@@ -86,6 +87,18 @@ function checkLinks(contents, base) {
   }
 }
 
+async function checkSearch(page) {
+  page.setDefaultTimeout(20000);
+  try {
+    await page.goto(`file://${SITE}/index.html`);
+    await page.click("input.md-search__input");
+    await page.keyboard.type("error feedback");
+    await page.locator(".md-search-result__item a").first().waitFor();
+  } catch (error) {
+    report("search without a server", error.message.split("\n")[0]);
+  }
+}
+
 async function main() {
   const server = await serve();
   const base = `http://127.0.0.1:${server.address().port}/`;
@@ -104,6 +117,7 @@ async function main() {
     await context.close();
   }
   checkLinks(contents, base);
+  await checkSearch(await browser.newPage());
   await browser.close();
   server.close();
   problems.forEach((problem) => console.log(problem));

@@ -19,14 +19,9 @@ from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("docs", "recipes", "benchmarks")
-SHOWN = {".md", ".png", ".svg", ".css"}
+SHOWN = {".md", ".png", ".svg", ".css", ".js"}
 LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]+)")
 ROLE = re.compile(r":(?:attr|class|data|exc|func|meth|mod):`~?([\w.]+)`")
-# Functions that are named like their module, for which the static analysis takes the module.
-MOVED = {
-    "torchcomp.register": "torchcomp.ddp.register.register",
-    "torchcomp.explain": "torchcomp.explain.explain",
-}
 MATH = re.compile(
     r'<(?:span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</(?:span|div)>', re.DOTALL
 )
@@ -159,5 +154,4 @@ class _Roles(Preprocessor):
 
     @staticmethod
     def _link(role: re.Match[str]) -> str:
-        name = MOVED.get(role[1], role[1])
-        return f'<autoref optional identifier="{name}"><code>{role[1]}</code></autoref>'
+        return f'<autoref optional identifier="{role[1]}"><code>{role[1]}</code></autoref>'

@@ -53,10 +53,10 @@ EXCEPTIONS = {
     "exchange/collectives.py Collectives.same": "verifies settings",
     "exchange/process_group.py ProcessGroupExchange.gather_objects": "for errors and checkpoints",
     "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",
-    "local_sgd/overflow.py backward_until_finite": "whether to compute a micro-batch again",
+    "local_sgd/local_sgd.py LocalSGD.backward": "whether to compute a micro-batch again",
     "engine/nonfinite.py FiniteWatch.error": "the step has failed",
     "exchange/base.py _problems": "the step has failed",
-    "ddp/loss_scale.py LossScale.read": "the copy of the last step has long ended",
+    "ddp/loop.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
     "guard/observer.py GuardObserver._judge": "numbers that the host has",
     "guard/watch.py BucketWatch.read": "numbers that the host has",
@@ -77,7 +77,7 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
     "aggregators/powersgd.py _Matrices.__init__": "sizes",
-    "engine/units.py by_name": "a learning rate",
+    "engine/residuals.py by_name": "a learning rate",
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
     "jointspar/jointspar.py JointSpar.stats": "NumPy",

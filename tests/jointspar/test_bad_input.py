@@ -14,10 +14,10 @@ from torch import nn
 import torchcomp
 from tests.jointspar.script import backward, keep, seen
 from tests.support.cases import thorough
-from tests.support.models import Branches, loss_of, mlp, rows, seeded, weights, wrap
+from tests.support.models import loss_of, mlp, rows, weights, wrap
 from tests.support.outcomes import assert_refused
 from tests.support.ranks import on_threads
-from torchcomp.jointspar import JointSpar, Literal
+from torchcomp.jointspar import Baseline, JointSpar, Literal
 from torchcomp.specs.errors import (
     NonFiniteError,
     RankMismatchError,
@@ -25,99 +25,26 @@ from torchcomp.specs.errors import (
     UnsupportedModelError,
 )
 
-# --- One table of refusals ------------------------------------------------------------------------
-
-OPTIONS = [
-    ({"budget": 0.0}, "budget", "0.0"),
-    ({"budget": 27}, "budget", "27"),
-    ({"budget": "half"}, "budget", "'half'"),
-    ({"budget": 0.01}, "p_min", "0.0125"),
-    ({"p_min": 0}, "p_min", "0"),
-    ({"costs": "time"}, "costs", '"bytes"'),
-    ({"selection": "own"}, "selection", '"per-rank"'),
-    ({"rule": "literal"}, "rule", "Literal"),
-    ({"rule": Literal(1e-3), "costs": "bytes"}, "rule", "costs"),
-    ({"seed": -1}, None, "-1"),
-    ({"scaler": "yes"}, None, "str"),
-    ({"compress": 'ef(topk(0.1, scope="model"))'}, "inner", 'scope="bucket"'),
-    ({"compress": "ef(topkk(0.1))"}, None, "'topk'"),
-    ({"compress": "every(4)"}, None, "schedule"),
-    ({"layers": {"a": "7.*", "b": "*"}}, "layers", "'7.*'"),
-    ({"layers": {"a": "*", "b": "0.*"}}, "layers", "'b'"),
-    ({"layers": {"a": "0.*", "b": "2.*"}}, "layers", "'4.weight'"),
-    ({"layers": {"a": [], "b": "*"}}, "layers", "'a'"),
-    ({"layers": {"a": None, "b": "*"}}, "layers", "None"),
-    ({"layers": {0: "0.*", 1: "*"}}, "layers", "0"),
-    ({"layers": ["0.*", "*"]}, "layers", "'0.*'"),
-    ({"layers": {"all": "*"}}, "layers", "'all'"),
-]
+UNSUPPORTED, MISMATCH = UnsupportedModelError, RankMismatchError
 
 
-@pytest.mark.parametrize(("options", "field", "word"), OPTIONS)
-def test_options(options, field, word):
-    def body():
-        model = wrap(mlp())
-        try:
-            JointSpar(model, **{"budget": 0.5, **options})
-        finally:
-            # Nothing was installed, so another method can be.
-            torchcomp.register(model, "mean")
+def after(method, build=mlp):
+    def make():
+        model = wrap(build())
+        method(model)
+        return model
 
-    assert_refused(2, body, SpecError, word, field=field)
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "words"),
-    [
-        ({}, {"budget": 0.6}, ("budget=0.5", "budget=0.6")),
-        ({"seed": 0}, {"seed": 1}, ("seed",)),
-        ({}, {"budget": 2.0}, ("none", "2.0")),
-        ({}, {"layers": {"a": "[0-2].*", "b": "*"}}, ("layers", "'a'")),
-    ],
-)
-def test_arguments_that_differ_across_ranks(first, second, words):
-    def body():
-        JointSpar(wrap(mlp()), **{"budget": 0.5, **(second if dist.get_rank() else first)})
-
-    assert_refused(2, body, RankMismatchError, *words, "rank 0", "rank 1")
-
-
-def after_another(method):
-    model = wrap(mlp())
-    method(model)
-    return model
+    return make
 
 
 def local_steps(model):
     torchcomp.LocalSGD(model, torch.optim.SGD(model.parameters(), 0.1), "every(2)", total_steps=4)
 
 
-MODELS = {
-    "no DDP": (mlp, UnsupportedModelError, "DistributedDataParallel"),
-    "static_graph": (lambda: wrap(mlp(), static_graph=True), UnsupportedModelError, "static_graph"),
-    "one layer": (lambda: wrap(nn.Linear(16, 4)), SpecError, "(model)"),
-    "JointSpar": (
-        lambda: after_another(lambda model: JointSpar(model, budget=0.25)),
-        UnsupportedModelError,
-        "torchcomp.JointSpar(budget=0.25)",
-    ),
-    "LocalSGD": (lambda: after_another(local_steps), UnsupportedModelError, "torchcomp.LocalSGD"),
-    "and others after it": (
-        lambda: local_steps(after_another(lambda model: JointSpar(model, budget=0.25))),
-        UnsupportedModelError,
-        "torchcomp.JointSpar(budget=0.25)",
-    ),
-    "a backward pass": (
-        lambda: after_another(lambda model: backward(model, (rows(0),))),
-        UnsupportedModelError,
-        "backward",
-    ),
-}
-
-
-@pytest.mark.parametrize(("build", "error", "word"), MODELS.values(), ids=MODELS)
-def test_models(build, error, word):
-    assert_refused(2, lambda: JointSpar(build(), budget=0.5), error, word)
+def then_local_steps():
+    model = wrap(mlp())
+    JointSpar(model, budget=0.25)
+    local_steps(model)
 
 
 class Silent(nn.Module):
@@ -136,52 +63,89 @@ class Detached(Silent):
         return self.loss.detach()
 
 
-def ran(module, passes):
-    """Build JointSpar, keep one layer, and run some passes."""
-    model = wrap(module)
-    with JointSpar(model, budget=0.5) as jointspar:
-        passes(model, jointspar)
+def old_backward(model):
+    with JointSpar(model, budget=0.5):
+        with model.no_sync():
+            old = loss_of(model(rows(0)))
+        backward(model, (rows(1),))
+        old.backward()
 
 
-def old_backward(model, jointspar):
-    with model.no_sync():
-        old = loss_of(model(rows(0)))
-    backward(model, (rows(1),))
-    old.backward()
-
-
-def hidden_loss(model, jointspar):
-    model(rows(0))
-    model.module.loss.backward()
-    with torch.no_grad():
+def hidden_loss(model):
+    with JointSpar(model, budget=0.5):
+        model(rows(0))
+        model.module.loss.backward()
+        with torch.no_grad():
+            model(rows(1))
         model(rows(1))
-    model(rows(1))
 
 
-PASSES = {
-    "of an earlier step": (mlp, old_backward, "earlier step"),
-    "of a loss that is not returned": (lambda: Detached(), hidden_loss, "dataclasses"),
-    "without tensors": (Silent, lambda model, _: model(rows(0)), "dict"),
-}
+def silent(model):
+    with JointSpar(model, budget=0.5):
+        model(rows(0))
 
 
-@pytest.mark.parametrize(("build", "passes", "word"), PASSES.values(), ids=PASSES)
-def test_passes(build, passes, word):
-    assert_refused(2, lambda: ran(build(), passes), UnsupportedModelError, word)
+def patterns(**layers):
+    return {"layers": layers}
 
 
-def test_a_kept_layer_that_the_forward_pass_does_not_use_is_ddps_own_error():
+# Options, or what builds the model or runs the passes; the error, the option, and a word in it.
+REFUSED = [
+    ({"budget": 0.0}, SpecError, "budget", "0.0"),
+    ({"budget": "half"}, SpecError, "budget", "'half'"),
+    ({"budget": 0.01}, SpecError, "p_min", "0.0125"),
+    ({"p_min": 0}, SpecError, "p_min", "0"),
+    ({"costs": "time"}, SpecError, "costs", '"bytes"'),
+    ({"selection": "own"}, SpecError, "selection", '"per-rank"'),
+    ({"rule": "literal"}, SpecError, "rule", "Literal"),
+    ({"rule": Literal(1e-3), "costs": "bytes"}, SpecError, "rule", "costs"),
+    (lambda: Baseline(alpha=0.0), SpecError, "alpha", "0.0"),
+    (lambda: Literal(alpha=1.0, bound=-3.0), SpecError, "bound", "-3.0"),
+    ({"seed": -1}, SpecError, None, "-1"),
+    ({"scaler": "yes"}, SpecError, None, "str"),
+    ({"compress": 'ef(topk(0.1, scope="model"))'}, SpecError, "inner", 'scope="bucket"'),
+    ({"compress": "every(4)"}, SpecError, None, "schedule"),
+    (patterns(a="7.*", b="*"), SpecError, "layers", "'7.*'"),
+    (patterns(a="*", b="0.*"), SpecError, "layers", "'b'"),
+    (patterns(a="0.*", b="2.*"), SpecError, "layers", "'4.weight'"),
+    (patterns(a=None, b="*"), SpecError, "layers", "None"),
+    ({"layers": ["0.*", "*"]}, SpecError, "layers", "'0.*'"),
+    (patterns(all="*"), SpecError, "layers", "'all'"),
+    # On rank 1 only.
+    ([{"budget": 0.6}], MISMATCH, None, "budget=0.6"),
+    ([{"seed": 1}], MISMATCH, None, "seed"),
+    ([{"budget": 2.0}], MISMATCH, None, "2.0"),
+    ([patterns(a="[0-2].*", b="*")], MISMATCH, None, "'a'"),
+    # Models.
+    (lambda: JointSpar(mlp(), budget=0.5), UNSUPPORTED, None, "DistributedDataParallel"),
+    (lambda: wrap(mlp(), static_graph=True), UNSUPPORTED, None, "static_graph"),
+    (lambda: wrap(nn.Linear(16, 4)), SpecError, None, "(model)"),
+    (after(lambda model: JointSpar(model, budget=0.25)), UNSUPPORTED, None, "(budget=0.25)"),
+    (after(local_steps), UNSUPPORTED, None, "torchcomp.LocalSGD"),
+    (then_local_steps, UNSUPPORTED, None, "torchcomp.JointSpar(budget=0.25)"),
+    (after(lambda model: backward(model, (rows(0),))), UNSUPPORTED, None, "backward"),
+    # Passes.
+    (after(old_backward), UNSUPPORTED, None, "earlier step"),
+    (after(hidden_loss, Detached), UNSUPPORTED, None, "dataclasses"),
+    (after(silent, Silent), UNSUPPORTED, None, "dict"),
+]
+
+
+@pytest.mark.parametrize(("case", "error", "field", "word"), REFUSED)
+def test_what_is_refused(case, error, field, word):
     def body():
-        model = wrap(seeded(Branches().double()))
-        with JointSpar(model, budget=0.5) as jointspar:
-            keep(jointspar, "stem", "right")
-            loss_of(model(rows(0), ("left",))).backward()
-            model(rows(0), ("left",))
+        if callable(case):
+            JointSpar(case(), budget=0.5)
+        (own,) = case if isinstance(case, list) else (case,)
+        changes = own if isinstance(case, dict) or dist.get_rank() else {}
+        model = wrap(mlp())
+        try:
+            JointSpar(model, **{"budget": 0.5, **changes})
+        finally:
+            # Nothing was installed, so another method can be.
+            torchcomp.register(model, "mean")
 
-    assert_refused(2, body, RuntimeError, "find_unused_parameters=True")
-
-
-# --- NaN and infinities ---------------------------------------------------------------------------
+    assert_refused(2, body, error, word, field=field)
 
 
 @pytest.mark.parametrize("selection", ["shared", "per-rank"])
@@ -273,9 +237,6 @@ def test_the_scale_does_not_reach_the_probabilities():
         return jointspar.p
 
     assert on_threads(2, partial(body, 1.0)) == on_threads(2, partial(body, 4096.0))
-
-
-# --- Closing, and lifetime ------------------------------------------------------------------------
 
 
 def test_close_restores_the_module():

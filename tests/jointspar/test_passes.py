@@ -12,8 +12,6 @@ from tests.support.models import loss_of, mlp, rows, wrap
 from tests.support.ranks import on_threads
 from torchcomp.jointspar import JointSpar
 
-# --- Gradients of inputs --------------------------------------------------------------------------
-
 
 def by_grad(model, x):
     return torch.autograd.grad(loss_of(model(x)), x)[0]
@@ -83,9 +81,6 @@ def test_a_gradient_penalty():
     assert_mean([found for found, _ in outcomes], [own for _, own in outcomes])
 
 
-# --- Other weights --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kept", [(), ("2",)])
 def test_a_functional_call_uses_the_weights_passed_to_it_and_is_not_a_step(kept):
     def body():
@@ -107,9 +102,6 @@ def test_a_functional_call_uses_the_weights_passed_to_it_and_is_not_a_step(kept)
         assert jointspar.stats.steps == 1
 
     on_threads(2, body)
-
-
-# --- Outputs --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 import json
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -56,9 +55,7 @@ def trained_state(**options):
     return run.state()
 
 
-@pytest.mark.parametrize(
-    "compress", ["mean", "ef(topk(0.1))", "bidirectional(topk(0.2), topk(0.2))"]
-)
+@pytest.mark.parametrize("compress", ["mean", "ef(topk(0.1))"])
 @pytest.mark.parametrize("selection", ["shared", "per-rank"])
 @pytest.mark.parametrize("cut", [1, 5])
 def test_a_resumed_run_continues_bit_for_bit(compress, selection, cut):
@@ -105,19 +102,6 @@ def test_another_number_of_ranks_continues_with_the_same_p_and_sets(compress):
     assert alone[0] == kept[0][:1]
 
 
-def test_options_of_numpy_numbers_equal_those_of_python_numbers():
-    """Checkpoints and ranks compare the text of the options."""
-
-    def body():
-        run = Run(budget=np.float64(0.5), p_min=np.float32(0.125), seed=np.int64(3))
-        run.train(0, 2)
-        Run(run.state(), p_min=0.125, seed=3).train(2, 3)
-
-    on_threads(1, body)
-
-
-# --- States that are refused ----------------------------------------------------------------------
-
 OTHER_RUNS = [
     ({"budget": 0.7}, "budget=0.7"),
     ({"compress": "ef(topk(0.1))"}, "ef(topk(0.1))"),
@@ -154,19 +138,15 @@ def test_a_residual_is_not_dropped_with_another_number_of_ranks():
 DAMAGED = [
     (("step",), "x"),
     (("jointspar",), None),
-    (("jointspar",), {}),
     (("seed",), -1),
-    (("seed",), 2**64),
     (("slots",), None),
     (("jointspar", "step"), -1),
     (("jointspar", "layers"), None),
-    (("jointspar", "bandit"), None),
     (("jointspar", "bandit", "p"), [7.0] * 4),
-    (("jointspar", "bandit", "updates"), -1),
+    (("jointspar", "bandit", "p"), [0.9] * 4),  # more than the budget
+    (("jointspar", "bandit", "largest"), 1e300),
+    (("jointspar", "bandit", "average"), -1.0),
     (("jointspar", "applied"), [0.0] * 4),
-    (("jointspar", "applied"), [1.0] * 3),
-    (("jointspar", "averages"), 3),
-    (("jointspar", "averages", "0.weight"), [1.0]),
     (("jointspar", "averages", "0.weight"), [-1.0, 1.0]),
 ]
 
@@ -179,15 +159,6 @@ def test_a_damaged_state_is_refused_and_changes_nothing(path, value):
         holder = holder[key]
     holder[path[-1]] = value
     assert_refused(1, partial(unchanged_by, [state], {}), CheckpointError, path[-1])
-
-
-@pytest.mark.parametrize(("state", "word"), [(None, "NoneType"), ([], "list"), ({}, "'version'")])
-def test_a_value_that_is_not_a_state_is_refused(state, word):
-    body = partial(unchanged_by, [{"jointspar": state}], {})
-    assert_refused(1, body, CheckpointError, word)
-
-
-# --- Ranks that differ ----------------------------------------------------------------------------
 
 
 def test_a_checkpoint_loaded_on_one_rank_only_raises_before_the_exchange():
@@ -213,9 +184,6 @@ def test_p_that_differs_across_ranks_raises_within_100_steps():
         run.train(98, 102)
 
     assert_refused(2, body, RankMismatchError, "layers", "rank 0", "rank 1")
-
-
-# --- Reports --------------------------------------------------------------------------------------
 
 
 def test_stats_report_layers_and_bytes():

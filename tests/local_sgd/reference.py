@@ -25,10 +25,7 @@ Update = Callable[[Weights, Weights, float], None]
 
 
 class Momentum:
-    """SGD with momentum 0.9 and weight decay 0.01.
-
-    A class, because tests copy workers: a deep copy of a function would share its velocity.
-    """
+    """SGD with momentum 0.9 and weight decay 0.01; a class, because tests copy workers."""
 
     def __init__(self) -> None:
         self.velocity: Weights = []
@@ -42,27 +39,6 @@ class Momentum:
             else:
                 self.velocity[index] = 0.9 * self.velocity[index] + g
             w -= lr * self.velocity[index]
-
-
-def adamw_update() -> Update:
-    """AdamW with betas (0.9, 0.99), eps 1e-8 and weight decay 0.05."""
-    moments: list[tuple[Tensor, Tensor]] = []
-    count = 0
-
-    def update(weights: Weights, gradients: Weights, lr: float) -> None:
-        nonlocal count
-        count += 1
-        for index, (w, g) in enumerate(zip(weights, gradients, strict=True)):
-            if index == len(moments):
-                moments.append((torch.zeros_like(w), torch.zeros_like(w)))
-            first, second = moments[index]
-            first = 0.9 * first + 0.1 * g
-            second = 0.99 * second + 0.01 * g * g
-            moments[index] = first, second
-            w *= 1 - lr * 0.05
-            w -= lr * (first / (1 - 0.9**count)) / ((second / (1 - 0.99**count)).sqrt() + 1e-8)
-
-    return update
 
 
 def every(h: int) -> Length:
@@ -101,15 +77,8 @@ def local_opt(
 ) -> Iterator[tuple[list[Tensor], bool]]:
     """Each worker's weights after every step, and whether they have just been averaged.
 
-    Args:
-        workers: K.
-        total: T.
-        update: makes one worker's optimizer.
-        rule: H of a round, from the number of steps before it and its first learning rate.
-        lr: learning rate of a step, from the number of steps before it.
-        skipped: (rank, step) pairs at which a worker skips its optimizer step.
-        synchronise: ends a round, from the workers and the mean learning rate of its steps. The
-            default is :func:`average`.
+    `update` makes one worker's optimizer. At the (rank, step) pairs in `skipped`, a worker skips
+    its step. `synchronise` ends a round; the default is :func:`average`.
     """
     crew = [Worker(rank, update()) for rank in range(workers)]
     ends = synchronise or average

@@ -55,7 +55,7 @@ def convnet(channels: int = 4) -> nn.Module:
 
 
 def running_statistics(model: nn.Module) -> Tensor:
-    """A copy of the statistics of `convnet`'s BatchNorm layer, for the network inside of DDP."""
+    """A copy of the statistics of `convnet`'s BatchNorm layer inside of DDP."""
     layer = model.module[1]
     return torch.cat([layer.running_mean, layer.running_var])
 
@@ -74,32 +74,20 @@ def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
 
 def unsent(states: list[dict[str, Any]]) -> dict[str, Tensor]:
     """The mean residual of all ranks plus the server residual, by parameter."""
-    found = {}
+    found, server = {}, [kept(state, "server_error") for state in states]
     for name in states[0]["parameters"]:
-        mean = (
-            torch.stack([kept(state, "error")[name].flatten() for state in states]).double().mean(0)
-        )
-        server = [kept(state, "server_error") for state in states]
+        errors = [kept(state, "error")[name].flatten().double() for state in states]
         shards = [shard[name] for shard in server if name in shard]
+        mean = torch.stack(errors).mean(0)
         found[name] = mean + torch.cat(shards) if shards else mean
     return found
 
 
 class Script:
-    """A typical training script, on the calling rank.
+    """A typical training script, on the calling rank; with plain DDP if `spec` is None.
 
-    Args:
-        spec: the schedule; None trains with plain DDP.
-        total_steps: steps of the run.
-        build: makes the module. Its weights are then set to the same values on every rank.
-        optimizer: makes the optimizer from the parameters.
-        lr: learning rate of a step, from the number of steps before it.
-        warmup_steps: warm-up steps for LocalSGD.
-        scaler: used in the loop, and passed to LocalSGD if `pass_scaler`.
-        pass_scaler: see `scaler`.
-        shape: shape of one input.
-        local: further options of LocalSGD.
-        ddp: options of DistributedDataParallel.
+    `lr` gives the learning rate of a step from the number of steps before it, `shape` is that of
+    one input, `local` has further options of LocalSGD and `ddp` those of DDP.
     """
 
     def __init__(
@@ -138,11 +126,9 @@ class Script:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def optimizer_step(self) -> None:
-        """Step the optimizer, through the scaler if there is one."""
         optimizer_step(self.optimizer, self.scaler)
 
     def step(self, step: int, scale: float = 1.0) -> Tensor:
-        """Take one step; return the weights right after the optimizer step."""
         self.optimizer.zero_grad()
         self.backward(step, scale)
         self.optimizer_step()
@@ -151,7 +137,6 @@ class Script:
         return weights
 
     def train(self, start: int, stop: int) -> list[Tensor]:
-        """Take steps `start` to `stop`; return the weights after each."""
         return [self.step(step) for step in range(start, stop)]
 
     def weights(self) -> Tensor:
@@ -160,13 +145,7 @@ class Script:
     def buffers(self) -> Tensor:
         return flat(self.model.buffers())
 
-    def moments(self) -> Tensor:
-        """All tensors of the optimizer's state."""
-        states = self.optimizer.state_dict()["state"].values()
-        return flat(value for state in states for value in state.values() if value is not None)
-
     def save(self) -> dict[str, Any]:
-        """This rank's checkpoint."""
         return {
             "model": self.model.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -193,7 +172,6 @@ def spied(make: Callable[..., torch.optim.Optimizer], look: Callable[[], None]) 
 
 
 def trained(steps: int, **options: Any) -> list[Tensor]:
-    """Run a script on one rank; return the weights after each step."""
     return Script(**options).train(0, steps)
 
 

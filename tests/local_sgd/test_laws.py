@@ -1,18 +1,14 @@
-"""What holds with every option: equal ranks, errors on all of them, and runs that resume."""
+"""What holds with every schedule and option: equal ranks, errors on all, and runs that resume."""
 
 from functools import partial
 
-import numpy as np
 import pytest
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import torchcomp
 from tests.local_sgd.script import (
     Script,
-    adamw,
+    constant,
     convnet,
     cosine,
     float32_mlp,
@@ -21,13 +17,15 @@ from tests.local_sgd.script import (
     spied,
     synchronised_steps,
 )
-from tests.support.cases import some, thorough
-from tests.support.outcomes import equal_on_all, messages, reloaded, same
+from tests.support.cases import thorough
+from tests.support.outcomes import messages, reloaded, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.local_sgd import Nesterov, SlowMo
-from torchcomp.local_sgd.schedules import Every
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS
+from torchcomp.local_sgd.schedules import SCHEDULES
+from torchcomp.specs.spec import parse_outer_step
 
-STEPS, ENDS = 11, [3, 6, 9, 11]
+STEPS = 11
 TOPK = "ef(topk(0.1))"
 OPTIONS = {
     "plain": {},
@@ -51,10 +49,39 @@ OPTIONS = {
     "shards": {"compress": 'bidirectional(topk(0.2), quantize("int8"), selection="shard")'},
     "lossy": {"compress": 'mean(quantize("int8"))'},
 }
+# Of the schedules, the ends of the rounds of 11 steps at a learning rate of 0.05.
+EVERY = "every(3)"
+ENDS = {
+    EVERY: [3, 6, 9, 11],
+    "qsr(alpha=0.1, h_base=2)": [4, 8, 11],
+    "power(coef=0.26, exponent=1, h_base=2)": [5, 10, 11],
+    "post_local(switch=2, h=4)": [1, 2, 6, 10, 11],
+    "swap(switch=3)": [1, 2, 3, 11],
+}
+# Every schedule with the plain average, and every option with one schedule.
+OFTEN = ("plain", "overlap", "slowmo", "topk", "fragments", "thresholds", "model", "shards")
+CASES = [(spec, "plain") for spec in ENDS if spec != EVERY]
+CASES += [
+    pytest.param(EVERY, name, marks=() if name in OFTEN else pytest.mark.thorough)
+    for name in OPTIONS
+]
 
 
-def weights_of(name, build):
-    script, weights = Script(total_steps=STEPS, build=build, local=OPTIONS[name]), []
+def test_every_schedule_and_every_outer_step_is_in_the_matrix():
+    assert {type(torchcomp.parse(spec)) for spec in ENDS} == set(SCHEDULES)
+    outer = [each["outer"] for each in OPTIONS.values() if "outer" in each]
+    assert set(map(type, map(parse_outer_step, outer))) == set(OUTER_STEPS)
+
+
+def ends_of(spec, name):
+    ends = torchcomp.sync_steps(spec, lr=constant, total_steps=STEPS)
+    assert ends == ENDS[spec]
+    # Three fragments, one of which synchronises after each step, are equal only at the end.
+    return ends[-1:] if name == "fragments" else ends
+
+
+def weights_of(spec, name, build):
+    script, weights = Script(spec, total_steps=STEPS, build=build, local=OPTIONS[name]), []
     for step in range(STEPS):
         script.step(step)
         script.sync.wait()
@@ -64,51 +91,45 @@ def weights_of(name, build):
 
 
 def of_all_options():
-    return [weights_of(name, float32_mlp) for name in OPTIONS]
-
-
-def assert_equal_at_the_ends(runs, name):
-    # Three fragments, one of which synchronises after each step, are equal only at the end.
-    assert synchronised_steps(runs) == (ENDS[-1:] if name == "fragments" else ENDS)
+    return [weights_of(EVERY, name, float32_mlp) for name in OPTIONS]
 
 
 def half():
     return mlp().bfloat16()
 
 
-@pytest.mark.parametrize("name", some(OPTIONS, of=3))
-@pytest.mark.parametrize("build", [half, *thorough([float32_mlp])])
-def test_ranks_are_equal_after_a_synchronisation_and_differ_within_a_round(name, build):
-    runs = on_threads(3, weights_of, name, build)
-    assert_equal_at_the_ends(runs, name)
-    for step in (0, 1, 3, 4, 6, 7, 9):
-        assert len({tuple(run[step].tolist()) for run in runs}) == 3
+@pytest.mark.parametrize(("spec", "name"), CASES)
+def test_ranks_are_equal_after_a_synchronisation_and_differ_within_a_round(spec, name):
+    runs, ends = on_threads(3, weights_of, spec, name, half), ends_of(spec, name)
+    assert synchronised_steps(runs) == ends
+    for step in {*range(1, STEPS + 1)} - {*ENDS[spec]}:
+        assert len({tuple(run[step - 1].tolist()) for run in runs}) == 3
 
 
 def test_the_same_over_gloo():
     for name, runs in zip(OPTIONS, zip(*on_processes(2, of_all_options), strict=True), strict=True):
-        assert_equal_at_the_ends(list(runs), name)
+        assert synchronised_steps(list(runs)) == ends_of(EVERY, name)
 
 
 # --- Errors ---------------------------------------------------------------------------------------
 
 
-def poisoned(name, bad):
-    """Damage rank 1's parameters after its sixth local step, before the average."""
-    local = []
+def poisoned(spec, name, bad):
+    """Damage rank 1's parameters after its local step, before the second average."""
+    local, end = [], ENDS[spec][1]
 
     def look():
-        if script.rank == 1 and len(local) == 5:
+        if script.rank == 1 and len(local) == end - 1:
             nn.init.constant_(script.model.module[2].bias.detach(), bad)
         local.append(script.weights())
 
     options = {"optimizer": spied(momentum, look), "bucket_cap_mb": 0.0002}
-    script = Script(total_steps=STEPS, local=OPTIONS[name], **options)
-    script.train(0, 5)
+    script = Script(spec, total_steps=STEPS, local=OPTIONS[name], **options)
+    script.train(0, end - 1)
     before = reloaded(script.sync.state_dict()["slots"])
     traffic = script.sync.stats
     with pytest.raises(torchcomp.NonFiniteError) as raised:
-        script.step(5)
+        script.step(end - 1)
     script.sync.wait()
     unchanged = same(local[-1].nan_to_num(), script.weights().nan_to_num())
     unchanged &= same(before, reloaded(script.sync.state_dict()["slots"]))
@@ -116,13 +137,14 @@ def poisoned(name, bad):
     return str(raised.value), unchanged, after.syncs - traffic.syncs, script.sync.next_sync
 
 
-@pytest.mark.parametrize("name", some(OPTIONS, of=3))
+@pytest.mark.parametrize(("spec", "name"), CASES)
 @pytest.mark.parametrize("bad", [float("nan"), *thorough([float("-inf")])])
-def test_parameters_that_are_not_finite_on_one_rank(name, bad):
-    for message, unchanged, syncs, next_sync in on_threads(3, poisoned, name, bad):
-        for word in ("'2.bias' on rank 1", "step 6"):
-            assert word in message
-        assert (unchanged, syncs, next_sync) == (True, 0, 6)
+def test_parameters_that_are_not_finite_on_one_rank(spec, name, bad):
+    end = ENDS[spec][1]
+    for message, unchanged, syncs, next_sync in on_threads(3, poisoned, spec, name, bad):
+        assert "'2.bias' on rank 1" in message
+        assert f"step {end}" in message
+        assert (unchanged, syncs, next_sync) == (True, 0, end)
 
 
 # --- Checkpoints ----------------------------------------------------------------------------------
@@ -144,9 +166,10 @@ def everything(script):
     return [script.weights(), script.buffers(), reloaded(script.optimizer.state_dict())]
 
 
-def resumed(name, cut, first="model"):
+def resumed(name, cut, first="model", **changes):
     """Whether a run that is saved at `cut` and loaded into new objects equals a whole run."""
-    whole, interrupted, again = (Script(**RUN, local=OPTIONS[name]) for _ in range(3))
+    options = {**RUN, "local": OPTIONS[name], **changes}
+    whole, interrupted, again = (Script(**options) for _ in range(3))
     expected, before = whole.train(0, TOTAL), interrupted.train(0, cut)
     saved = reloaded(interrupted.save())
     if first == "sync":
@@ -171,42 +194,10 @@ def test_a_resumed_run_is_bit_identical(cut, first):
     assert on_threads(3, resumed, "plain", cut, first) == [True] * 3
 
 
-@pytest.mark.parametrize("name", some(OPTIONS, of=4))
-def test_a_resumed_run_with_options_is_bit_identical(name):
-    assert on_threads(3, resumed, name, 4) == [True] * 3
-
-
-def through_dcp(name, folder):
-    """The same as `resumed`, in the way of users of torch.distributed.checkpoint."""
-    options = RUN | {"optimizer": adamw, "local": OPTIONS[name]}
-    whole, interrupted, again = (Script(**options) for _ in range(3))
-    expected = whole.train(0, TOTAL)
-    interrupted.train(0, 4)
-    # get_state_dict steps the new optimizer at learning rate 0; this must not count.
-    both = [get_state_dict(script.model, script.optimizer) for script in (interrupted, again)]
-    saved, state = (
-        {f"rank{dist.get_rank()}": {"model": model, "optimizer": held, "sync": sync.state_dict()}}
-        for (model, held), sync in zip(both, (interrupted.sync, again.sync), strict=True)
-    )
-    dcp.save(saved, checkpoint_id=folder)
-    dcp.load(state, checkpoint_id=folder)
-    (own,) = state.values()
-    model, held = own["model"], own["optimizer"]
-    set_state_dict(again.model, again.optimizer, model_state_dict=model, optim_state_dict=held)
-    again.sync.load_state_dict(own["sync"])
-    again.scheduler.load_state_dict(interrupted.scheduler.state_dict())
-    actual = [*again.train(4, TOTAL), *everything(again)]
-    assert messages(again.sync.stats) == messages(whole.sync.stats)
-    return same(actual, [*expected[4:], *everything(whole)])
-
-
-def all_through_dcp(folder):
-    names = ("plain", "thresholds", "fragments")
-    return [through_dcp(name, f"{folder}/{name}") for name in names] + [resumed("plain", 4)]
-
-
-def test_a_run_of_processes_resumes_from_a_distributed_checkpoint(tmp_path):
-    assert on_processes(2, all_through_dcp, str(tmp_path)) == [[True] * 4] * 2
+@pytest.mark.parametrize(("spec", "name"), CASES)
+def test_a_resumed_run_with_options_is_bit_identical(spec, name):
+    changes = {} if spec == EVERY else {"spec": spec}
+    assert on_threads(3, partial(resumed, name, 4, **changes)) == [True] * 3
 
 
 def test_the_groups_come_from_the_checkpoint():
@@ -220,15 +211,3 @@ def test_the_groups_come_from_the_checkpoint():
         return same(again.train(4, TOTAL), expected[4:])
 
     assert on_threads(2, body) == [True, True]
-
-
-def test_a_run_with_options_of_numpy_numbers_can_be_loaded():
-    def body():
-        numbers = {"total_steps": np.int64(6), "warmup_steps": np.float64(2)}
-        local = {"fragments": np.int64(2), "compress": TOPK}
-        script = Script(Every(np.int64(4)), **numbers, local=local)
-        script.train(0, 3)
-        script.load(reloaded(script.save()))
-        return script.train(3, 6)[-1]
-
-    assert equal_on_all(on_threads(2, body))

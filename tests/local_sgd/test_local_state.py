@@ -1,4 +1,4 @@
-"""What stays local during local steps, and what is averaged."""
+"""What stays local during local steps, and what is averaged: parameters, buffers and moments."""
 
 import copy
 from contextlib import nullcontext
@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import torchcomp
 from tests.local_sgd.script import (
     Script,
+    adamw,
     batch,
     constant,
     convnet,
-    half_frozen,
     loss_of,
     mlp,
     momentum,
@@ -24,66 +25,34 @@ from tests.local_sgd.script import (
     spied,
     synchronised_steps,
 )
-from tests.support.models import seeded
-from tests.support.outcomes import assert_close, assert_refused, equal_on_all, flat
-from tests.support.ranks import on_threads
+from tests.support.outcomes import assert_close, assert_refused, equal_on_all
+from tests.support.ranks import on_processes, on_threads
 
 IMAGE = (3, 4, 4)
-
-# --- Buffers --------------------------------------------------------------------------------------
-
-
-def test_other_buffers_are_neither_averaged_nor_broadcast_until_close():
-    def body():
-        module = convnet()
-        module.register_buffer("tag", torch.full((2,), float(dist.get_rank())))
-        script = Script("every(2)", total_steps=4, build=lambda: module, shape=IMAGE)
-        module.tag.fill_(script.rank)  # DDP's constructor has broadcast it
-        seen = []
-        for step in range(5):
-            if step == 4:
-                script.sync.close()
-            script.step(step)
-            seen.append(module.tag[0].item())
-        return seen
-
-    for rank, seen in enumerate(on_threads(3, body)):
-        assert seen == [rank] * 4 + [0]
 
 
 def around_the_averages(frozen=False, **options):
     """BatchNorm's running statistics before and after each optimizer step, of one rank."""
-    before, after = [], []
+    before, after, module = [], [], convnet()
+    module.register_buffer("tag", torch.full((2,), float(dist.get_rank())))
     script = Script(
         "every(2)",
         total_steps=4,
-        build=convnet,
+        build=lambda: module,
         shape=IMAGE,
         optimizer=spied(momentum, lambda: before.append(running_statistics(script.model))),
         local=options,
     )
-    script.model.module[1].train(not frozen)
+    module[1].train(not frozen)
+    module.tag.fill_(script.rank)  # DDP's constructor has broadcast it
     for step in range(4):
         script.step(step)
         script.sync.wait()
         after.append(running_statistics(script.model))
+        assert module.tag[0] == script.rank  # other buffers are neither averaged nor broadcast
     script.sync.close()
-    return before, after
-
-
-def with_two_schedules():
-    """The same with a schedule per optimizer."""
-    model = DistributedDataParallel(seeded(convnet()))
-    layers = model.module[:2], model.module[4]
-    first, second = (torch.optim.SGD(layer.parameters(), lr=0.05) for layer in layers)
-    torchcomp.LocalSGD(model, [first, second], ["every(2)", "every(3)"], total_steps=6)
-    before, after = [], []
-    for step in range(6):
-        first.zero_grad(), second.zero_grad()
-        loss_of(model, *batch(dist.get_rank(), step, IMAGE)).backward()
-        before.append(running_statistics(model))
-        first.step(), second.step()
-        after.append(running_statistics(model))
+    script.backward(4)
+    assert module.tag[0] == 0
     return before, after
 
 
@@ -91,11 +60,9 @@ def with_two_schedules():
     ("run", "averages"),
     [
         (around_the_averages, (2, 4)),
-        (partial(around_the_averages, compress="ef(topk(0.1))"), (2, 4)),
+        (partial(around_the_averages, compress="ef(topk(0.1))", moments="average"), (2, 4)),
         (partial(around_the_averages, overlap=True), (2, 4)),
-        (partial(around_the_averages, moments="average"), (2, 4)),
         (partial(around_the_averages, frozen=True), ()),
-        (with_two_schedules, (2, 3, 4, 6)),
         # With every(2), one of two fragments synchronises after each step.
         (partial(around_the_averages, fragments=2), (1, 2, 3, 4)),
     ],
@@ -107,17 +74,6 @@ def test_running_statistics_are_averaged_whenever_a_part_of_the_model_is(run, av
         wanted = [torch.stack(befores).mean(0)] * 3 if step in averages else befores
         assert equal_on_all(befores) == (averages == ())
         assert_close(torch.stack(afters), torch.stack(wanted))
-
-
-def test_statistics_that_are_not_finite_raise_on_all_ranks():
-    def body():
-        script = Script("every(2)", total_steps=4, build=convnet, shape=IMAGE)
-        script.step(0)
-        if script.rank == 1:
-            script.model.module[1].running_var[2] = float("nan")
-        script.step(1)
-
-    assert_refused(3, body, torchcomp.NonFiniteError, "1.running_var")
 
 
 def test_an_evaluation_inside_a_round_is_explained_once(caplog):
@@ -134,64 +90,6 @@ def test_an_evaluation_inside_a_round_is_explained_once(caplog):
     (said,) = [each.getMessage() for each in caplog.records if "next_sync" in each.getMessage()]
     assert "step 1" in said
     assert "step 2" in said
-
-
-# --- Parameters -----------------------------------------------------------------------------------
-
-
-def test_frozen_parameters_are_left_alone():
-    def first_layer():
-        script = Script("every(2)", total_steps=2, build=half_frozen)
-        layer = script.model.module[0]
-        nn.init.constant_(layer.weight, script.rank)
-        script.train(0, 2)
-        return layer.weight.unique().tolist(), flat(script.model.module[2].parameters())
-
-    outcomes = on_threads(3, first_layer)
-    assert [frozen for frozen, _ in outcomes] == [[0.0], [1.0], [2.0]]
-    assert equal_on_all(trained for _, trained in outcomes)
-
-
-def test_channels_last_weights_are_averaged_element_by_element():
-    def run(memory_format):
-        build = lambda: convnet().to(memory_format=memory_format)  # noqa: E731
-        script = Script("every(2)", total_steps=4, build=build, shape=IMAGE)
-        weights = script.train(0, 4)
-        assert script.model.module[0].weight.is_contiguous(memory_format=memory_format)
-        return weights
-
-    contiguous = on_threads(3, run, torch.contiguous_format)
-    channels_last = on_threads(3, run, torch.channels_last)
-    assert synchronised_steps(channels_last) == [2, 4]
-    for mine, wanted in zip(channels_last, contiguous, strict=True):
-        assert_close(torch.stack(mine), torch.stack(wanted))
-
-
-def averaged_bfloat16():
-    """bfloat16 weights that differ between ranks, before and after one average."""
-    model = DistributedDataParallel(nn.Linear(40, 10).bfloat16())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=1)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    with torch.no_grad():
-        model.module.weight.copy_(torch.randn(10, 40, generator=generator))
-    before = model.module.weight.detach().clone()
-    optimizer.step()
-    return before, model.module.weight.detach()
-
-
-def test_bfloat16_weights_are_averaged_in_float32():
-    before, after = zip(*on_threads(3, averaged_bfloat16), strict=True)
-    exact = torch.stack(before).double().mean(0)
-    # The bound of a single rounding to bfloat16. An average in bfloat16 rounds several times.
-    bound = 0.501 * 2.0 ** (exact.frexp().exponent - 8)
-    assert equal_on_all(after)
-    assert ((after[0].double() - exact).abs() <= bound).all()
-    coarse = before[0] / 3 + before[1] / 3 + before[2] / 3
-    assert ((coarse.double() - exact).abs() > bound).any(), "the values cannot tell the two apart"
-
-
-# --- Learning rates -------------------------------------------------------------------------------
 
 
 def two_groups(parameters, lrs):
@@ -265,22 +163,234 @@ def test_gradients_may_be_accumulated_in_any_way(idiom, no_sync):
         assert torch.equal(torch.stack(mine), torch.stack(wanted))
 
 
-def test_what_is_not_training_does_not_touch_the_clock():
+def more_micro_batches(script, step):
+    for micro in range(3):
+        script.backward(100 + 10 * step + micro)
+
+
+def a_look_at_a_gradient(script, step):
+    loss = loss_of(script.model, *batch(script.rank, step))
+    torch.autograd.grad(loss, script.model.module[0].weight)
+    script.backward(step)
+
+
+def activations_computed_again(script, step):
+    inputs, _ = batch(script.rank, step)
+    checkpoint(script.model, inputs, use_reentrant=False).sum().backward()
+
+
+def a_step_that_fails_and_is_repeated(script, step):
+    script.backward(step)
+    with pytest.raises(ZeroDivisionError):
+        script.optimizer.step(lambda: 1 / 0)
+    script.backward(step)
+
+
+def other_models(script, step):
+    other = mlp()
+    torch.optim.SGD(other.parameters(), lr=constant(0)).step()
+    script.backward(step)
+    # torch.optim.swa_utils.AveragedModel(model) makes such a copy.
+    copy.deepcopy(script.model).module(batch(0, 0)[0])
+    with torch.no_grad():
+        script.model(batch(0, 0)[0])
+    script.model.eval()(batch(0, 0)[0])
+    script.model.train()
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [
+        more_micro_batches,
+        a_look_at_a_gradient,
+        activations_computed_again,
+        a_step_that_fails_and_is_repeated,
+        other_models,
+    ],
+)
+def test_ranks_may_differ_in_what_they_do_for_one_step(backward):
     def body():
-        other = mlp()
-        other_optimizer = torch.optim.SGD(other.parameters(), lr=constant(0))
-        script, weights, inputs = Script("every(2)", total_steps=4), [], batch(0, 0)[0]
+        script, seen = Script("every(2)", total_steps=4), []
         for step in range(4):
-            other_optimizer.step()
-            weights.append(script.step(step))
-            if script.rank == 0:
-                # torch.optim.swa_utils.AveragedModel(model) makes such a copy.
-                copy.deepcopy(script.model).module(inputs)
-                with torch.no_grad():
-                    script.model(inputs)
-                script.model.eval()
-                script.model(inputs)
-                script.model.train()
-        return weights
+            script.optimizer.zero_grad()
+            (backward if script.rank == 1 else Script.backward)(script, step)
+            script.optimizer_step()
+            seen.append(script.weights())
+        return seen
 
     assert synchronised_steps(on_threads(2, body)) == [2, 4]
+
+
+COMPRESSED = {"build": lambda: mlp().float(), "compress": "ef(topk(0.2))"}
+
+
+def states(script):
+    """A copy of every tensor in the optimizer's state, by parameter and key."""
+    state = script.optimizer.state_dict()["state"]
+    return {(n, key): value.clone() for n, each in state.items() for key, value in each.items()}
+
+
+def around_a_synchronisation(policy, optimizer, build=mlp, **local):
+    """The state before and after the average at step 2, and the weights after each step."""
+    before = []
+    watched = spied(optimizer, lambda: before.append(states(script)))
+    local = {"moments": policy, **local}
+    script = Script("every(2)", total_steps=4, optimizer=watched, local=local, build=build)
+    weights = script.train(0, 2)
+    after = states(script)
+    return before[-1], after, weights + script.train(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [(momentum, {}), (adamw, COMPRESSED), (torch.optim.Adafactor, {})]
+)
+def test_averaged_moments_are_the_mean_of_the_ranks(optimizer, options):
+    body = partial(around_a_synchronisation, "average", optimizer, **options)
+    befores, afters, weights = zip(*on_threads(3, body), strict=True)
+    assert afters[0]
+    for key in afters[0]:
+        assert equal_on_all(after[key] for after in afters)
+        mean = torch.stack([before[key].double() for before in befores]).mean(0)
+        assert_close(afters[0][key].double(), mean, 1e-6 if options else 1e-12)
+    assert synchronised_steps(weights) == [2, 4]
+
+
+def test_local_moments_are_left_alone_and_reset_ones_equal_those_of_a_new_optimizer():
+    def renewed():
+        """Plain local steps whose optimizer state is cleared after the average."""
+        script = Script("every(2)", total_steps=4, optimizer=adamw)
+        weights = script.train(0, 2)
+        script.optimizer.state.clear()
+        return weights + script.train(2, 4)
+
+    outcomes = on_threads(3, around_a_synchronisation, "reset", adamw)
+    for (before, after, weights), wanted in zip(outcomes, on_threads(3, renewed), strict=True):
+        assert before
+        assert not after
+        assert torch.equal(torch.stack(weights), torch.stack(wanted))
+    for before, after, _ in on_threads(3, around_a_synchronisation, "local", adamw):
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_rank_without_moments_adds_zeros_and_continues_without_them():
+    def body():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        script = Script("every(1)", scaler=scaler, optimizer=adamw, local={"moments": "average"})
+        script.step(0, scale=float("inf") if script.rank == 1 else 1.0)
+        first = states(script)
+        script.step(1)
+        return first, states(script)
+
+    first, second = zip(*on_threads(3, body), strict=True)
+    assert not first[1]
+    for key, value in first[0].items():
+        assert torch.equal(value, first[2][key])
+    for key, value in second[0].items():
+        if key[1] != "step":
+            assert torch.equal(value, second[1][key])
+    assert [float(each[0, "step"]) for each in second] == [2.0, 1.0, 2.0]
+
+
+def spoiled():
+    """Damage rank 1's momentum before an average."""
+    local = []
+
+    def spoil():
+        local.append(script.weights())
+        if script.rank == 1 and len(local) == 2:
+            last = script.model.module[2].bias
+            script.optimizer.state[last]["momentum_buffer"].fill_(float("nan"))
+
+    script = Script("every(2)", optimizer=spied(momentum, spoil), local={"moments": "average"})
+    script.step(0)
+    try:
+        script.step(1)
+    finally:
+        assert torch.equal(local[-1], script.weights())
+
+
+def of_lbfgs():
+    script = Script("every(1)", optimizer=torch.optim.LBFGS, local={"moments": "average"})
+
+    def closure():
+        loss = loss_of(script.model, *batch(script.rank, 0))
+        loss.backward()
+        return loss
+
+    script.optimizer.step(closure)
+
+
+def test_moments_that_cannot_be_averaged_raise_on_every_rank():
+    words = ("step 2", "'2.bias momentum_buffer' on rank 1")
+    assert_refused(2, spoiled, torchcomp.NonFiniteError, *words)
+    words = ("0.weight", "list", "moments='local'")
+    assert_refused(2, of_lbfgs, torchcomp.SpecError, *words, field="moments")
+
+
+# An average in bfloat16 would round several times.
+TOLERANCE = {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1.01 * 2**-8}
+
+
+class Odd(nn.Module):
+    """Empty, scalar, tied, frozen, ignored, unused and transposed parameters of four dtypes."""
+
+    def __init__(self):
+        super().__init__()
+        self.empty_rows = nn.Parameter(torch.zeros(3, 0, dtype=torch.float16))
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.coarse = nn.Parameter(torch.zeros(5, 3, dtype=torch.bfloat16))
+        self.fine = nn.Parameter(torch.zeros(7, dtype=torch.float64))
+        self.transposed = nn.Parameter(torch.zeros(4, 6).t())
+        self.frozen = nn.Parameter(torch.zeros(3), requires_grad=False)
+        self.own = nn.Parameter(torch.zeros(3))
+        self.embedding = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5)
+        self.head.weight = self.embedding.weight
+        self.unused = nn.Linear(2, 2)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(self, ["own"])
+
+
+LOCAL = {"frozen", "own"}
+
+
+def built(spec, total_steps, **options):
+    model = DistributedDataParallel(Odd(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-9)
+    sync = torchcomp.LocalSGD(model, optimizer, spec, total_steps=total_steps)
+    generator = torch.Generator().manual_seed(torch.distributed.get_rank())
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return model.module, optimizer, sync
+
+
+def scattered(**options):
+    """Weights that differ between ranks, before and after a synchronisation, and the bytes sent."""
+    module, optimizer, sync = built("every(1)", 1, **options)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    optimizer.step()
+    assert module.head.weight is module.embedding.weight
+    return before, {n: p.detach() for n, p in module.named_parameters()}, sync.stats.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("launch", "options"), [(on_threads, {"bucket_cap_mb": 0.00002}), (on_processes, {})]
+)
+def test_every_parameter_becomes_the_mean_of_the_ranks(launch, options):
+    befores, afters, sent = zip(*launch(3, partial(scattered, **options)), strict=True)
+    # Tied weights are sent once.
+    model = Odd()
+    del model.own
+    plan = torchcomp.explain("every(1)", model=model, world_size=3, total_steps=1)
+    assert sent == (plan.bytes_sent,) * 3
+    for name, after in afters[0].items():
+        values = [weights[name] for weights in afters]
+        assert after.stride() == befores[0][name].stride()
+        if name in LOCAL:
+            assert all(torch.equal(v, b[name]) for v, b in zip(values, befores, strict=True))
+            continue
+        assert equal_on_all(values)
+        exact = torch.stack([weights[name].double() for weights in befores]).mean(0)
+        tolerance = TOLERANCE.get(after.dtype, 1e-3)
+        torch.testing.assert_close(after.double(), exact, rtol=tolerance, atol=1e-9)

@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize(
     ("local", "build"),
-    [({}, mlp), ({"fragments": 3}, mlp), ({"moments": "average"}, mlp), ({}, Attention)],
+    [({"fragments": 3}, mlp), ({"moments": "average"}, mlp), ({}, Attention)],
 )
 def test_it_is_the_plain_average_bit_for_bit(local, build):
     plain = on_threads(3, partial(run, local, build=build))
@@ -62,9 +62,6 @@ def test_it_is_the_plain_average_bit_for_bit(local, build):
         assert torch.equal(mine, wanted)
         assert counted.total_bytes_sent == expected.total_bytes_sent
         assert counted.total_dense_bytes_sent == expected.total_dense_bytes_sent
-
-
-# --- When parameters have their averages ----------------------------------------------------------
 
 
 def after_a_round(read):
@@ -78,11 +75,10 @@ def after_a_round(read):
 
 READS = {
     "state_dict": lambda script: flat(script.model.state_dict().values()),
-    "state_dicts of layers": lambda script: flat(
+    "a layer's state_dict": lambda script: flat(
         value for each in (0, 2) for value in script.model.module[each].state_dict().values()
     ),
     "forward": lambda script: (script.model(batch(0, 0)[0]), script.weights())[1],
-    "evaluation": lambda script: (script.model.module.eval()(batch(0, 0)[0]), script.weights())[1],
     "sync.state_dict": lambda script: (script.sync.state_dict(), script.weights())[1],
     "close": lambda script: (script.sync.close(), script.weights())[1],
 }
@@ -100,12 +96,6 @@ def test_reading_through_the_model_waits_for_the_averages(read):
         assert torch.equal(seen, averages)
 
 
-def test_after_the_last_step_no_all_reduce_is_running():
-    body = partial(run, OVERLAP, wait=False)
-    final = [weights[-1] for weights, _ in on_threads(2, body)]
-    assert equal_on_all(final)
-
-
 def test_a_copy_of_the_model_does_not_wait():
     def body():
         script = Script(total_steps=TOTAL, local=OVERLAP)
@@ -117,14 +107,10 @@ def test_a_copy_of_the_model_does_not_wait():
     assert not equal_on_all(on_threads(2, body))
 
 
-# --- Overlap with the forward pass ----------------------------------------------------------------
-
-
 def first_layer_before_the_last_mean():
     """Delay the last layer's all-reduce until the first layer has computed its output.
 
-    Returns:
-        Whether the first layer computed in time, and whether the last layer used the average.
+    Return whether it computed in time, and whether the last layer used the average.
     """
     script = Script("every(2)", total_steps=4, local=OVERLAP, bucket_cap_mb=SMALL)
     computed, waited = Event(), []
@@ -165,8 +151,6 @@ def test_over_gloo_a_layer_computes_during_the_next_all_reduce_and_no_bit_change
             assert torch.equal(mine[step], wanted[step])
 
 
-# --- The end of the process -----------------------------------------------------------------------
-
 SCRIPT = """
 import os, threading
 import torch, torch.distributed as dist
@@ -204,9 +188,6 @@ def test_a_process_ends_after_a_slow_average_but_not_behind_a_stuck_one(seconds,
     assert ("averaged" in printed) == ends
 
 
-# --- A rank that is lost --------------------------------------------------------------------------
-
-
 DONE = "rank 0 is done"
 
 
@@ -215,14 +196,7 @@ def store():
 
 
 def unjoined(ends):
-    """Train for a round whose averages rank 1 never joins.
-
-    Args:
-        ends: whether rank 1 ends there, or waits until rank 0 is done.
-
-    Returns:
-        The script, on rank 0 only.
-    """
+    """Train for a round whose averages rank 1 never joins: it ends, or waits for rank 0."""
     script, started = Script("every(2)", local=OVERLAP), Event()
 
     def never(values):
@@ -253,15 +227,15 @@ def test_after_a_lost_average_there_is_no_state_to_save():
     assert found == [torchcomp.RankFailureError] * 4
 
 
-def raise_inside(sync):
-    with sync:
-        raise KeyError
-
-
 def leave_by_an_exception():
     averages_module.AT_EXIT_SECONDS = 0.2
     script = unjoined(ends=False)
-    found = [caught(lambda: raise_inside(script.sync)), caught(script.sync.state_dict)]
+
+    def raise_inside():
+        with script.sync:
+            raise KeyError
+
+    found = [caught(raise_inside), caught(script.sync.state_dict)]
     store().set(DONE, "")
     return [type(error) for error in found]
 
@@ -270,9 +244,6 @@ def test_an_exception_does_not_wait_for_a_rank_that_never_joins():
     # Rank 1 ends only when rank 0 has left the block, so waiting for it would be a timeout.
     found, _ = on_processes(2, leave_by_an_exception, catch=True)
     assert found == [KeyError, torchcomp.RankFailureError]
-
-
-# --- Sums that overflow ---------------------------------------------------------------------------
 
 
 def test_a_sum_that_overflows_raises_on_every_rank_before_any_all_reduce():

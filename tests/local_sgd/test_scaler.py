@@ -1,111 +1,57 @@
-"""A GradScaler can skip optimizer steps on one rank; the ranks' step counts stay equal."""
+"""A GradScaler can skip steps on one rank, and sync.backward never does: step counts stay equal."""
 
 from functools import partial
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.local_sgd import reference
-from tests.local_sgd.script import Script, assert_follows, constant, mlp, sgd, synchronised_steps
-from tests.support.outcomes import assert_close, assert_refused
+from tests.local_sgd.script import Script, batch, loss_of, mlp, sgd, synchronised_steps
+from tests.support.models import seeded
+from tests.support.outcomes import assert_refused, same
 from tests.support.ranks import on_processes, on_threads
 
 TOTAL = 8
 skips = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
 
 
-def scaled(overflows, **options):
-    """Run a script in which the (rank, step) pairs overflow; return the weights after each step."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
-    script = Script(**{"spec": "every(3)", "total_steps": TOTAL, "scaler": scaler} | options)
-    return [
-        script.step(step, scale=float("inf") if (script.rank, step) in overflows else 1.0)
-        for step in range(TOTAL)
-    ]
+def trained(passed, used, overflow=None):
+    """Train with a scaler, which is passed to LocalSGD or not."""
+    script = Script(total_steps=TOTAL, scaler=passed)
+    script.scaler, untouched = used, script.weights()
+    try:
+        return [
+            script.step(step, float("inf") if (script.rank, step) == overflow else 1.0)
+            for step in range(TOTAL)
+        ]
+    except torchcomp.SpecError:
+        assert torch.equal(script.weights(), untouched)
+        raise
+
+
+def with_another(passed, step):
+    scalers = [torch.amp.GradScaler("cpu") for _ in range(2)]
+    return trained(scalers[0] if passed else None, scalers[1], (1, step))
 
 
 @skips
-@pytest.mark.parametrize(
-    "overflows",
-    [
-        pytest.param({(1, 4)}, id="mid-round"),
-        pytest.param({(3, 5)}, id="round-end"),  # the average happens inside a skipped step
-        pytest.param({(1, 3), (1, 4), (1, 5)}, id="whole-round"),
-        pytest.param({(2, 0)}, id="first", marks=pytest.mark.thorough),
-        pytest.param({(0, 7)}, id="last", marks=pytest.mark.thorough),
-        pytest.param({(r, 1) for r in range(4)}, id="all-ranks", marks=pytest.mark.thorough),
-    ],
-)
-def test_a_skipped_step_is_skipped_and_nothing_else_changes(overflows):
-    runs = on_threads(4, scaled, overflows)
-    assert synchronised_steps(runs) == [3, 6, 8]
-    expected = reference.local_opt(
-        4,
-        TOTAL,
-        update=reference.Momentum,
-        rule=reference.every(3),
-        lr=constant,
-        skipped=frozenset(overflows),
-    )
-    assert_follows(runs, expected)
-
-
-# --- A scaler that was not passed -----------------------------------------------------------------
-
-
-@skips
-@pytest.mark.parametrize("step", [0, TOTAL - 1], ids=["first", "last"])
-@pytest.mark.parametrize("passes_another", [False, True])
-def test_a_scaler_that_was_not_passed_raises_on_every_rank_before_training(step, passes_another):
-    def body():
-        scaler = torch.amp.GradScaler("cpu")
-        script = Script(scaler=scaler, pass_scaler=passes_another)
-        script.scaler = torch.amp.GradScaler("cpu") if passes_another else scaler
-        untouched = script.weights()
-        try:
-            for each in range(TOTAL):
-                overflows = (script.rank, each) == (1, step)
-                script.step(each, scale=float("inf") if overflows else 1.0)
-        finally:
-            assert torch.equal(script.weights(), untouched)
-
+@pytest.mark.parametrize("step", [0, TOTAL - 1])
+@pytest.mark.parametrize("passed", [False, True])
+def test_a_scaler_that_was_not_passed_raises_on_every_rank_before_training(step, passed):
+    body = partial(with_another, passed, step)
     assert_refused(2, body, torchcomp.SpecError, "GradScaler", "scaler=scaler", field="scaler")
 
 
 def test_a_scaler_that_was_not_passed_leaves_no_rank_waiting():
-    for outcome in on_processes(2, partial(scaled, {(1, 0)}, pass_scaler=False), catch=True):
+    for outcome in on_processes(2, partial(with_another, False, 0), catch=True):
         assert type(outcome) is torchcomp.SpecError, outcome
-        assert "scaler=scaler" in str(outcome)
 
 
 def test_a_disabled_scaler_may_be_passed_or_not():
     scaler = torch.amp.GradScaler("cpu", enabled=False)
-    for pass_scaler in (True, False):
-        runs = on_threads(2, partial(scaled, set(), scaler=scaler, pass_scaler=pass_scaler))
-        assert synchronised_steps(runs) == [3, 6, 8]
-
-
-# --- Other calls of the scaler --------------------------------------------------------------------
-
-
-def test_gradients_may_be_unscaled_and_clipped_before_the_step():
-    def body(scaler):
-        script, weights = Script("every(2)", total_steps=4, scaler=scaler), []
-        for step in range(4):
-            script.optimizer.zero_grad()
-            script.backward(step)
-            if scaler:
-                scaler.unscale_(script.optimizer)
-            torch.nn.utils.clip_grad_norm_(script.model.parameters(), 0.1)
-            script.optimizer_step()
-            weights.append(script.weights())
-        return weights
-
-    with_scaler = on_threads(2, lambda: body(torch.amp.GradScaler("cpu", init_scale=4.0)))
-    assert synchronised_steps(with_scaler) == [2, 4]
-    for mine, wanted in zip(with_scaler, on_threads(2, body, None), strict=True):
-        assert_close(torch.stack(mine), torch.stack(wanted))
+    for passed in (scaler, None):
+        assert synchronised_steps(on_threads(2, trained, passed, scaler)) == [3, 6, 8]
 
 
 def test_steps_of_another_optimizer_and_steps_that_the_scaler_refuses_do_not_count():
@@ -126,3 +72,94 @@ def test_steps_of_another_optimizer_and_steps_that_the_scaler_refuses_do_not_cou
         return weights
 
     assert synchronised_steps(on_threads(2, body)) == [2, 4]
+
+
+TOTAL = 8
+FITS, LARGE = 1024.0, 8192.0
+"""A scale at which gradients are finite, and one at which they overflow."""
+
+
+class Remedied(Script):
+    """A script that calls ``sync.backward``."""
+
+    def __init__(self, scale=FITS, growth=2000, enabled=True, **options):
+        scaler = partial(torch.amp.GradScaler, "cpu", init_scale=scale, growth_interval=growth)
+        options["scaler"] = scaler(enabled=enabled)
+        super().__init__(total_steps=TOTAL, **options)
+        self.computed = 0
+
+    def loss(self, step):
+        self.computed += 1
+        overflow = float("inf") if FITS < self.scaler.get_scale() <= LARGE else 1.0
+        return loss_of(self.model, *batch(self.rank, step)) * overflow
+
+    def backward(self, step, scale=1.0):
+        return self.sync.backward(lambda: self.loss(step) * scale)
+
+    def optimizer_step(self):
+        self.optimizer.step()
+
+    def gradients(self):
+        return [p.grad.clone() for p in self.model.parameters()]
+
+
+def accumulated(remedy, overflows=()):
+    """The weights after each step of three micro-batches, the computations, and the final scale.
+
+    The (rank, step, micro-batch) triples in `overflows` start at the scale LARGE.
+    """
+    script, weights = Remedied() if remedy else Script(total_steps=TOTAL), []
+    for step in range(TOTAL):
+        script.optimizer.zero_grad()
+        for micro in range(3):
+            if (script.rank, step, micro) in overflows:
+                script.scaler.update(LARGE)
+            script.backward(10 * step + micro)
+        script.optimizer_step()
+        weights.append(script.weights())
+    return weights, remedy and (script.computed, script.scaler.get_scale())
+
+
+def test_an_overflow_on_one_rank_changes_no_weight_and_no_clock():
+    overflows = {(1, 4, 0), (2, 5, 1), (2, 7, 2)}
+    runs, counts = zip(*on_threads(3, accumulated, True, overflows), strict=True)
+    plain, _ = zip(*on_threads(3, accumulated, False), strict=True)
+    assert synchronised_steps(runs) == [3, 6, 8]
+    assert same(runs, plain)
+    # From LARGE to FITS, the scale is halved three times. No other micro-batch is computed again.
+    assert counts == tuple((3 * TOTAL + 3 * again, FITS) for again in range(3))
+
+
+def test_it_returns_the_unscaled_loss_and_lets_the_scale_grow():
+    def body():
+        script = Remedied(growth=2)
+        loss = script.backward(0)
+        wanted = script.loss(0)
+        script.backward(0)
+        return loss.item() == wanted.item(), script.scaler.get_scale()
+
+    assert on_threads(2, body) == [(True, 2 * FITS)] * 2
+
+
+@pytest.mark.parametrize(("view", "enabled"), [(True, True), (False, True), (True, False)])
+def test_micro_batches_that_fail_leave_the_gradients_of_the_others(view, enabled):
+    def body():
+        script = Remedied(enabled=enabled, gradient_as_bucket_view=view)
+        plain = DistributedDataParallel(seeded(mlp()))
+        for step in range(2):
+            script.backward(step)
+            with plain.no_sync():
+                loss_of(plain, *batch(script.rank, step)).backward()
+        before = script.gradients()
+        assert same(before, [p.grad for p in plain.parameters()])
+        tries = 5 if enabled else 1
+        message = rf"\b{tries} tries.*\b{FITS / 2**tries if enabled else 1:g}\b"
+        with pytest.raises(torchcomp.NonFiniteError, match=message):
+            script.sync.backward(lambda: script.loss(2) * float("nan"), tries=5)
+        assert script.computed == 2 + tries
+        assert same(before, script.gradients())
+        with pytest.raises(ZeroDivisionError):
+            script.sync.backward(lambda: 1 / 0)
+        return same(before, script.gradients())
+
+    assert on_threads(2, body) == [True, True]

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 
 import torchcomp
-from tests.local_sgd.script import Script, constant, convnet, cosine, half_frozen, mlp
+from tests.local_sgd.script import Script, convnet, cosine
 from tests.support.ranks import on_threads, with_fake_ranks
 from tests.support.threads import snapshots
 
@@ -24,7 +24,7 @@ def counted(steps=STEPS, **options):
     return seen
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_a_synchronisation_sends_one_all_reduce_of_the_parameters(world_size):
     once = 2 * (world_size - 1) * NBYTES // world_size
     for seen in on_threads(world_size, counted):
@@ -34,49 +34,22 @@ def test_a_synchronisation_sends_one_all_reduce_of_the_parameters(world_size):
         steps = [stats.dense_bytes_sent // max(once, 1) for stats in seen]
         assert steps == ([0, 0, 0, 3, 3, 3, 3, 3, 2] if once else [0] * 9)
         for stats in seen:
-            assert stats.total_bytes_sent == stats.syncs * once
-            assert stats.total_bytes_received == stats.total_bytes_sent
-            assert stats.bytes_received == stats.bytes_sent
+            assert stats.total_bytes_received == stats.total_bytes_sent == stats.syncs * once
 
 
 RUN = {"total_steps": 20, "warmup_steps": 2, "lr": partial(cosine, peak=0.1, warmup=2, total=20)}
 
 
-@pytest.mark.parametrize("spec", ["every(3)", "qsr(alpha=0.2, h_base=2)"])
-@pytest.mark.parametrize(
-    ("launch", "world_size"),
-    [(on_threads, 2), (on_threads, 3), (lambda ranks, body: [with_fake_ranks(ranks, body)], 64)],
-)
-@pytest.mark.parametrize(("build", "shape"), [(mlp, (6,)), (convnet, (3, 4, 4))])
-def test_a_run_sends_what_explain_predicts(spec, launch, world_size, build, shape):
-    runs = launch(world_size, partial(counted, 20, spec=spec, build=build, shape=shape, **RUN))
-    plan = torchcomp.explain(spec, model=build(), world_size=world_size, **RUN)
-    plain = torchcomp.explain("mean", model=build(), world_size=world_size)
-    ends = torchcomp.sync_steps(spec, **RUN)
+@pytest.mark.parametrize("world_size", [2, 64])
+def test_a_run_sends_what_explain_predicts(world_size):
     # BatchNorm's running mean and variance are averaged, its int64 counter of batches is not.
-    for seen in runs:
-        synced = [step for step in range(1, 21) if seen[step].syncs > seen[step - 1].syncs]
-        assert synced == ends
-        assert plan.syncs == len(ends)
-        assert round(seen[-1].total_bytes_sent / 20) == plan.bytes_sent
-        assert round(seen[-1].total_bytes_received / 20) == plan.bytes_received
-        assert seen[-1].total_dense_bytes_sent == 20 * plain.bytes_sent
-
-
-@pytest.mark.parametrize(
-    ("build", "sent", "dense"),
-    [
-        (lambda: mlp().bfloat16(), 83 * 4, 83 * 2),  # sent as float32
-        (half_frozen, 27 * 8, 27 * 8),
-    ],
-    ids=["bfloat16", "frozen"],
-)
-def test_what_is_sent_of_parameters_that_are_narrow_or_frozen(build, sent, dense):
-    for seen in on_threads(2, partial(counted, build=build, bucket_cap_mb=0.0002)):
-        assert seen[-1].bytes_sent == sent
-        assert seen[-1].total_dense_bytes_sent == dense * STEPS
-    run = {"total_steps": STEPS, "lr": constant, "world_size": 2}
-    assert torchcomp.explain("every(3)", model=build(), **run).message_bytes == sent
+    spec, model = "qsr(alpha=0.2, h_base=2)", {"build": convnet, "shape": (3, 4, 4)}
+    last = with_fake_ranks(world_size, partial(counted, 20, spec=spec, **model, **RUN))[-1]
+    plan = torchcomp.explain(spec, model=convnet(), world_size=world_size, **RUN)
+    plain = torchcomp.explain("mean", model=convnet(), world_size=world_size)
+    assert last.syncs == plan.syncs == len(torchcomp.sync_steps(spec, **RUN))
+    assert round(last.total_bytes_sent / 20) == plan.bytes_sent
+    assert last.total_dense_bytes_sent == 20 * plain.bytes_sent
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -90,9 +63,6 @@ def test_another_thread_reads_the_counters_of_whole_steps_only(overlap):
                 finished.add(script.sync.stats)
         assert len(seen) > 1
         assert seen <= finished
-        for stats in seen:
-            assert stats.syncs == stats.steps // 2
-            assert stats.total_bytes_sent == stats.syncs * stats.bytes_sent
 
     on_threads(2, body)
 
@@ -102,6 +72,5 @@ def test_the_constructor_logs_schedule_steps_and_bytes_on_rank_0(caplog):
     local = {"compress": "ef(topk(0.1))"}
     on_threads(2, lambda: Script(spec="every(3)", total_steps=STEPS, local=local))
     (record,) = [record for record in caplog.records if record.levelno == logging.INFO]
-    plan = torchcomp.explain("ef(topk(0.1))", model=mlp(), world_size=2)
-    for value in ("every(3)", "ef(topk(0.1))", f"total_steps={STEPS}", plan.bytes_sent, NBYTES):
+    for value in ("every(3)", "ef(topk(0.1))", f"total_steps={STEPS}", NBYTES):
         assert str(value) in record.getMessage()

@@ -1,36 +1,61 @@
-"""A local step launches nothing and waits for nothing. A synchronisation waits a few times."""
+"""What a local step calls, launches and waits for: nothing. A synchronisation waits a few times."""
 
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.local_sgd.script import Script
+import torchcomp
+from tests.local_sgd.script import Script, mlp, sgd
 from tests.support.cases import some
 from tests.support.counting import counted
-from tests.support.outcomes import same
-from tests.support.ranks import with_fake_ranks
+from tests.support.ranks import on_processes, with_fake_ranks
 
+PACKAGE = str(Path(torchcomp.__file__).parent)
 SMALL = 0.0002
 """A bucket_cap_mb at which every layer fills a bucket."""
 
+# Options, waits of a synchronisation (to compare the ranks, to average further state, to check the
+# values), and indices of steps without one.
 LOCAL = {
-    "plain": {},
-    "overlap": {"overlap": True},
-    "moments": {"moments": "average"},
-    "fragments": {"fragments": 2},
-    "slowmo": {"outer": "slowmo(beta=0.7)"},
-    "nesterov": {"outer": "nesterov(lr=0.7, momentum=0.9)"},
+    "plain": ({}, 2, (1, 2, 4, 5, 6)),
+    "overlap": ({"overlap": True}, 2, (1, 2, 4, 5, 6)),
+    "moments": ({"moments": "average"}, 4, (1, 2, 4, 5, 6)),
+    "fragments": ({"fragments": 2}, 2, (2, 4, 6)),
+    "slowmo": ({"outer": "slowmo(beta=0.7)"}, 2, (1, 2, 4, 5, 6)),
 }
 
-WAITS = {"plain": 2, "overlap": 2, "moments": 4, "fragments": 2, "slowmo": 2, "nesterov": 2}
-"""In a synchronisation: to compare the ranks, to average further state, to check the values."""
-
-QUIET = {"fragments": (2, 4, 6)}
-"""Indices of steps without a synchronisation. Two fragments synchronise at different steps."""
-
 grouped = partial(torch.optim.SGD, lr=1.0, momentum=0.9, foreach=True)
+
+
+def of_a_local_step():
+    """The files of the calls of torchcomp in a step without a synchronisation."""
+    script = Script("every(4)", total_steps=12, build=lambda: mlp(16), optimizer=sgd)
+    script.train(0, 5)
+    script.optimizer.zero_grad()
+    script.backward(5)
+    files = []
+
+    def note(frame, event, argument):
+        if event == "call" and frame.f_code.co_filename.startswith(PACKAGE):
+            files.append(str(Path(frame.f_code.co_filename).relative_to(PACKAGE)))
+
+    sys.setprofile(note)
+    try:
+        script.optimizer.step()
+    finally:
+        sys.setprofile(None)
+    return files
+
+
+def test_a_local_step_makes_at_most_9_calls_in_2_files():
+    # In processes of their own: hooks of DDP models, of other tests, would be counted as well.
+    for files in on_processes(2, of_a_local_step):
+        assert 0 < len(files) <= 9
+        assert set(files) <= {"local_sgd/hooks.py", "local_sgd/local_steps.py"}
 
 
 def deep(layers=4):
@@ -69,90 +94,28 @@ def optimizer_alone():
 
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_local_step_launches_and_waits_for_nothing(name, optimizer_alone):
-    found, *_ = with_fake_ranks(2, steps, LOCAL[name])
-    for step in QUIET.get(name, (1, 2, 4, 5, 6)):
+    options, _, quiet = LOCAL[name]
+    found, *_ = with_fake_ranks(2, steps, options)
+    for step in quiet:
         assert found[step].launches == optimizer_alone.launches
         assert not found[step].waits
 
 
 @pytest.mark.parametrize("name", some(LOCAL, of=2))
 def test_a_synchronisation_waits_and_launches_equally_often_for_any_number_of_layers(name):
-    few, many = (with_fake_ranks(2, steps, LOCAL[name], layers)[0] for layers in (4, 8))
+    options, waits, _ = LOCAL[name]
+    few, many = (with_fake_ranks(2, steps, options, layers)[0] for layers in (4, 8))
     assert few[-1].launches == many[-1].launches
     # Also with several buckets.
-    small, *_ = with_fake_ranks(2, partial(steps, LOCAL[name], 8, bucket_cap_mb=SMALL))
+    small, *_ = with_fake_ranks(2, partial(steps, options, 8, bucket_cap_mb=SMALL))
     for found in (few, many, small):
-        assert found[-1].waits.total() == WAITS[name]
-
-
-class Device(torch.optim.Optimizer):
-    """SGD whose learning rate is a tensor, which it never reads."""
-
-    def __init__(self, params):
-        super().__init__(params, {"lr": torch.tensor(1.0)})
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.data.sub_(parameter.grad * group["lr"])
-
-
-class Number(Device):
-    """The same with a number, which has the same values."""
-
-    def __init__(self, params):
-        super().__init__(params)
-        self.param_groups[0]["lr"] = 1.0
-
-
-@pytest.mark.parametrize(
-    ("spec", "local"), [("every(4)", {}), ("every(4)", LOCAL["slowmo"]), ("qsr(0.05, 4)", {})]
-)
-def test_a_learning_rate_on_the_device_is_read_only_where_a_round_needs_it(
-    spec, local, monkeypatch
-):
-    options = {"spec": spec, "lr": lambda step: 2.0 ** -(4 + step)}
-    _, wanted, expected = with_fake_ranks(2, partial(steps, local, optimizer=Number, **options))
-    monkeypatch.setattr("torchcomp.engine.host.can_read", lambda x: False)
-    found, weights, state = with_fake_ranks(2, partial(steps, local, optimizer=Device, **options))
-    assert same(weights, wanted)
-    sums = [each["fragments"][0]["lr_sum"] for each in (state, expected)]
-    assert sums[0] == sums[1] > 0
-    assert not any(found[step].waits for step in (1, 2, 5, 6))
-    # At the first step of a round, only a schedule that depends on the learning rate reads it.
-    assert bool(found[4].waits) == spec.startswith("qsr")
-
-
-def remedied(remedy, layers):
-    """What the backward pass of a second micro-batch launches and waits for."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    script = Script("every(4)", 16, build=partial(deep, layers), optimizer=grouped, scaler=scaler)
-    for _ in range(2):
-        loss = script.model(torch.ones(5, 6, dtype=torch.float64)).square().mean()
-        with counted() as counts:
-            if remedy:
-                script.sync.backward(lambda loss=loss: loss)
-            else:
-                scaler.scale(loss).backward()
-                scaler.unscale_(script.optimizer)
-                scaler.update()
-    script.sync.close()
-    return counts
-
-
-def test_a_micro_batch_is_tested_and_added_by_launches_that_do_not_grow_with_the_model():
-    added = []
-    for layers in (4, 8):
-        plain, mine = (with_fake_ranks(2, remedied, each, layers) for each in (False, True))
-        # DDP accumulates in place without the remedy, and the first micro-batch is set aside here.
-        in_place = plain.launches.pop("add_") - mine.launches.pop("add_", 0)
-        assert in_place == 2 * layers
-        added.append((mine.launches - plain.launches, mine.waits - plain.waits))
-    assert added[0] == added[1]
+        assert found[-1].waits.total() == waits
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])
 def test_a_step_that_only_creates_state_is_found_with_one_wait(value):
+    """torch.distributed.checkpoint's get_state_dict takes such a step of a new optimizer."""
+
     def created(layers):
         script = Script("every(4)", 16, build=partial(deep, layers), lr=lambda step: 0.0)
         for parameter in script.model.parameters():

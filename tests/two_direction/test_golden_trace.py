@@ -1,9 +1,6 @@
 """2Direction and its reference against a trace from another program, and against each other.
 
 A convergence test is not enough: with an error in the lines of q and k the method still converges.
-
-To check a trace of your own, pass its gradients, compressors, coin and Gamma0. A compressor finds
-the number of the message in ``key.step`` and the worker in ``key.rank``.
 """
 
 import itertools
@@ -164,13 +161,3 @@ def test_the_stable_recursion_works_after_the_printed_one_has_overflowed(number,
     limit = 2 * 0.5 / (0.25 * 0.5 + math.sqrt(0.25**2 * 0.5**2 + 4 * 0.25 * 20 * 0.5))
     assert rates.theta == pytest.approx(min(limit, CASES[0].theta_min), rel=rounding)
     assert 0 <= rho < np.finfo(number).tiny
-
-
-def test_the_mirror_step_is_the_minimum_of_its_objective():
-    c, rho = CASES[0], 0.3
-    rates = learning_rates(rho, c)
-    dual, point, y = torch.randn(3, 5, dtype=torch.float64, generator=torch.manual_seed(0))
-    gamma, step = 1 / rho, 1 / rates.rho - 1 / rho
-    x = rates.step(dual, point, y)
-    slope = dual + (c.lbar + gamma * c.mu) / step * (x - point) + c.mu * (x - y)
-    assert slope.abs().max() < 1e-10

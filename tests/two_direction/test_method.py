@@ -9,7 +9,7 @@ from tests.support import codecs
 from tests.support.cases import thorough
 from tests.support.codecs import decoded, fields_of, message_of
 from tests.two_direction.quadratics import quadratics
-from torchcomp.compressors import Cast, Identity, RandK, TopK
+from torchcomp.compressors import Identity, RandK, TopK
 from torchcomp.engine.keys import Key
 from torchcomp.routes import wire
 from torchcomp.specs.errors import SpecError
@@ -34,9 +34,6 @@ def run(method, iterations):
     return method
 
 
-# --- Convergence ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("iterations", [50, *thorough([200, 500])])
 def test_it_is_as_fast_as_its_theory(iterations):
     both = {"p": 1 / (OMEGA + 1), "tau": 1 / (OMEGA + 1)}
@@ -51,15 +48,16 @@ def test_it_is_as_fast_as_its_theory(iterations):
     assert runs[0].gamma >= math.exp(both["p"] * pace * iterations / 2)
 
 
+LONG = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
 @pytest.mark.parametrize(
     ("iterations", "dtype", "reached"),
     [
         (600, torch.float64, 1e-10),
         (600, torch.float32, 1e-10),
-        *(
-            pytest.param(200_000, dtype, gap, marks=[pytest.mark.slow, pytest.mark.timeout(600)])
-            for dtype, gap in ((torch.float64, 1e-25), (torch.float32, 1e-10))
-        ),
+        pytest.param(200_000, torch.float64, 1e-25, marks=LONG),
+        pytest.param(200_000, torch.float32, 1e-10, marks=LONG),
     ],
 )
 def test_it_converges_and_stays_there(iterations, dtype, reached):
@@ -69,9 +67,6 @@ def test_it_converges_and_stays_there(iterations, dtype, reached):
     run(method, iterations)
     assert method.solution.dtype == dtype
     assert F.gap(method.solution.double()) < reached * F.gap(F.x0)
-
-
-# --- Messages -------------------------------------------------------------------------------------
 
 
 class Recorded(Simulated):
@@ -145,21 +140,6 @@ def test_counts():
     assert traffic.down_bytes == 400 * kept + (1 + 2 * tossed) * dense
 
 
-def test_finish_iteration_changes_only_when_a_message_is_sent_and_runs_repeat():
-    plain, settled, other = two_direction(), two_direction(), two_direction(Simulated(F.n, 1))
-    for _ in range(50):
-        for method in (plain, settled, other):
-            method.step()
-        settled.finish_iteration()
-    plain.finish_iteration()
-    for name in "uwzxkvh":
-        assert torch.equal(getattr(plain, name), getattr(settled, name)), name
-    assert not torch.equal(plain.x, other.x)
-
-
-# --- Parameters of the theory ---------------------------------------------------------------------
-
-
 def test_probabilities():
     # mu_r = 0.5 * 650 / 65 = 5 < omega + 1, so p = 1 / (omega + 1).
     even = theory.priced_probabilities(9.0, d=650, k_up=65, k_down=65, r=0.5)
@@ -191,25 +171,14 @@ def test_lbar_is_the_largest_of_its_terms(case, expected):
     assert theory.lbar(2.0, 5.0, n=4, **case) == pytest.approx(660508 * expected)
 
 
-# --- One table of refusals ------------------------------------------------------------------------
-
 REFUSED = [
     ({"mu": -0.1}, "mu"),
     ({"mu": 40.0}, "mu"),
-    ({"mu": math.nan}, "mu"),
-    ({"lbar": 0.0}, "lbar"),
     ({"lbar": math.inf}, "lbar"),
-    ({"p": 0.0}, "p"),
     ({"p": 1.5}, "p"),
     ({"tau": "much"}, "tau"),
-    ({"gamma0": 0.0}, "gamma0"),
     ({"gamma0": 1e-300}, "gamma0"),
-    ({"alpha": 0.0}, "alpha"),
-    ({"alpha": 0.5}, "alpha"),  # better than topk(k=3) guarantees
-    ({"omega": 1.0}, "omega"),
-    ({"omega": math.inf}, "omega"),
     ({"up": TopK(k=3)}, "up"),
-    ({"up": Cast("bf16")}, "up"),
     ({"up": "randk"}, "up"),
     ({"up": RandK(k=13, unbiased=True)}, "up"),
     ({"down": UP}, "down"),
@@ -218,7 +187,7 @@ REFUSED = [
 ]
 CALLS = [
     *((lambda changes=changes: two_direction(**changes), field) for changes, field in REFUSED),
-    *((lambda n=n: Simulated(n), "n") for n in (0, -1, 2.0, True)),
+    *((lambda n=n: Simulated(n), "n") for n in (0, 2.0)),
     *(
         (lambda x0=x0: TwoDirectionMethod(F.gradients, x0, Simulated(4), UP, DOWN), "x0")
         for x0 in (torch.zeros(2, 3), torch.zeros(3).int(), torch.zeros(0), [0.0], F.x0 / 0)
@@ -240,7 +209,3 @@ def test_refusals(call, field):
     with pytest.raises(SpecError) as caught:
         call()
     assert caught.value.field == field
-
-
-def test_constants_can_be_worse_than_the_compressors_declare():
-    assert two_direction(alpha=0.1, omega=9.0).constants.beta == pytest.approx(0.1)

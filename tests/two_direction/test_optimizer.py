@@ -28,15 +28,10 @@ def model():
     return net
 
 
-def shard(rank):
+def loss_of(net, rank):
     generator = torch.Generator().manual_seed(rank)
     features = torch.randn(20, 6, dtype=torch.float64, generator=generator)
-    return features, torch.randint(0, 3, (20,), generator=generator)
-
-
-def loss_of(net, rank):
-    features, labels = shard(rank)
-    loss = cross_entropy(net(features), labels)
+    loss = cross_entropy(net(features), torch.randint(0, 3, (20,), generator=generator))
     return loss + MU / 2 * sum(p.square().sum() for p in net.parameters())
 
 
@@ -46,9 +41,8 @@ class Run:
     def __init__(self, state=None, params=None, **changes):
         self.net, self.calls = model(), 0
         options = {"up": UP, "down": DOWN, "lbar": 4.0, "mu": MU, **changes}
-        self.optimizer = TwoDirection(
-            self.net.parameters() if params is None else params, **options
-        )
+        held = self.net.parameters() if params is None else params
+        self.optimizer = TwoDirection(held, **options)
         if state is not None:
             self.optimizer.load_state_dict(state)
 
@@ -73,7 +67,7 @@ def end(steps, cut=None, edit=lambda state: None, **changes):
     """Return x, traffic and calls after some steps, with a resume in between."""
     run = Run(**changes).train(steps if cut is None else cut)
     if cut is not None:
-        state = copy.deepcopy(run.optimizer.state_dict())
+        state = reloaded(run.optimizer.state_dict())
         edit(state)
         run = Run(state, **changes).train(steps - cut)
     return run.x, run.optimizer.traffic, run.calls
@@ -108,11 +102,9 @@ def test_parameters_are_updated_in_place():
         weight.requires_grad_()
         view = weight.detach()
         optimizer = TwoDirection([weight], UP, DOWN, lbar=1.0, mu=0.0)
-        target = torch.arange(24.0).view(2, 3, 2, 2)
 
         def closure():
-            optimizer.zero_grad()
-            loss = (weight - target).square().mean()
+            loss = (weight - torch.arange(24.0).view(2, 3, 2, 2)).square().mean()
             loss.backward()
             return loss.item()
 
@@ -131,7 +123,6 @@ def test_parameters_are_updated_in_place():
     ("cut", "edit"),
     [
         (0, lambda state: None),  # before the first step
-        (1, lambda state: None),
         (17, lambda state: None),
         # The gradients at z can be computed again.
         (9, lambda state: state["slots"].pop("grad_z", None)),
@@ -144,7 +135,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(cut, edit):
         assert traffic == same
 
 
-def test_loading_restores_traffic_and_parameters_by_name_as_weights_only():
+def test_loading_restores_traffic_and_parameters_by_name():
     def load():
         run = Run()
         fresh = run.optimizer.state_dict()
@@ -156,29 +147,12 @@ def test_loading_restores_traffic_and_parameters_by_name_as_weights_only():
         run.optimizer.load_state_dict(later)
         assert run.optimizer.traffic.nbytes == sent
         assert torch.equal(run.x, x)
-        named = Run(params=model().named_parameters())
-        named.optimizer.step(lambda: loss_backward(named.optimizer))
-        tensors = named.optimizer.state_dict()["slots"]["h_i"]["tensors"]
-        assert tensors.keys() == {"weight", "bias"}
+        net = model()
+        named = Run(params=net.named_parameters()).optimizer
+        named.step(lambda: (loss := loss_of(net, 0)).backward() or loss)
+        assert named.state_dict()["slots"]["h_i"]["tensors"].keys() == {"weight", "bias"}
 
     on_threads(2, load)
-
-
-def loss_backward(optimizer):
-    loss = sum(p.square().sum() + p.sum() for p in optimizer.param_groups[0]["params"])
-    loss.backward()
-    return loss
-
-
-def refuses_to_load(state_of, options):
-    run = Run(**options).train(1)
-    state = Run().train(3).optimizer.state_dict()
-    before = run.x
-    try:
-        run.optimizer.load_state_dict(state_of(state))
-    finally:
-        assert torch.equal(run.x, before)
-        run.train(1)
 
 
 def changed(**values):
@@ -199,58 +173,26 @@ OTHER_STATES = [
     (changed(step=0), {}, "step 0"),
     (changed(evaluations=2), {}, "2 evaluations"),
     (changed(rho=2.0), {}, "rho 2.0"),
-    (changed(slots={}), {}, "'h'"),
+    (changed(slots={}), {}, "'x'"),
+    (lambda state: (state["slots"]["v"]["tensors"].pop("0"), state)[1], {}, "'0'"),
+    (lambda state: (state["slots"]["v"]["tensors"]["0"].fill_(torch.nan), state)[1], {}, "'0'"),
     (changed(two_direction=None), {}, "unknown"),
-    (lambda state: None, {}, "NoneType"),
-    (lambda state: {}, {}, "'version'"),
     (lambda state: torch.optim.SGD(model().parameters()).state_dict(), {}, "'version'"),
 ]
 
 
 @pytest.mark.parametrize(("state_of", "options", "word"), OTHER_STATES)
 def test_another_state_is_refused_and_changes_nothing(state_of, options, word):
-    assert_refused(2, partial(refuses_to_load, state_of, options), CheckpointError, word)
+    def body():
+        run = Run(**options).train(1)
+        state, before = Run().train(3).optimizer.state_dict(), run.x
+        try:
+            run.optimizer.load_state_dict(state_of(state))
+        finally:
+            assert torch.equal(run.x, before)
+            run.train(1)
 
-
-def paths(value, path=()):
-    """Yield the path of every entry of a state."""
-    for key, each in value.items() if isinstance(value, dict) else ():
-        yield (*path, key)
-        yield from paths(each, (*path, key))
-
-
-def damages(state, path):
-    """Yield copies of the state, each with another damage of one entry."""
-    for damage in ("missing", "another type", "negative", "NaN"):
-        broken = copy.deepcopy(state)
-        holder = broken
-        for key in path[:-1]:
-            holder = holder[key]
-        value = holder.pop(path[-1])
-        if damage == "another type":
-            holder[path[-1]] = object()
-        elif damage == "negative" and type(value) in (int, float):
-            holder[path[-1]] = -1
-        elif damage == "NaN" and isinstance(value, (torch.Tensor, float)):
-            holder[path[-1]] = value * torch.nan
-        elif damage != "missing" or path == ("slots", "grad_z"):
-            continue
-        yield broken
-
-
-def test_any_damaged_entry_is_refused():
-    def load():
-        run = Run().train(3)
-        state, tried = run.optimizer.state_dict(), 0
-        for path in paths(state):
-            for broken in damages(state, path):
-                with pytest.raises(CheckpointError):
-                    run.optimizer.load_state_dict(broken)
-                tried += 1
-        assert tried > 100
-        run.train(1)
-
-    on_threads(2, load)
+    assert_refused(2, body, CheckpointError, word)
 
 
 # --- Closures that fail ---------------------------------------------------------------------------
@@ -282,7 +224,6 @@ def test_a_fault_of_one_rank_raises_on_every_rank_and_names_the_worker(fault, wo
         before = run.x
 
         def bad():
-            run.optimizer.zero_grad()
             return fault(run, loss_of(run.net, 1))
 
         try:
@@ -326,29 +267,9 @@ def test_a_fault_in_any_call_changes_nothing():
             assert torch.equal(x, expected)
 
 
-def test_a_gradient_that_is_not_deterministic_is_found_on_request():
-    def noisy():
-        run = Run(check_deterministic=True)
-        noise = torch.Generator().manual_seed(0)
-
-        def closure():
-            run.optimizer.zero_grad()
-            loss = loss_of(run.net, 0) + torch.rand((), generator=noise) * run.net.bias.sum()
-            loss.backward()
-            return loss
-
-        run.optimizer.step(closure)
-
-    match = r"worker 0 \(.*deterministic.*worker 1 \(.*deterministic"
-    assert_refused(2, noisy, NonFiniteError, match=match)
-    on_threads(2, lambda: Run(check_deterministic=True).train(2))
-
-
 # --- One table of refusals ------------------------------------------------------------------------
 
-
-def mixed():
-    return [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.float64)]
+MIXED = [torch.zeros(2, dtype=dtype) for dtype in (torch.float32, torch.float64)]
 
 
 def groups(**options):
@@ -360,11 +281,9 @@ REFUSED = [
     (lambda rank: {"up": DOWN}, SpecError, "up", "omega"),
     (lambda rank: {"down": UP}, SpecError, "down", "alpha"),
     (lambda rank: {"mu": -1.0}, SpecError, "mu", "-1.0"),
-    (lambda rank: {"samples": 0}, SpecError, "samples", "0"),
-    (lambda rank: {"params": mixed()}, SpecError, None, "torch.float64"),
+    (lambda rank: {"params": MIXED}, SpecError, None, "torch.float64"),
     (lambda rank: {"params": groups()}, SpecError, None, "2"),
     (lambda rank: {"params": groups(lr=0.1)[:1]}, SpecError, None, "lr"),
-    (lambda rank: {"samples": 19 + rank}, RankMismatchError, None, "samples"),
     (lambda rank: {"params": [torch.zeros(21 + rank)]}, RankMismatchError, None, "coordinates"),
     (lambda rank: {"mu": -1.0 if rank else MU}, RankMismatchError, None, "-1.0"),
 ]

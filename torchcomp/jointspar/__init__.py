@@ -3,23 +3,8 @@
 from torchcomp.jointspar.bandit import Bandit, Baseline, Literal, kl_project, sample
 from torchcomp.jointspar.jointspar import JointSpar, JointSparStats
 from torchcomp.jointspar.lars import LARS, Sampling
-from torchcomp.jointspar.layers import Layers, check_several, default_layers, layers_by_pattern
+from torchcomp.jointspar.layers import default_layers
 from torchcomp.jointspar.sampler import Sampler, SamplingOptions
 
-__all__ = [
-    "LARS",
-    "Bandit",
-    "Baseline",
-    "JointSpar",
-    "JointSparStats",
-    "Layers",
-    "Literal",
-    "Sampler",
-    "Sampling",
-    "SamplingOptions",
-    "check_several",
-    "default_layers",
-    "kl_project",
-    "layers_by_pattern",
-    "sample",
-]
+__all__ = ["LARS", "Bandit", "Baseline", "JointSpar", "JointSparStats", "Literal", "Sampler"]
+__all__ += ["Sampling", "SamplingOptions", "default_layers", "kl_project", "sample"]

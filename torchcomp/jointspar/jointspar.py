@@ -13,28 +13,23 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.gathering import Gatherable
-from torchcomp.ddp.arguments import Options, check_scaler
 from torchcomp.ddp.checks import OWNER, check_is_ddp, check_model, device_of, trained_parameters
-from torchcomp.ddp.register import register_ddp
+from torchcomp.ddp.register import Options, check_scaler, register_ddp
 from torchcomp.engine.keys import Key, check_seed
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal
-from torchcomp.jointspar.layers import Patterns, check_several, default_layers, layers_by_pattern
+from torchcomp.jointspar.layers import Patterns, layers_of
 from torchcomp.jointspar.sampler import Sampled, Sampler, SamplingOptions, by_layer
 from torchcomp.jointspar.skip import Skipper
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError, UnsupportedModelError
 from torchcomp.specs.spec import parse_aggregator
 
-_ATTRIBUTE = "_torchcomp_jointspar"
-"""Attribute of a DDP model that keeps its JointSpar alive if the user holds no reference to it."""
-
 _ADVICE = {
     "spec": "build JointSpar with the options that the checkpoint was saved with",
     "world_size": "convert it with torchcomp.redistribute(states, world_size)",
 }
-"""What to do about a checkpoint that does not belong to this run, for the error message."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +39,7 @@ class JointSparStats(Stats):
     Attributes:
         kept: names of the layers whose gradients this rank computed in the last step.
         p: probability of each layer in the next step, by name.
-        share: expected cost of the next step as a share of the cost of all layers.
+        share: expected cost of the next step, as a share of that of all layers.
     """
 
     kept: tuple[str, ...]
@@ -68,10 +63,10 @@ class JointSpar(Gatherable):
     1. Keep each layer d independently with probability p_d. The set S_t can be empty.
     2. Compute the weight gradients of the layers in S_t, and no others.
     3. Average g_d / p_d of these layers over the ranks: an unbiased estimate of the dense mean.
-    4. Learn p from the gradient norms of these layers (:class:`torchcomp.jointspar.Bandit`).
+    4. Learn p from the gradient norms of these layers, by `rule`.
 
-    The training loop works unchanged. All backward passes that ``no_sync`` accumulates use the same
-    set. The gradient of a dropped layer is None, so its weights and momentum do not change.
+    The training loop works unchanged; passes that ``no_sync`` accumulates use the same set. The
+    gradient of a dropped layer is None, so its weights and momentum do not change.
 
     Args:
         model: a DDP model without another method of torchcomp.
@@ -80,10 +75,8 @@ class JointSpar(Gatherable):
         costs: the unit of `budget`: "layers" (as in the paper) or "bytes". Start with "bytes".
         layers: a mapping from layer names to shell-style patterns of parameter names. By default,
             each module with weights is a layer, with its bias and its norm.
-        compress: how the kept layers are exchanged, such as ``"ef(topk(0.01))"``. While a layer is
-            dropped, its residual does not change.
-        p_min: lowest probability of a layer, at most `budget`. Gradients are multiplied by up to
-            1 / p_min.
+        compress: how the kept layers are exchanged, such as ``"ef(topk(0.01))"``.
+        p_min: lowest probability of a layer, at most `budget`.
         rule: how p is learned: ``Baseline()``, ``Literal(...)``, or None for uniform dropping.
         selection: "shared" draws one set for all ranks, "per-rank" one for each, as in the paper.
             The ranks then exchange every layer that any of them keeps: on many ranks, almost all.
@@ -120,7 +113,6 @@ class JointSpar(Gatherable):
         self._parameters = trained = dict(trained_parameters(model))
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
 
-        # `build` also raises on the ranks that would accept the arguments.
         def make() -> tuple[Sampled, dict[str, Any]]:
             check_seed(seed)
             check_scaler(scaler)
@@ -131,10 +123,7 @@ class JointSpar(Gatherable):
                     "of the first step: build DistributedDataParallel without it"
                 )
             options = SamplingOptions(budget, costs, p_min, rule, selection)
-            grouped = default_layers(trained.items())
-            if layers is not None:
-                grouped = layers_by_pattern(layers, list(trained))
-            check_several(grouped)
+            grouped = layers_of(trained, layers)
             sizes = [sum(trained[name].nbytes for name in names) for names in grouped.values()]
             # Costs must be above 0, also of a layer without elements.
             each = np.maximum(sizes, 1.0) if costs == "bytes" else np.ones(len(grouped))
@@ -157,7 +146,8 @@ class JointSpar(Gatherable):
         self._skipper = Skipper(model.module, self._parameters, *callbacks)
         self._skip()
         setattr(model, OWNER, f"torchcomp.JointSpar(budget={budget:g})")
-        setattr(model, _ATTRIBUTE, self)
+        # The model keeps it alive if the user holds no reference to it.
+        vars(model)["_torchcomp_jointspar"] = self
 
     def __repr__(self) -> str:
         return f"<torchcomp.JointSpar {self._sampler.options}: {self.stats}>"
@@ -184,11 +174,7 @@ class JointSpar(Gatherable):
         return JointSparStats(**counters, kept=last, p=self.p, share=share)
 
     def probability(self, parameter: Tensor) -> float:
-        """Return the p that divided this parameter's gradient in the last step, for LARS.
-
-        Raises:
-            SpecError: with ``selection="per-rank"``, where each rank divides by another p.
-        """
+        """Return the p that divided this parameter's gradient in the last step, for LARS."""
         if not self._sampler.shared:
             raise SpecError(
                 'LARS needs selection="shared": with "per-rank", how often a mean has a gradient '
@@ -213,8 +199,8 @@ class JointSpar(Gatherable):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned. Nothing changes on error.
 
-        With ``selection="shared"``, another number of ranks can continue with the same p. If
-        `compress` keeps a residual, first call ``torchcomp.redistribute`` on the states of all.
+        With ``selection="shared"``, another number of ranks can continue; with a residual, first
+        call ``torchcomp.redistribute`` on the states of all.
 
         Raises:
             CheckpointError: if the state is damaged, or belongs to another model, method or rank.
@@ -247,7 +233,6 @@ class JointSpar(Gatherable):
         self.close()
 
     def _forward_begins(self) -> None:
-        """Raise if the last backward pass bypassed the output of the forward pass."""
         # Gradients were exchanged, but _backward_done was not called. Every rank finds the same.
         if self._sampler.committed is not None:
             raise UnsupportedModelError(
@@ -257,7 +242,6 @@ class JointSpar(Gatherable):
             )
 
     def _backward_done(self) -> None:
-        """End a backward pass, after DDP has written the gradients."""
         sampler = self._sampler
         committed, sampler.committed = sampler.committed, None
         # Nothing was exchanged: a pass under no_sync, for gradients of inputs, or incomplete.
@@ -270,7 +254,7 @@ class JointSpar(Gatherable):
         if not committed:
             sampler.reset()
             return
-        sampler.learn(self._handle.averager.scale)
+        sampler.learn(self._handle.averager.units.scale)
         sampler.draw()
         self._skip()
 
@@ -281,10 +265,9 @@ class JointSpar(Gatherable):
 def _unscaled(
     scaler: torch.amp.GradScaler, optimizer: Any, inverse: Tensor, found: Tensor, fp16: bool
 ) -> dict[torch.device, Tensor]:
-    """Return for each device whether an infinity was found, as ``GradScaler._unscale_grads_``.
+    """Like ``GradScaler._unscale_grads_``, but with a device for an optimizer without a gradient.
 
-    The original returns no device for an optimizer without a gradient, and the scaler then raises.
-    With gradients of zero instead, momentum and weight decay would change dropped layers.
+    The scaler would raise. Gradients of zero would let momentum and weight decay change layers.
     """
     # PyTorch's own ShardedGradScaler overrides the same private method.
     original = type(scaler)._unscale_grads_

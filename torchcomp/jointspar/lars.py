@@ -22,13 +22,11 @@ _CHECKS: dict[str, Callable[..., None]] = {
 
 @runtime_checkable
 class Sampling(Protocol):
-    """What LARS reads from a method that samples gradients and divides them by p."""
+    """What LARS reads from JointSpar: the p that divided g in the last step, and the mean |g|."""
 
-    def probability(self, parameter: Tensor) -> float:
-        """Return the p that divided this parameter's gradient in the last step."""
+    def probability(self, parameter: Tensor) -> float: ...
 
-    def norm(self, parameter: Tensor) -> float:
-        """Return the running average of |g| before the division by p, or 0.0 before the first."""
+    def norm(self, parameter: Tensor) -> float: ...
 
 
 class LARS(Optimizer):
@@ -43,17 +41,17 @@ class LARS(Optimizer):
     JointSpar gives the optimizer g / p in a share p of the steps, and None in the others. The norm
     of g / p would cancel the factor 1 / p. With `sampled`, tensors with p < 1 take as |g| the
     running average of the norm before the division by p, and wd is divided by p. The mean update on
-    a fixed gradient then equals the dense one. A tensor without a gradient keeps its x and v.
-
-    Norms and directions are computed in float32, or in float64 where x is float64. v has x's dtype.
+    a fixed gradient then equals the dense one. A tensor without a gradient keeps its x and v. Norms
+    are computed in float32 or wider.
 
     Source: You, Gitman, Ginsburg, "Large batch training of convolutional networks", 2017
     (arXiv 1708.03888), Algorithm 1, without its learning-rate schedule.
 
     Args:
         params: tensors or parameter groups.
-        lr, weight_decay: learning rate and wd, at least 0.
+        lr: learning rate, at least 0.
         momentum: momentum factor, at least 0 and below 1.
+        weight_decay: wd, at least 0.
         trust_coefficient: eta, above 0.
         exclude_vectors: whether biases and norms (at most one dimension) have trust 1 and wd 0.
         sampled: the :class:`torchcomp.JointSpar` that samples the gradients, if there is one.
@@ -85,7 +83,7 @@ class LARS(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Options that it does not set take the optimizer's defaults."""
-        # Optimizer.__init__ adds its groups by this method, so this checks the defaults as well.
+        # Optimizer.__init__ calls this for its own groups.
         options = {**self.defaults, **param_group}
         for name, check in _CHECKS.items():
             check(name, options[name], owner="LARS")

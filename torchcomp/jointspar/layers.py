@@ -15,13 +15,26 @@ Patterns = Mapping[str, str | Sequence[str]]
 """Maps the name of each layer to shell-style patterns of parameter names: ``"blocks.0.*"``."""
 
 
+def layers_of(trained: Mapping[str, nn.Parameter], patterns: Patterns | None) -> Layers:
+    """Group the trained parameters by the user's patterns, or by default."""
+    layers = default_layers(trained.items())
+    if patterns is not None:
+        layers = layers_by_pattern(patterns, list(trained))
+    if len(layers) < 2:
+        raise SpecError(
+            f"JointSpar needs two layers or more, not {list(layers)}: define smaller ones with "
+            "layers={...}, or compress the gradient instead",
+            "layers",
+        )
+    return layers
+
+
 def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
     """Group parameters into one layer for each module with weights, with its bias and its norm.
 
-    A module has weights if one of its own parameters has two dimensions or more. Any other module,
-    such as a norm, joins the one with weights just before or just after it: the one that shares
-    more of its path, or else the one before. For example, ``bn1`` joins ``conv1``, and a
-    transformer's ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
+    A module has weights if one of its own parameters has two dimensions or more. Any other joins
+    the one with weights just before or after it that shares more of its path, or else the one
+    before: ``bn1`` joins ``conv1``, ``blocks.3.norm1`` joins ``blocks.3.attn.qkv``.
     """
     # named_parameters() lists a shared parameter once, so it belongs to its first module's layer.
     modules: dict[str, list[str]] = {}
@@ -40,7 +53,6 @@ def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
 
 
 def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
-    """Return the module, of those in `order`, whose layer `module` belongs to."""
     if module in weighted:
         return module
     i = order.index(module)
@@ -48,8 +60,7 @@ def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
     after = [other for other in order[i:] if other in weighted]
 
     def shared(other: str) -> int:
-        """Count the leading parts of its path that `other` shares with `module`."""
-        # Part by part: as a text "layer1" is also the beginning of "layer10".
+        # Leading parts of the path. As a text, "layer1" is also the beginning of "layer10".
         same = [a == b for a, b in zip(module.split("."), other.split("."), strict=False)]
         return [*same, False].index(False)
 
@@ -58,14 +69,7 @@ def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
 
 
 def layers_by_pattern(patterns: Patterns, names: Sequence[str]) -> Layers:
-    """Group the trained parameters, in `names`, into the layers that the user describes.
-
-    A parameter belongs to the first layer that has a pattern for it.
-
-    Raises:
-        SpecError: if `patterns` is not such a mapping, if a pattern matches no trained parameter,
-            or if a layer or a parameter is left over.
-    """
+    """Group the trained parameters, in `names`, by the first layer that has a pattern for each."""
     layers: Layers = {}
     left = list(names)
     for layer, entry in patterns.items() if isinstance(patterns, Mapping) else [(None, patterns)]:
@@ -92,13 +96,3 @@ def layers_by_pattern(patterns: Patterns, names: Sequence[str]) -> Layers:
     if unused:
         raise SpecError(f"{unused[0]}: change the patterns in layers={{...}}", "layers")
     return layers
-
-
-def check_several(layers: Layers) -> None:
-    """Raise SpecError unless there are at least two layers."""
-    if len(layers) < 2:
-        raise SpecError(
-            f"JointSpar needs two layers or more, not {list(layers)}: define smaller ones with "
-            "layers={...}, or compress the gradient instead",
-            "layers",
-        )

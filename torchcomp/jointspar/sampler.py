@@ -26,12 +26,8 @@ from torchcomp.specs.checks import check_fraction
 from torchcomp.specs.component import Choices, Component, check_kind
 from torchcomp.specs.errors import CheckpointError, SpecError
 
-_NORM_DECAY = 0.9
-"""Weight of the old value in the moving average of the norms that LARS uses."""
-
-_VERIFY_EVERY = 100
-"""Steps between two verifications of p across ranks. Ranks whose p differ would soon hang."""
-
+_NORM_DECAY = 0.9  # weight of the old value in the moving average of the norms that LARS uses
+_VERIFY_EVERY = 100  # steps between comparisons of p across ranks, which would hang if it differed
 _MOST = 16  # sets of kept layers for which a bucket stays prepared
 
 _LEARNED = {"bandit": bandit.FORM, "averages": dict_of(list_of(number, 2))}
@@ -72,16 +68,14 @@ class SamplingOptions(Component):
 class Sampler:
     """Algorithms 1 and 2 of JointSpar on layers with these costs, shape (D,), above 0.
 
-    `key` has the seed and the rank of the draws. The first step keeps all layers: DDP then orders
-    its buckets by a complete backward pass.
+    The first step keeps all layers: DDP then orders its buckets by a complete backward pass.
 
     Attributes:
         kept, p: the layers of the next step on this rank, as a mask, and the probabilities that
-            they were drawn with.
-        last, applied: the same of the last committed step.
+            they were drawn with; last, applied: the same of the last committed step.
         step: number of committed steps.
-        committed: whether the step that was just exchanged was committed (True) or rolled back
-            (False). None once JointSpar has handled it.
+        committed: whether the step that was just exchanged was committed or rolled back; None once
+            JointSpar has handled it.
         layer_of: the number of each parameter's layer, by name.
     """
 
@@ -109,17 +103,16 @@ class Sampler:
         self.reset()
 
     def reset(self) -> None:
-        """Discard what was recorded during an exchange that was rolled back."""
+        """Discard what an exchange has recorded."""
         # The layers that any rank keeps. With per-rank selection a collective has to find them.
         self._exchanged: Mask | None = self.kept if self.shared else None
         self._norms: dict[str, Tensor] = {}
 
     def names(self, mask: Mask) -> list[str]:
-        """Return the parameters of the layers in `mask`, in the order of the layers."""
         return [name for name, d in self.layer_of.items() if mask[d]]
 
     def union(self, exchange: Exchange) -> Mask:
-        """Return the layers to exchange: those that any rank keeps. A collective, in a step."""
+        """Return the layers to exchange: those that any rank keeps. A collective."""
         # Verify before the first exchange: ranks with different sets would pair unequal messages.
         if self.shared and not self._verified:
             values = {**self.state_dict(), "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
@@ -132,7 +125,7 @@ class Sampler:
         return self._exchanged
 
     def record_norms(self, parts: Mapping[str, Tensor]) -> None:
-        """Record norms to learn p from, of the means or of this rank's gradients, in a step."""
+        """Record norms to learn p from: of the means, or of this rank's gradients."""
         if parts:
             # In float64 a finite float32 gradient has a finite norm. learn() fetches all norms
             # together, and waits for the GPU only once.
@@ -140,7 +133,7 @@ class Sampler:
             self._norms |= zip(parts, norms, strict=True)
 
     def learn(self, scale: float) -> None:
-        """Update the averages and p after a committed step, whose loss scale was `scale`."""
+        """Update p and the averages after a committed step, whose loss scale was `scale`."""
         held = list(self._norms.values())
         values = torch.stack(held).tolist() if held else []
         # The bandit ignores the layers that were not exchanged.
@@ -167,7 +160,6 @@ class Sampler:
         return total / weight if weight else 0.0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all that the next draw depends on but the seed: numbers, lists and strings."""
         return {
             "step": self.step,
             "layers": {layer: list(names) for layer, names in self.layers.items()},
@@ -207,8 +199,6 @@ class Sampled(Aggregator):
     1. Set g_hat_d = g_d / p_d for the layers that this rank keeps, and 0 for the others.
     2. Average g_hat by `inner`, as one vector of the layers that any rank keeps. Nothing else is
        sent, and the residuals of other layers do not change.
-
-    If `inner` depends on the grouping, each bucket must be a layer or a part of one (`by_layer`).
     """
 
     name: ClassVar[str] = "jointspar"
@@ -241,7 +231,6 @@ class Sampled(Aggregator):
         return self.inner.slots(shape, world_size, rank)
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
-        """Return the cost of a step that keeps all layers of the bucket."""
         return self.inner.cost(shape, world_size, rank, node)
 
     def prepare(self, bucket: Prepared) -> None:
@@ -270,23 +259,18 @@ class Sampled(Aggregator):
         packed = whole
         if len(sent) < len(parts):
             packed = Bucket(bucket.shape.select(sent), torch.cat(list(sent.values())))
-        self.inner.aggregate(packed.flat, self._inner(bucket, packed.shape), key)
+        if packed.shape not in bucket.work:
+            if len(bucket.work) >= _MOST:
+                bucket.work.clear()
+            context = bucket.exchange, bucket.state, bucket.device
+            bucket.work[packed.shape] = self.inner.prepared(packed.shape, *context)
+        self.inner.aggregate(packed.flat, bucket.work[packed.shape], key)
         means = packed.parts()
         if sampler.shared:
             # Means are equal on all ranks, so the probabilities learned from them stay equal.
             sampler.record_norms(means)
         if packed is not whole:
             torch._foreach_copy_(list(sent.values()), list(means.values()))
-
-    def _inner(self, bucket: Prepared, shape: BucketShape) -> Prepared:
-        """Return the bucket of the kept layers, prepared for the inner method."""
-        if shape not in bucket.work:
-            if len(bucket.work) >= _MOST:
-                bucket.work.clear()
-            context = bucket.exchange, bucket.state, bucket.device
-            bucket.work[shape] = self.inner.prepared(shape, *context)
-        prepared: Prepared = bucket.work[shape]
-        return prepared
 
 
 def by_layer(groups: Iterable[Group], layer_of: Mapping[str, int]) -> tuple[Group, ...]:

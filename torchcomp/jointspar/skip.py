@@ -1,10 +1,9 @@
 """Skipper: leave parameters out of the backward pass under DDP.
 
-Changing ``requires_grad`` after DDP was built gives wrong gradients, and building DDP again costs
-more than it saves. Instead, constants on the same memory replace the dropped parameters while the
-module runs. No kernel then computes their gradients, or those of activations below the first kept
-layer. DDP still waits for the real parameters: one autograd function ties them to the output. Its
-backward pass returns None for them, which DDP takes for zeros.
+Changing ``requires_grad`` after DDP was built gives wrong gradients. Instead, constants on the same
+memory replace the dropped parameters while the module runs. No kernel then computes their
+gradients. DDP still waits for the real parameters: one autograd function ties them to the output.
+Its backward pass returns None for them, which DDP takes for zeros.
 """
 
 import copy
@@ -27,9 +26,8 @@ Registration = tuple[nn.Module, str, nn.Parameter]  # a module, a name in it, an
 class Skipper:
     """Skips parameters of the module inside DDP, by hooks that :meth:`close` removes.
 
-    `parameters` are the trained ones, by name. `on_forward`, which can raise, is called before a
-    forward pass that records a graph, and `on_backward` after DDP has written the gradients. Both
-    are bound methods.
+    `on_forward`, which can raise, is called before a forward pass that records a graph, and
+    `on_backward` after DDP has written the gradients. Both are bound methods.
     """
 
     def __init__(
@@ -60,12 +58,10 @@ class Skipper:
         ]
 
     def skip(self, names: Iterable[str]) -> None:
-        """Leave these parameters out of the backward passes of all later forward passes."""
         self._skipped = [self._parameters[name] for name in names]
         self._selection += 1
 
     def close(self) -> None:
-        """Restore the module and remove the hooks. Further calls have no effect."""
         self._restore()
         for handle in self._handles:
             handle.remove()
@@ -81,7 +77,6 @@ class Skipper:
             self._replace()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
-        """Restore the parameters and return a copy of `output` that is tied to them."""
         if module is not self._module:
             return output
         replaced = [parameter for _, _, parameter in self._replaced]
@@ -168,7 +163,7 @@ class _Tie(torch.autograd.Function):
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method, but does not keep its object alive."""
+    """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
 
     def call(*arguments: Any) -> Any:

@@ -1,7 +1,9 @@
-"""Averages: how a synchronisation makes the parameters of all ranks equal."""
+"""Averages: how a synchronisation makes the parameters of all ranks equal, and further state."""
 
+import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Number
 
 import torch
 from torch import Tensor
@@ -10,12 +12,13 @@ from torchcomp.aggregators import Mean
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape, Group
 from torchcomp.engine.keys import Key
-from torchcomp.engine.means import average_in_place
-from torchcomp.engine.nonfinite import FiniteWatch
+from torchcomp.engine.means import average_in_place, exact_mean
+from torchcomp.engine.nonfinite import FiniteWatch, all_finite
 from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.state import Kind, Slot
 from torchcomp.exchange import Exchange, ProcessGroupExchange
-from torchcomp.local_sgd.method import LocalMethod, Parameters
+from torchcomp.local_sgd.method import LocalMethod, Optimizers, Parameters
+from torchcomp.specs.errors import SpecError
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 
@@ -40,13 +43,9 @@ class ExactMean(Mean):
 def require_finite(
     exchange: Exchange, finite: Tensor, where: str, tensors: Mapping[str, Tensor]
 ) -> None:
-    """Raise NonFiniteError on every rank, unless `finite`, a bool on the device, holds on all.
+    """Raise NonFiniteError on every rank unless `finite`, a bool on the device, holds on all.
 
-    Args:
-        exchange: the ranks, which call this together.
-        finite: whether this rank's values are finite.
-        where: what was examined, for the error.
-        tensors: by name; the error names those of each rank that are not finite.
+    The error names `where`, and each rank's `tensors` that are not finite.
     """
     # conclude() skips its collective if no message was received in this step.
     exchange.must_conclude = True
@@ -55,11 +54,7 @@ def require_finite(
 
 
 class Averages:
-    """The exact mean of the parameters over the ranks, in float32 or wider.
-
-    Attributes:
-        averager: does the exchange, counts bytes and stores the parameters, including late ones.
-    """
+    """The exact mean of the parameters over the ranks, in float32 or wider, by `averager`."""
 
     def __init__(
         self,
@@ -99,11 +94,7 @@ class Averages:
             bucket.write(self.averager.parameters)
 
     def wait(self, names: set[str] | None = None) -> None:
-        """Wait until the named parameters (by default all) have their averages.
-
-        Raises:
-            RankFailureError: if another rank was lost, at this call and at each one after it.
-        """
+        """Wait until the named parameters (by default all) have their averages."""
 
     def stop(self) -> None:
         """End after an error: wait for averages, but not for a rank that never joins them."""
@@ -112,12 +103,10 @@ class Averages:
         return ()
 
     def _read(self, group: Group) -> Bucket:
-        """The parameters of a group, in float32 or wider."""
-        # A sum of bfloat16 or float16 values would be rounded once for each rank.
+        # In float32 or wider: a sum in a narrower dtype would be rounded once for each rank.
         return Bucket.read(self.averager.shape_of(group).wide(), self.averager.parameters)
 
     def _average(self, group: Group, lr: float) -> Bucket:
-        """The new values of a group's parameters."""
         bucket = self._read(group)
         self.averager.average(bucket)
         return bucket
@@ -134,9 +123,9 @@ class PseudoGradients(Averages):
     3. y <- x
 
     m and x are the same on all ranks, bit for bit. Nothing is lost: the sum of all m plus the mean
-    residual (plus the server residual) is the sum of all mean pseudo-gradients. This is exact up to
-    rounding in float32 or wider. An all-reduce in a narrower dtype, as in ``ef(cast("bf16"))``, is
-    the exception. It rounds away up to 1e-3 of the pseudo-gradients, which no residual keeps.
+    residual (plus the server residual) is the sum of all mean pseudo-gradients, up to rounding in
+    float32 or wider. Only an all-reduce in a narrower dtype, as in ``ef(cast("bf16"))``, rounds
+    away up to 1e-3 of them, which no residual keeps.
     """
 
     def start(self, groups: Iterable[Group]) -> None:
@@ -167,7 +156,8 @@ class PseudoGradients(Averages):
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
         # ESTIMATE: neither is an unsent gradient.
         kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype)
-        reference = Slot("reference", *kept, equal=True, init=self._first_reference)
+        first = lambda name, out: out.copy_(self._read((name,)).flat)  # noqa: E731
+        reference = Slot("reference", *kept, equal=True, init=first)
         momentum = Slot("outer_momentum", *kept, equal=True)
         return (reference,) if self._outer is None else (reference, momentum)
 
@@ -176,5 +166,51 @@ class PseudoGradients(Averages):
         slots = self._slots(self.averager.shape_of(group))
         return [self.averager.state.open(slot, device) for slot in slots]
 
-    def _first_reference(self, name: str, out: Tensor) -> None:
-        out.copy_(self._read((name,)).flat)
+
+# --- Further state: the optimizers' and BatchNorm's -----------------------------------------------
+
+
+def state_to_average(parameters: Mapping[str, Tensor], optimizers: Optimizers) -> dict[str, Tensor]:
+    """The tensors of the optimizers' state for `parameters` that ``moments="average"`` averages.
+
+    All floating-point tensors except step counts, by name and key. SpecError names what cannot be
+    averaged.
+    """
+    found = {}
+    for index, optimizer in enumerate(optimizers):
+        # Two optimizers can train the same parameter.
+        suffix = f" (optimizer {index})" if index else ""
+        for name, parameter in parameters.items():
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if not isinstance(value, Tensor | Number | str | None):
+                    raise SpecError(
+                        f"moments='average' cannot average the optimizer's state '{name} {key}': "
+                        f"it is a {type(value).__name__}, not a tensor or number. Use "
+                        "moments='local' or 'reset'",
+                        "moments",
+                    )
+                # Adam's bias correction needs the rank's own count of steps.
+                if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
+                    found[f"{name}{suffix} {key}"] = value
+    return found
+
+
+def mean_state(exchange: Exchange, mine: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
+    """The mean over the ranks, in float32 or wider, of every tensor that at least one rank has.
+
+    A rank has no optimizer state for a parameter that it has not used, or while a GradScaler skips
+    every step: it adds zeros, and continues without. Raises NonFiniteError on every rank.
+    """
+    tensors, device = dict(mine), exchange.device
+    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
+    # Compare a checksum first: usually all ranks have the same tensors, and gathering the names of
+    # all of them costs more than one small collective.
+    if not exchange.same(zlib.crc32(repr(sorted(layout.items())).encode())):
+        for theirs in exchange.gather_objects(layout):
+            for name, (shape, dtype) in theirs.items():
+                tensors.setdefault(name, torch.zeros(shape, dtype=dtype, device=device))
+    # Sorted, because the order in which an optimizer creates state can differ between ranks.
+    means = exact_mean(exchange, dict(sorted(tensors.items())))
+    where = f"the averages of optimizer state or BatchNorm statistics after step {step}"
+    require_finite(exchange, all_finite(means.values(), device), where, tensors)
+    return means

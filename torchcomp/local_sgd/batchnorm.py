@@ -24,7 +24,6 @@ _log = logging.getLogger(__name__)
 
 Layers = dict[str, _BatchNorm]
 
-
 _ADVICE = (
     "Nothing was changed. All ranks need the averaged weights and enough images: call it between "
     "rounds (LocalSGD's next_sync is None), with each rank's own shard of the training set."
@@ -34,9 +33,8 @@ _ADVICE = (
 def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 4096) -> None:
     """Re-estimate the running mean and variance of every BatchNorm layer, before an evaluation.
 
-    Local steps average the running statistics together with the parameters. The mean of statistics
-    of different weights fits the averaged weights only approximately. As in Gu et al., ICLR 2024
-    (arXiv 2310.14423), every rank therefore
+    The mean of statistics of different weights fits the averaged weights only approximately. As in
+    Gu et al., ICLR 2024 (arXiv 2310.14423), every rank therefore
 
     1. runs `model` in training mode, without gradients, on batches of its own shard of the
        training set, augmented as in training;
@@ -47,11 +45,10 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
     Without torch.distributed, step 3 is skipped. With it, all ranks must call this function
     together, between rounds (``sync.next_sync is None``). They end with the same statistics.
 
-    The training mode and momentum of each layer are restored. ``num_batches_tracked`` becomes the
-    number of batches of this estimate. The statistics do not change in layers that
-    ``model.train()`` leaves in evaluation mode (frozen layers), in layers that no batch reaches,
-    and in any layer if there is an error. Dropout and the loader draw from the global random
-    generators. A model without running statistics stays as it is, with one warning per process.
+    Modes and momenta are restored; ``num_batches_tracked`` becomes the number of batches of this
+    estimate. The statistics do not change in layers that ``model.train()`` leaves in evaluation
+    mode (frozen layers), in layers that no batch reaches, and in any layer if there is an error. A
+    model without running statistics stays as it is, with one warning per process.
 
     Args:
         model: the module, or the DDP model around it. The process group is that of the DDP model,
@@ -59,8 +56,7 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
         loader: yields tensors of images (n, ...), or tuples or lists that begin with one, on any
             device. Each rank passes its own shard.
         images: number of images of all ranks together. Each rank takes whole batches until it has
-            seen ``ceil(images / ranks)`` images. A smaller last batch has the same weight as the
-            others.
+            seen ``ceil(images / ranks)`` images.
 
     Raises:
         SpecError: if an argument or a batch has the wrong type, or if the loader ends before this
@@ -105,11 +101,7 @@ def _warn_that_nothing_is_done() -> None:
 
 @contextmanager
 def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
-    """Switch to training mode without gradients, and reset all statistics.
-
-    At the end, restore modes and momenta, and the statistics of layers that no batch reached. On
-    error, restore all statistics.
-    """
+    """Switch to training mode without gradients, reset all statistics, and restore the rest."""
     # Saved for each module, because a model can be partly in evaluation mode.
     modes = [(each, each.training) for each in module.modules()]
     module.train()
@@ -140,7 +132,6 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
 def _forward_passes(
     module: nn.Module, layers: Layers, batches: Iterator[Tensor]
 ) -> tuple[None, dict[str, Any]]:
-    """Run this rank's forward passes. Return None, and the values that must match on all ranks."""
     device = next(iter(statistics_of(layers).values())).device
     for inputs in batches:
         module(inputs.to(device))
@@ -159,7 +150,6 @@ def _forward_passes(
 
 
 def _reached(layers: Layers) -> Layers:
-    """Return the layers that a batch has reached."""
     counts = [layer.get_buffer("num_batches_tracked") for layer in layers.values()]
     # Together, because a test of each on the host would wait for each.
     seen = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
@@ -167,7 +157,6 @@ def _reached(layers: Layers) -> Layers:
 
 
 def _batches(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
-    """Iterate over the inputs of a rank's first ``ceil(images / world_size)`` images or more."""
     check_count("images", images)
     # Python also iterates over objects with only __getitem__, such as many data sets.
     if not any(hasattr(loader, method) for method in ("__iter__", "__getitem__")):

@@ -17,18 +17,17 @@ from torchcomp.local_sgd.local_steps import LocalSteps, callers
 from torchcomp.local_sgd.overlap import OverlappedAverages, wait_in_forward
 
 _STEP: CodeType = torch.optim.Optimizer.profile_hook_step(print).__code__
-"""The function that torch puts around the step of every class of optimizers; it runs the hooks."""
+"""What torch puts around the step of every class of optimizers; it runs the hooks."""
 
 _QUIET = ("require_backward_grad_sync", "require_forward_param_sync", "broadcast_buffers")
 """With these attributes, DDP would make every rank wait for all others at every step."""
 
 
 class Hooks:
-    """What calls the local steps of a model: installed when this is built, until :meth:`remove`.
+    """What calls the local steps of a model, until :meth:`remove`.
 
-    The optimizers' hooks own this object, so that local steps go on if the user keeps no reference
-    to LocalSGD. It refers to model and optimizers only weakly: a cycle would keep the process group
-    and gloo's threads alive after the interpreter ends.
+    The optimizers' hooks own it: local steps go on if the user keeps no reference. It refers to
+    model and optimizers weakly: a cycle would keep gloo's threads alive after the interpreter ends.
     """
 
     def __init__(self, model: DistributedDataParallel, steps: LocalSteps) -> None:
@@ -99,10 +98,9 @@ class Hooks:
 
 
 def creates_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
-    """Whether this step only creates the optimizer's state, and is not a step of the run.
+    """Whether torch.distributed.checkpoint takes this step, only to create the optimizer's state.
 
-    If there is none, torch.distributed.checkpoint calls ``step(closure=None)``, with learning rate
-    and gradients 0.
+    It calls ``step(closure=None)``, with learning rate and gradients 0.
     """
     if kwargs.get("closure", ...) is not None or optimizer.state:
         return False
@@ -115,9 +113,8 @@ def creates_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -
 class IdleReducer:
     """DDP's reducer, except that it never prepares for a backward pass, so it reduces nothing.
 
-    DDP itself asks for it only if ``require_backward_grad_sync`` is set. Scripts set that to
-    accumulate gradients without ``no_sync``, and others call the reducer directly, such as
-    Accelerate's ``trigger_sync_in_backward``.
+    Scripts set ``require_backward_grad_sync`` to accumulate gradients without ``no_sync``, or call
+    the reducer directly, as Accelerate's ``trigger_sync_in_backward`` does.
     """
 
     def __init__(self, reducer: Any) -> None:
@@ -127,7 +124,7 @@ class IdleReducer:
         return getattr(self.reducer, name)
 
     def prepare_for_backward(self, outputs: Any) -> None:
-        """Do nothing, in place of the reducer's method."""
+        """Do nothing."""
 
 
 def _set_apart(model: Any, spec: str, *, quiet: bool) -> Callable[[], None]:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -11,16 +10,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checkpoints.gathering import Gatherable
 from torchcomp.ddp.checks import check_is_ddp
+from torchcomp.engine.nonfinite import all_finite
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.hooks import Hooks
 from torchcomp.local_sgd.local_steps import LocalSteps
 from torchcomp.local_sgd.method import ProcessGroup, Specs, parsed, ranks_of
 from torchcomp.local_sgd.outer_steps import OuterStep
-from torchcomp.local_sgd.overflow import backward_until_finite
 from torchcomp.local_sgd.saving import restore, state_of
 from torchcomp.local_sgd.schedules import Schedule
+from torchcomp.specs.checks import check_count
 from torchcomp.specs.component import Component
+from torchcomp.specs.errors import NonFiniteError, SpecError, UnsupportedModelError
 
 
 class LocalSGD(Gatherable):
@@ -35,19 +36,11 @@ class LocalSGD(Gatherable):
     3. Average the parameters over the ranks, in float32 or wider. Then begin the next round. The
        last round is cut to end with an average at exactly ``total_steps``.
 
-    ``compress`` averages *pseudo-gradients* instead. A pseudo-gradient is the difference between a
-    rank's parameters and those of the last synchronisation. ``outer`` applies an outer optimizer to
-    their mean. Both options store the parameters of the last synchronisation, in float32 or wider.
-    Any other change to the parameters becomes part of the next pseudo-gradient. After every
-    synchronisation, all ranks have the same parameters, bit for bit.
-
-    Momentum and Adam moments stay local by default; see ``moments``. BatchNorm's running statistics
-    are averaged at every synchronisation, and :func:`torchcomp.reestimate_batchnorm` fits them to
-    the averaged weights, as in the paper. Other buffers stay local: DDP's broadcast is off until
-    :meth:`close`. A moving average of the weights (EMA) is the same on all ranks if it is updated
-    between rounds, where :attr:`next_sync` is None. A parameter that is added to an optimizer
-    later, or unfrozen, is averaged from its first step on. DDP does not reduce its gradient after
-    :meth:`close`.
+    ``compress`` averages *pseudo-gradients* instead: what a rank's parameters have moved since the
+    last synchronisation. ``outer`` applies an outer optimizer to their mean. Both store the
+    parameters of the last synchronisation, in float32 or wider. After every synchronisation, all
+    ranks have the same parameters, bit for bit. BatchNorm's running statistics are averaged with
+    them (see :func:`torchcomp.reestimate_batchnorm`); other buffers stay local until :meth:`close`.
 
     The training loop stays as it is: hooks on the model and the optimizer do the work. They count
     calls of ``optimizer.step()``, or of ``scaler.step(optimizer)`` whether it skips or not, because
@@ -59,46 +52,39 @@ class LocalSGD(Gatherable):
             only with ``process_group``.
         optimizer: any torch optimizer over the model's parameters, or a list of all optimizers that
             train it. With a list, a step counts when each has been stepped once. Learning rates
-            must be the same on all ranks. This is checked at the first step and at every
-            synchronisation.
+            must be the same on all ranks; this is checked at the first step and at every average.
         spec: the schedule. Try ``"every(8)"`` first, then ``"qsr(alpha=0.0175, h_base=4)"``, which
             reads the largest learning rate of the parameter groups. A list gives one schedule to
             each optimizer, and the parameters of each then have their own rounds. ``"auto"``
             averages after each step, measures 50 steps, and logs which schedule it proposes.
-        total_steps: T, the optimizer steps of the run. If the run continues without
-            :meth:`load_state_dict`, the steps that remain. Beyond T, the ranks average after every
-            step, and one warning is logged. A float must be whole.
+        total_steps: T, the optimizer steps of the run, or those that remain if it continues without
+            :meth:`load_state_dict`. Beyond T, the ranks average after every step, with a warning.
         warmup_steps: W, steps of learning-rate warm-up.
         scaler: the loop's ``GradScaler``. The first step raises if it is taken by an enabled scaler
             that was not passed.
         compress: how pseudo-gradients are averaged: any method for :func:`torchcomp.register`. Try
             ``"ef(topk(0.01))"``. ``"mean"`` is the exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
-            momentum=0.9)"`` (:class:`torchcomp.local_sgd.SlowMo`, ``Nesterov``). None adds the mean
-            pseudo-gradient to the parameters.
+            momentum=0.9)"``. None adds the mean pseudo-gradient to the parameters.
         moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
             alone, ``"average"`` averages it uncompressed, ``"reset"`` clears it.
         fragments: P, the number of pieces that the parameters are cut into, as in Streaming DiLoCo;
             try 4. They synchronise one after another: P times as often, 1/P of the bytes each time.
-            In most runs, ranks then have equal parameters only at the end. A checkpoint from before
-            the end then needs the same number of ranks.
+            In most runs, ranks then have equal parameters only at the end.
         overlap: let the average overlap with the code after the optimizer step. Every layer waits
             for its own parameters, so results are the same bit for bit. Call :meth:`wait` before
             other code reads parameters, such as an EMA.
-        process_group: for two levels, a group that contains one rank of each node. A mesh of one
-            dimension, such as ``mesh["node"]``, works as well. Parameters are averaged over this
-            group. DDP reduces gradients at every step in its own group, the node. To compress them
-            there, call :func:`torchcomp.register` on the model first. Each of the two then has
-            states, counters and residuals of its own, and a GradScaler goes to both. If a node's
-            gradients are not finite, its ranks raise in the backward pass. The other nodes continue
-            to their next average, and wait there for the failed node.
+        process_group: for two levels, a group that contains one rank of each node, or a mesh of one
+            dimension, such as ``mesh["node"]``. Parameters are averaged over it, and DDP reduces
+            gradients at every step in its own group, the node. To compress them there, call
+            :func:`torchcomp.register` on the model first; a GradScaler goes to both.
         seed: seed of the random choices of ``compress``, an integer of at least 0.
 
     Raises:
         SpecError: on every rank, if an option cannot be used, or if the first step is taken by a
             GradScaler that was not passed as ``scaler``.
-        UnsupportedModelError: as for :func:`torchcomp.register`. With ``process_group``, also from
-            ``optimizer.step()`` if it trains a parameter whose gradient DDP does not reduce.
+        UnsupportedModelError: as for :func:`torchcomp.register`. At a synchronisation, if an
+            optimizer trains a parameter that was frozen or not in the model or optimizer before.
         RankMismatchError: if the arguments differ between ranks. At the first step, if learning
             rates differ, or, with ``compress``, ``outer`` or ``process_group``, parameters. At a
             synchronisation, if the ranks have taken different steps.
@@ -155,44 +141,29 @@ class LocalSGD(Gatherable):
     def next_sync(self) -> int | None:
         """The step, counted from 1, at which the round in progress ends; None between rounds.
 
-        With ``fragments`` or several schedules, this is the earliest end of the rounds in progress.
-        Between rounds, all ranks have the same parameters: evaluate and save there.
+        With several rounds in progress, the earliest end. Between rounds, all ranks have the same
+        parameters: evaluate and save there.
         """
         return self._steps.clock.next_sync
 
     @property
     def proposal(self) -> Any:
-        """What the schedule ``"auto"`` proposes; None before, and with any other schedule.
-
-        Its `schedule` is a spec, such as ``"every(8)"``, and ``seconds(h)`` a step with
-        ``every(h)``.
-        """
-        proposing = self._steps.proposing
-        return None if proposing is None else proposing.proposal
+        """What ``"auto"`` proposes, with its `schedule`, a spec; None before."""
+        return self._steps.proposing and self._steps.proposing.proposal
 
     @property
     def stats(self) -> Stats:
-        """Counters of this rank: bytes of the last synchronisation and of the run.
-
-        Any thread can read them at any time.
-        """
+        """Bytes of this rank's last synchronisation and of the run. Any thread can read them."""
         traffic, steps = self._steps.counters
         return replace(traffic, steps=steps)
 
     @property
     def seconds_waited(self) -> float:
-        """Time that this rank has spent in synchronisations, including the wait for other ranks.
-
-        With ``overlap``, the time in which layers wait for their averages is not included.
-        """
+        """Time in synchronisations, with the wait for other ranks, but not that of layers."""
         return self._steps.seconds_waited
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
-        """Euclidean norms by parameter, as in :meth:`torchcomp.Averager.residual_norms`.
-
-        The slot "reference" stores the parameters of the last synchronisation, "outer_momentum" the
-        momentum of the outer step.
-        """
+        """Euclidean norms by parameter, as in :meth:`torchcomp.Averager.residual_norms`."""
         return self._steps.averager.residual_norms(slot)
 
     def wait(self) -> None:
@@ -204,19 +175,12 @@ class LocalSGD(Gatherable):
 
         This is the paper's remedy for float16: no rank ever skips an optimizer step. Call it in
         place of ``scaler.scale(loss).backward()``, once for each micro-batch. The gradients in
-        ``.grad`` are then unscaled, so clip them directly. Call ``optimizer.step()``, not
-        ``scaler.step(optimizer)``:
-
-            optimizer.zero_grad()
-            loss = sync.backward(lambda: criterion(model(inputs), targets))
-            optimizer.step()
-
-        A repeated forward pass draws new dropout masks and updates BatchNorm's statistics again.
+        ``.grad`` are then unscaled: clip them directly, and call ``optimizer.step()``. A repeated
+        forward pass draws new dropout masks and updates BatchNorm's statistics again.
 
         Args:
             compute: the forward pass of a micro-batch; returns its loss, a scalar.
-            tries: the maximum number of computations. Each failure multiplies the scale by
-                ``backoff_factor``, 0.5 by default.
+            tries: the maximum number of computations, at ever smaller scales.
 
         Returns:
             The loss, without the scale.
@@ -226,22 +190,67 @@ class LocalSGD(Gatherable):
             UnsupportedModelError: with ``process_group``.
             NonFiniteError: if the gradients are not finite at any of these scales.
         """
-        steps = self._steps
-        return backward_until_finite(
-            steps.scaler, steps.optimizers, compute, tries, alone=not steps.method.two_levels
-        )
+        scaler, optimizers = self._steps.scaler, self._steps.optimizers
+        if scaler is None:
+            raise SpecError("sync.backward needs torchcomp.LocalSGD(..., scaler=scaler)", "scaler")
+        if self._steps.method.two_levels:
+            raise UnsupportedModelError(
+                "sync.backward repeats a backward pass on one rank, and with process_group the "
+                "ranks of a node reduce gradients together: use scaler.step(optimizer), which "
+                "skips on all ranks of a node or on none"
+            )
+        check_count("tries", tries)
+        groups = [group for each in optimizers for group in each.param_groups]
+        parameters = [p for group in groups for p in group["params"]]
+        # Set the gradients of earlier micro-batches aside: unscale_() would divide them by the
+        # scale a second time. In a copy, because with gradient_as_bucket_view DDP writes into them.
+        earlier = [p for p in parameters if p.grad is not None]
+        aside = [torch.empty_like(p.grad) for p in earlier]
+        if aside:
+            torch._foreach_copy_(aside, [p.grad for p in earlier])
+        finite = False
+        # A disabled scaler has no scale to lower, so a second try would give the same result.
+        tries = tries if scaler.is_enabled() else 1
+        try:
+            for _ in range(tries):
+                for parameter in parameters:
+                    parameter.grad = None
+                loss = compute()
+                scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+                # One flag for all gradients, and a single wait for the device.
+                found = [p.grad for p in parameters if p.grad is not None]
+                finite = not found or bool(all_finite(found, found[0].device))
+                # After every try: unscale_() can be called again only after update().
+                scaler.update()
+                if finite:
+                    break
+        finally:
+            # After an error, or if no scale fits, drop this micro-batch's gradients.
+            for parameter in parameters if not finite else ():
+                parameter.grad = None
+            both = [(p.grad, g) for p, g in zip(earlier, aside, strict=True) if p.grad is not None]
+            if both:
+                torch._foreach_add_(*map(list, zip(*both, strict=True)))
+            for parameter, gradient in zip(earlier, aside, strict=True):
+                if parameter.grad is None:
+                    parameter.grad = gradient
+        if not finite:
+            raise NonFiniteError(
+                f"the gradients of a micro-batch were not finite in {tries} tries, and the scale "
+                f"is now {scaler.get_scale():g}: check the loss and the data"
+            )
+        return loss
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's step count, rounds, residual and outer momentum.
 
-        The values are plain tensors, numbers and strings. Inside a round, weights and optimizer
-        state differ between ranks: save the model, the optimizer and this on every rank. A state
-        saved between rounds fits another number of ranks after :func:`torchcomp.redistribute`. With
-        ``fragments``, this is usually possible only at the end of the run.
-        torch.distributed.checkpoint stores one value for each name, so use different names on every
-        rank: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, checkpoint_id=...)``.
-        :meth:`gather_state_dict` returns the states of all ranks, also without weights and
-        optimizers; :class:`torchcomp.Gathered` adds those.
+        Inside a round, weights and optimizer state differ between ranks: save the model, the
+        optimizer and this on every rank. A state saved between rounds fits another number of ranks
+        after :func:`torchcomp.redistribute`. torch.distributed.checkpoint needs different names on
+        every rank: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, ...)``.
+        :class:`torchcomp.Gathered` gathers the states of all ranks with weights and optimizers.
 
         Raises:
             RuntimeError: if some of several optimizers have been stepped and others have not.
@@ -277,10 +286,8 @@ class LocalSGD(Gatherable):
     def close(self) -> None:
         """Remove every hook and restore plain DDP; a second call does nothing.
 
-        Close between rounds. DDP assumes that all replicas are equal, and inside a round they are
-        not. Closing there logs a warning. To continue with plain DDP, use ``moments="average"`` or
-        a new optimizer. Otherwise the ranks' moments differ, and the replicas drift apart without a
-        warning.
+        Closing inside a round logs a warning: replicas then differ. To continue with plain DDP, use
+        ``moments="average"`` or a new optimizer, or the replicas drift apart.
         """
         try:
             self.wait()
@@ -290,12 +297,7 @@ class LocalSGD(Gatherable):
     def __enter__(self) -> "LocalSGD":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
         else:

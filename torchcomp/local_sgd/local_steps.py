@@ -1,4 +1,4 @@
-"""Local steps of one model: count them, synchronise at the end of a round, add late parameters."""
+"""Local steps of one model: count them, and synchronise at the end of a round."""
 
 import logging
 import time
@@ -17,14 +17,12 @@ from torchcomp.aggregators import planned_traffic
 from torchcomp.checkpoints import checkpoint
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
 from torchcomp.engine import host
-from torchcomp.engine.bucket import partition
 from torchcomp.engine.profiling import label
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import sum_bytes
-from torchcomp.local_sgd.averages import Averages, PseudoGradients
+from torchcomp.local_sgd import averages
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
-from torchcomp.local_sgd.method import LocalMethod, Optimizers, Parameters, check_values
-from torchcomp.local_sgd.optimizer_state import mean_state, state_to_average
+from torchcomp.local_sgd.method import LocalMethod, Optimizers
 from torchcomp.local_sgd.overlap import OverlappedAverages
 from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of
 from torchcomp.specs.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
@@ -43,7 +41,6 @@ class LocalSteps:
     """Local steps of one model; the hooks of LocalSGD call :meth:`begin` and :meth:`end`.
 
     Attributes:
-        seconds_waited: time of all synchronisations.
         proposing: measures steps for the schedule "auto".
         counters: traffic and steps. Assigned together, because other threads can read them.
         first_in_node: whether this rank stands for its node; always, with one level.
@@ -63,28 +60,22 @@ class LocalSteps:
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
-        self.forward = False
-        self.seconds_waited = 0.0
+        self.forward, self.seconds_waited = False, 0.0
         self._missing = 0  # steps without a forward pass before them
         self._stepped: set[int] = set()  # the optimizers that have taken this step, by index
         trained = dict(trained_parameters(model))
         fragments = fragments_of(method, trained, bucket_caps(model))
         self.clock = Clock(method.horizon.total_steps, fragments)
         names = {name for fragment in fragments for name in fragment.names}
-        parameters = {name: p for name, p in trained.items() if name in names}
-        kind = Averages if method.plain else PseudoGradients
-        kind = OverlappedAverages if method.overlap else kind
-        groups = [group for fragment in fragments for group in fragment.groups]
-        self.averages = kind(method, exchange, parameters, groups)
+        kind = averages.Averages if method.plain else averages.PseudoGradients
+        self.averages = (OverlappedAverages if method.overlap else kind)(
+            method,
+            exchange,
+            {name: p for name, p in trained.items() if name in names},
+            [group for fragment in fragments for group in fragment.groups],
+        )
         self.averager = self.averages.averager
         self.counters = self.averager.stats, 0
-        # Parameters whose gradients DDP reduces.
-        self._reduced = set(map(id, trained.values()))
-        # Parameters that never count as late: averaged already, or ignored by DDP.
-        named = model.module.named_parameters()
-        self._known = {id(p) for name, p in named if name in model.parameters_to_ignore}
-        self._known |= set(map(id, parameters.values()))
-        self._added: list[str] = []  # late parameters since the last synchronisation
         self._expected_weights: int | None = None  # checksum of a loaded checkpoint's parameters
         # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
         # load a checkpoint, the others must take part in the comparison that finds this.
@@ -156,7 +147,6 @@ class LocalSteps:
                 "every step. Pass a larger total_steps if the run is longer",
                 *(step + 1, total),
             )
-        self._add_late()
         if self._verified:
             self._begin_rounds()
         else:
@@ -164,8 +154,7 @@ class LocalSteps:
             between, advice = self.averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
             between.build("the first local step", {}, self._first_step, advice)
             self.averages.start(self.averager.groups)
-            self._expected_weights = None
-            self._verified = True
+            self._expected_weights, self._verified = None, True
 
     def end(self, index: int) -> None:
         """Count the step that the optimizer of this index took or skipped.
@@ -214,7 +203,6 @@ class LocalSteps:
                     fragment.warn_if_long(self.clock.total_steps)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
-        """Check this rank; return None, and the values that must be equal on all ranks."""
         for found in callers(torch.amp.GradScaler.step.__code__):
             if found is not self.scaler and found.is_enabled():
                 raise SpecError(
@@ -260,10 +248,7 @@ class LocalSteps:
 
     @label("synchronise")
     def _synchronise(self, due: list[Fragment]) -> None:
-        """Average the `due` fragments and end their rounds.
-
-        If this raises, it raises on every rank and no round has ended.
-        """
+        # If this raises, it raises on every rank and no round has ended.
         step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
         averager, held = self.averager, self.averager.parameters
         exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
@@ -274,9 +259,10 @@ class LocalSteps:
         # 1. Verify that all ranks are at the same step with the same learning rates. A rank that
         #    was stepped once too often would otherwise average a different round.
         def state_and_shared() -> tuple[dict[str, Tensor], dict[str, Any]]:
+            self._check_trained(model)
             mine = dict(statistics)
             if policy == "average":
-                mine |= state_to_average(parameters, optimizers)
+                mine |= averages.state_to_average(parameters, optimizers)
             return mine, {
                 "steps": step,
                 "round": ", ".join(map(str, due)),
@@ -284,14 +270,15 @@ class LocalSteps:
                 "BatchNorm statistics": ", ".join(statistics),
                 "learning rates at its start": [each.lrs for each in due],
                 "sum of the learning rates of its steps": lr_sums,
-                "parameters added": ", ".join(self._added) or "none",
             }
 
         mine = exchange.build("synchronisation", {}, state_and_shared, _LOST_STEP)
         averager.begin()
         # 2. Compute the means of BatchNorm's statistics and the optimizers' state, which can raise.
         #    Nothing is written yet.
-        means = mean_state(exchange, mine, step) if statistics or policy == "average" else {}
+        means = {}
+        if statistics or policy == "average":
+            means = averages.mean_state(exchange, mine, step)
         groups, dense_bytes = [], 0
         for fragment, lr_sum in zip(due, lr_sums, strict=True):
             steps = step - fragment.synced
@@ -309,51 +296,21 @@ class LocalSteps:
                 optimizer.state.pop(parameter, None)
         for fragment in due:
             fragment.synced, fragment.lr_sum = step, 0.0
-        self._added.clear()
         if step >= self.clock.total_steps:
             self.averages.wait()  # the run can end here, without a step that waits
 
-    # --- Parameters that are trained only later ---
-
-    def _add_late(self) -> None:
-        """Add the parameters of the model that an optimizer is about to train for the first time.
-
-        They can be new, or unfrozen since the last step.
-        """
-        for index, held in enumerate(self._optimizers):
-            optimizer, late = held(), set()
-            for group in () if optimizer is None else optimizer.param_groups:
-                for parameter in group["params"]:
-                    if id(parameter) not in self._known and parameter.requires_grad:
-                        late.add(id(parameter))
-            model = self._model() if late else None
-            if model is not None:
-                named = model.module.named_parameters()
-                # torch.compile adds this prefix. Names must match those of an uncompiled model.
-                new = {n.replace("_orig_mod.", ""): p for n, p in named if id(p) in late}
-                # Empty if the optimizer also trains parameters outside the model.
-                if new:
-                    self._add(model, index, new)
-
-    def _add(self, model: DistributedDataParallel, index: int, new: Parameters) -> None:
-        unknown = [name for name, parameter in new.items() if id(parameter) not in self._reduced]
-        if unknown and self.method.two_levels:
-            raise UnsupportedModelError(
-                f"parameter '{unknown[0]}' was frozen or not in the model when "
-                "DistributedDataParallel was built, so its gradients are not reduced inside the "
-                "nodes: call close(), then build DistributedDataParallel and LocalSGD again"
-            )
-        check_values(model)
-        groups = partition(new.items(), bucket_caps(model))
-        last = [fragment for fragment in self.clock.fragments if index in fragment.owners][-1]
-        last.groups = (*last.groups, *groups)
-        self._known |= set(map(id, new.values()))
-        self.averager.add(new, groups)
-        self.averages.start(groups)
-        # Verified at the next synchronisation. Pseudo-gradients need the same first values on all
-        # ranks, but the plain average makes any values equal.
-        digest = 0 if self.method.plain else checkpoint.digest_of(new)
-        self._added.append(f"{', '.join(new)} (checksum {digest})")
+    def _check_trained(self, model: DistributedDataParallel | None) -> None:
+        """Raise if an optimizer trains a parameter of the model that is not averaged."""
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        held = {id(p) for group in groups for p in group["params"]}
+        for name, parameter in trained_parameters(model) if model is not None else ():
+            if name not in self.averager.parameters and id(parameter) in held:
+                raise UnsupportedModelError(
+                    f"parameter '{name}' is trained, but was frozen, or not in the model or its "
+                    "optimizer, when LocalSGD was built, and is not averaged: call sync.close() "
+                    "between rounds, and build LocalSGD (with process_group=, also "
+                    "DistributedDataParallel) again"
+                )
 
     # --- Checkpoints ---
 
@@ -370,14 +327,12 @@ class LocalSteps:
     def resumed(self, weights: int) -> None:
         """Note that a state was loaded, and the checksum of the parameters that belong to it."""
         # Checked at the next step: users load the weights before or after this state.
-        self._expected_weights = weights
-        self._verified = False
+        self._expected_weights, self._verified = weights, False
         self.counters = self.averager.stats, self.clock.step
 
 
 def _largest(known: list[float], others: list[Tensor]) -> Tensor:
-    """The largest learning rate, of those that the host knows and `others` on an accelerator."""
-    # In float64, in which the host adds them up as well.
+    # In float64, in which the host adds learning rates up as well.
     values = torch.stack([lr.detach().double().reshape(()) for lr in others])
     return values.amax().clamp(min=max(known, default=0.0))
 

@@ -1,4 +1,4 @@
-"""The options of local steps: parse them, and refuse before training what cannot work."""
+"""The options of local steps: parse them, and refuse what cannot work."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.ddp.arguments import check_scaler
 from torchcomp.ddp.checks import OWNER, check_model, device_of, trained_parameters
+from torchcomp.ddp.register import check_scaler
 from torchcomp.engine.bucket import Group
 from torchcomp.engine.keys import check_seed
 from torchcomp.exchange import Exchange, ProcessGroupExchange
@@ -34,30 +34,22 @@ Parts = tuple[tuple[Group, tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class LocalMethod:
-    """The parsed options, with one schedule for all optimizers or one for each.
-
-    Attributes:
-        parts: for each schedule, the names of its parameters and the indices of the optimizers
-            whose learning rates it reads.
-        two_levels: whether DDP continues to reduce gradients inside each node.
-        proposes: whether the schedule is ``"auto"``: averages after each step, and a proposal.
-    """
+    """The parsed options, with one schedule for all optimizers or one for each."""
 
     schedules: tuple[Schedule, ...]
-    parts: Parts
+    parts: Parts  # by schedule: its parameters, and the optimizers whose learning rates it reads
     horizon: Horizon
     aggregator: Aggregator
     outer: OuterStep | None
-    two_levels: bool
+    two_levels: bool  # DDP continues to reduce gradients inside each node
     moments: str
     fragments: int
     overlap: bool
     seed: int
-    proposes: bool = False
+    proposes: bool = False  # "auto": averages after each step, and a proposal
 
     @property
     def spec(self) -> str:
-        """The schedules as one string."""
         return ", ".join(map(str, self.schedules))
 
     @property
@@ -105,14 +97,19 @@ def parsed(
     two_levels: bool,
     options: dict[str, Any],
 ) -> tuple[LocalMethod, dict[str, Any]]:
-    """Return the parsed options of this rank, and the values that must be equal on all ranks."""
+    """Return the parsed options, and the values that must be equal on all ranks."""
     if not two_levels:
         _check_reduces_nothing(model)
     check_model(model, or_registered=two_levels)
-    check_values(model)
+    parameters = dict(trained_parameters(model))
+    for name, parameter in parameters.items():
+        if parameter.is_meta or parameter.layout != torch.strided:
+            raise UnsupportedModelError(
+                f"parameter '{name}' is on {parameter.device} with layout {parameter.layout}, and "
+                "an average needs dense values: make them before DistributedDataParallel(...)"
+            )
     _check_optimizers(optimizers, model, two_levels)
     check_scaler(scaler)
-    parameters = dict(trained_parameters(model))
     method = _method(optimizers, parameters, two_levels=two_levels, **options)
     lrs = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     for reader in (*method.schedules, method.outer):
@@ -152,11 +149,7 @@ def _method(
     schedules = tuple(map(parse_local, specs))
     proposes = any(isinstance(each, Auto) for each in schedules)
     if proposes and (len(schedules) > 1 or others["overlap"]):
-        raise SpecError(
-            "'auto' measures averages of the whole model after each step: pass it as the only "
-            "schedule, without overlap=True",
-            "spec",
-        )
+        raise SpecError("'auto' must be the only schedule, without overlap=True", "spec")
     chosen = tuple(Every(1) if isinstance(each, Auto) else each for each in schedules)
     for schedule in chosen:
         schedule.check(horizon)
@@ -165,36 +158,28 @@ def _method(
     check_count("fragments", fragments)
     check_flag("overlap", others["overlap"])
     if not isinstance(compress, str | Component):
-        raise SpecError(
-            f"compress must be a method such as 'ef(topk(0.01))', or 'mean', not {compress!r}",
-            "compress",
-        )
-    step = None if outer is None else parse_outer_step(outer)
+        problem = f"compress must be a method such as 'ef(topk(0.01))', or 'mean', not {compress!r}"
+        raise SpecError(problem, "compress")
     parts: Parts = ((tuple(parameters), tuple(range(len(optimizers)))),)
     if len(chosen) > 1:
         parts = _divided(optimizers, parameters)
     fewest = min(len(names) for names, _ in parts)
     if fragments > fewest:
         raise SpecError(
-            f"fragments={fragments}, but a schedule has only {fewest} trained parameters of the "
-            "model, and every fragment needs one: use fewer fragments, or pass no optimizer "
-            "without any",
+            f"fragments={fragments}, but a schedule has only {fewest} trained parameters, and "
+            "every fragment needs one: use fewer fragments, or pass no optimizer without any",
             "fragments",
         )
+    step = None if outer is None else parse_outer_step(outer)
     aggregator = parse_aggregator(compress)
     method = LocalMethod(chosen, parts, horizon, aggregator, step, proposes=proposes, **others)
     # A pseudo-gradient is measured from the averaged parameters, which must be complete by then.
     if method.overlap and not method.plain:
-        raise SpecError(
-            "overlap=True needs the plain average, compress='mean' and outer=None, because "
-            "pseudo-gradients need the result of the last average before the next round",
-            "overlap",
-        )
+        raise SpecError("overlap=True needs compress='mean' and outer=None", "overlap")
     return method
 
 
 def _divided(optimizers: Optimizers, parameters: Parameters) -> Parts:
-    """The parameters of each optimizer, which must not share any."""
     parts, seen = [], set[str]()
     for index, optimizer in enumerate(optimizers):
         held = _held(optimizer)
@@ -214,16 +199,6 @@ def _held(optimizer: torch.optim.Optimizer) -> set[int]:
     return {id(p) for group in optimizer.param_groups for p in group["params"]}
 
 
-def check_values(model: DistributedDataParallel) -> None:
-    """Require parameters with dense values, which can be averaged."""
-    for name, parameter in trained_parameters(model):
-        if parameter.is_meta or parameter.layout != torch.strided:
-            raise UnsupportedModelError(
-                f"parameter '{name}' is on {parameter.device} with layout {parameter.layout}, and "
-                "an average needs dense values: make them before DistributedDataParallel(...)"
-            )
-
-
 def _check_reduces_nothing(model: DistributedDataParallel) -> None:
     for hook, _ in model._comm_hooks:
         # The name of torchcomp's own hook means nothing to the user.
@@ -232,8 +207,7 @@ def _check_reduces_nothing(model: DistributedDataParallel) -> None:
         raise UnsupportedModelError(
             f"{name} is already installed on this model, but local steps exchange no gradients: "
             "build DistributedDataParallel without it. To compress pseudo-gradients, use "
-            "torchcomp.LocalSGD(..., compress='ef(topk(0.01))'). Only with process_group can a "
-            "method compress gradients, those inside a node"
+            "torchcomp.LocalSGD(..., compress='ef(topk(0.01))')"
         )
     if model.static_graph:
         raise UnsupportedModelError(
@@ -247,8 +221,7 @@ def _check_optimizers(
 ) -> None:
     names = ", ".join(type(each).__name__ for each in optimizers) or "an empty list"
     kinds = {kind.__name__ for each in optimizers for kind in type(each).__mro__}
-    ours = set(map(id, model.parameters()))
-    problem = ""
+    ours, problem = set(map(id, model.parameters())), ""
     # Optimizer.__init__ makes the hooks. Wrappers such as PostLocalSGDOptimizer do not call it.
     hooked = all(hasattr(each, "_optimizer_step_pre_hooks") for each in optimizers)
     if not hooked or not 0 < len(set(map(id, optimizers))) == len(optimizers):
@@ -259,8 +232,8 @@ def _check_optimizers(
     # Compared by name, because importing its package compiles all functional optimizers.
     elif "ZeroRedundancyOptimizer" in kinds and not two_levels:
         problem = (
-            "ZeroRedundancyOptimizer broadcasts each rank's shard of the parameters at every step, "
-            "so ranks cannot take local steps: use a plain torch.optim optimizer"
+            "ZeroRedundancyOptimizer broadcasts parameters at every step, so ranks cannot take "
+            "local steps: use a plain torch.optim optimizer"
         )
     elif not all(_held(each) & ours for each in optimizers):
         problem = f"{names}: no parameter of this model. Build it from model.parameters()"

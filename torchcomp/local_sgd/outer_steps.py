@@ -1,8 +1,7 @@
-"""Outer steps: update the shared parameters with the mean pseudo-gradient of a round.
+"""Outer steps: update the shared parameters x with the mean pseudo-gradient m of a round.
 
-All ranks start a round from the same parameters x. Their mean pseudo-gradient m is how far local
-steps have moved x, averaged over the ranks. A plain average is x + m. An outer step uses -m as the
-gradient of an outer optimizer. Its momentum u starts at 0 and is the same on all ranks.
+A plain average is x + m. An outer step uses -m as the gradient of an outer optimizer. Its momentum
+u starts at 0 and is the same on all ranks.
 """
 
 from abc import abstractmethod
@@ -17,15 +16,11 @@ from torchcomp.specs.component import Component
 
 @dataclass(frozen=True)
 class OuterStep(Component):
-    """From the parameters of one round to those of the next.
-
-    Class attributes:
-        reads_lr: whether the step depends on the learning rate of the local steps.
-    """
+    """From the parameters of one round to those of the next."""
 
     kind: ClassVar[str] = "outer step"
     positional: ClassVar[int] = 0
-    reads_lr: ClassVar[bool] = False
+    reads_lr: ClassVar[bool] = False  # whether it depends on the learning rate of the local steps
 
     @abstractmethod
     def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
@@ -50,9 +45,9 @@ class SlowMo(OuterStep):
     2. x <- x - alpha gamma u
 
     In the paper gamma is constant within a round. Here it is the mean learning rate of the round's
-    steps: the tiny learning rate at the start of warm-up would make m / gamma huge. The largest
-    learning rate serves for all parameter groups. beta = 0 and alpha = 1 give the plain average.
-    The local momentum is not changed (the paper's "maintain").
+    steps (that at the start of warm-up would make m / gamma huge), the largest of all parameter
+    groups. beta = 0 and alpha = 1 give the plain average. The local momentum is not changed (the
+    paper's "maintain").
 
     Attributes:
         beta: slow momentum, from 0 to below 1.

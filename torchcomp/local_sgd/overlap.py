@@ -1,7 +1,6 @@
 """Overlap: averages that run while the code after the optimizer step goes on.
 
-Every layer waits for its own parameters before it computes. Earlier layers, and code that reads no
-parameter, run without waiting.
+Every layer waits for its own parameters before it computes. Other code runs without waiting.
 """
 
 import weakref
@@ -25,22 +24,13 @@ from torchcomp.local_sgd.method import LocalMethod, Parameters
 from torchcomp.specs.errors import RankFailureError
 
 AT_EXIT_SECONDS = 60.0
-"""How long a process that ends, or has raised, waits for overlapped all-reduces.
-
-Another rank may still wait for them, for example to save its model: they get the time that they
-need, except behind a rank that never joins.
-"""
+"""How long a process that ends, or has raised, waits for all-reduces that others may need."""
 
 Future = torch.futures.Future[Tensor]
 
 
 class OverlappedAverages(Averages):
-    """The same exact mean, by async all-reduces.
-
-    Attributes:
-        async_exchange: issues the all-reduces. With gloo it has its own process group, because
-            DDP and the user issue collectives from another thread.
-    """
+    """The same exact mean, by async all-reduces."""
 
     def __init__(
         self,
@@ -50,8 +40,8 @@ class OverlappedAverages(Averages):
         groups: Sequence[Group],
     ) -> None:
         super().__init__(method, exchange, parameters, groups)
+        # With gloo it has its own process group: DDP and the user issue collectives meanwhile.
         self.async_exchange, self._executor = transport(exchange.group, exchange.device)
-        self._of_layers = frozenset(parameters)
         self._running: list[tuple[Bucket, Future]] = []
         self._stopped = False
         self._finalizer = weakref.finalize(self, self._executor.close, AT_EXIT_SECONDS)
@@ -82,8 +72,6 @@ class OverlappedAverages(Averages):
         exchange.count(Load(summed=sum(bucket.flat.nbytes for bucket in buckets)))
         self.averager.finish(dense_bytes=dense_bytes, where=where)
         self._running = [(bucket, self._mean(i, bucket)) for i, bucket in enumerate(buckets)]
-        # Parameters added after the start can belong to modules without a waiting hook.
-        self.wait(set(self.averager.parameters) - self._of_layers)
 
     def wait(self, names: set[str] | None = None) -> None:
         left = []
@@ -113,7 +101,6 @@ class OverlappedAverages(Averages):
             self.async_exchange.close()
 
     def _mean(self, number: int, bucket: Bucket) -> Future:
-        """Start the async all-reduce of a bucket."""
         # A future with a device records CUDA events: wait() then blocks the stream, not the host.
         device = bucket.flat.device
         future: Future = torch.futures.Future(devices=[device] if bucket.flat.is_cuda else [])
@@ -132,13 +119,10 @@ class OverlappedAverages(Averages):
 
 
 def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[Any]:
-    """Make every layer of `model`, and ``state_dict``, wait for the averages that they read.
+    """Make every layer, and ``state_dict``, wait for what they read; yield the hooks' handles.
 
     A layer is a compiled module, or a module with its own parameters. It also waits for the
     parameters of its children, because it can read them without calling the children.
-
-    Yields:
-        The handles that remove the hooks.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():

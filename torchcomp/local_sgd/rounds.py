@@ -35,20 +35,14 @@ class Fragment:
 
     @property
     def names(self) -> list[str]:
-        """Names of all parameters of the fragment."""
         return list(chain.from_iterable(self.groups))
 
     def begin_round(self, step: int, lrs: list[float], horizon: Horizon) -> None:
-        """Fix the length of the round that begins after `step` steps of the run.
-
-        The schedule reads the largest of `lrs`, or 0 if there are none. If it raises, nothing
-        changes.
-        """
+        """Fix the length of the round that begins after `step` steps; if this raises, nothing."""
         # Beyond the announced end, the run can stop after any step.
         end = step + 1
         if step < horizon.total_steps:
-            # The paper has one learning rate for all parameters. The largest gives the shortest
-            # round.
+            # The paper has one learning rate. The largest gives the shortest round.
             end = self.schedule.round_end(step, max(lrs, default=0.0), horizon)
         if step == 0:
             # Rounded up, so that the round has at least one step.
@@ -70,11 +64,7 @@ class Fragment:
 
 @dataclass
 class Clock:
-    """The optimizer steps and rounds of one rank.
-
-    It refers to no model: the warning at the end of a script needs the clock when the model, which
-    the script has dropped, may be gone.
-    """
+    """The optimizer steps and rounds of one rank, also when the script has dropped its model."""
 
     total_steps: int
     fragments: list[Fragment]
@@ -98,11 +88,10 @@ class Clock:
 def fragments_of(method: LocalMethod, parameters: Parameters, caps: Caps) -> list[Fragment]:
     """Cut the parameters of every schedule into fragments whose rounds are out of phase.
 
-    The fragments have about equal bytes and follow registration order. The first round of fragment
-    p of P (counted from 0) takes (p + 1)/P of a full round. After that, the fragments synchronise
-    one after another, as in Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512). Unlike
-    there, the average is applied without a delay, which would be a different algorithm. All
-    fragments synchronise at the end of the run.
+    They have about equal bytes and follow registration order. The first round of fragment p of P
+    (counted from 0) takes (p + 1)/P of a full round. After that, they synchronise one after
+    another, as in Streaming DiLoCo (Douillard et al., 2025, arXiv 2501.18512), but the average is
+    applied without a delay. All synchronise at the end of the run.
     """
     pieces, found = int(method.fragments), []
     for (names, owners), schedule in zip(method.parts, method.schedules, strict=True):

@@ -1,4 +1,4 @@
-"""Checkpoints of local steps: the rounds, and what must be the same in the run that loads them."""
+"""Checkpoints of local steps."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -49,13 +49,9 @@ def state_of(method: LocalMethod, clock: Clock, averager: Averager) -> dict[str,
 
 
 def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -> int:
-    """Restore clock and averager from what :func:`state_of` returned; on error, nothing changes.
+    """Restore clock and averager, and return the checksum of the parameters of the state.
 
-    Returns:
-        The checksum of the parameters that belong to the state.
-
-    Raises:
-        CheckpointError: if the state is damaged, or belongs to another model, method or rank.
+    Raises CheckpointError, and changes nothing, if the state is damaged or of another run.
     """
     section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
     _SECTION(section, "local_sgd")
@@ -90,7 +86,6 @@ def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -
 
 
 def _fixed(method: LocalMethod) -> dict[str, Any]:
-    """Return the settings that must be the same in a checkpoint and in the run that loads it."""
     return {
         "schedule": method.spec,
         "total_steps": method.horizon.total_steps,

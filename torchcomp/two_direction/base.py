@@ -10,10 +10,7 @@ from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction.parameter_server import ParameterServer
 
 Gradients = Callable[[Tensor], Tensor]
-"""A function that maps a point, shape (d,), to the exact gradients of the f_i at that point.
-
-It returns one row for each worker of this process, in order: shape (workers of this process, d),
-with the dtype of the point."""
+"""Maps a point, (d,), to the exact gradients of the f_i of this process's workers, one row each."""
 
 
 @dataclass(eq=False, repr=False)
@@ -21,7 +18,8 @@ class Method(ABC):
     """A method for min_x f(x), f = (1/n) sum f_i, where only worker i can evaluate f_i.
 
     Args:
-        gradients: see :data:`Gradients`.
+        gradients: a function that maps a point, shape (d,), to the exact gradients of the f_i at
+            that point: one row for each worker of this process, in order, with the point's dtype.
         x0: the starting point; 1-D, floating point, the same on all ranks.
         server: the communication between the server and the workers.
 
@@ -49,8 +47,7 @@ class Method(ABC):
             raise SpecError("x0 contains a NaN or an infinity; start at a finite point", "x0")
         # Copy: the caller might change x0 in place later.
         self.x = x0.detach().clone()
-        self.iterations = 0
-        self.evaluations = 0
+        self.iterations = self.evaluations = 0
 
     @property
     def solution(self) -> Tensor:

@@ -1,14 +1,8 @@
-"""Checks of the methods' compressors and of the constants of their theory.
+"""Checks of compressors and of the symbols of the theory, which all methods and papers share.
 
-All methods and papers here use the same symbols:
-
-- smoothness: the smoothness constant L of f. lmax: the largest smoothness constant of an f_i.
-- mu: the strong convexity of f.
-- d: number of coordinates. n: number of workers.
-- omega: relative variance of the workers' compressor (uplink).
-- alpha: contraction constant of the server's compressor (downlink).
-- gamma: step size. lbar: its inverse.
-- p: probability of the coin. tau, beta: momenta.
+smoothness L of f, lmax of all f_i; mu: strong convexity; d coordinates, n workers; omega: variance
+of the workers' compressor; alpha: contraction of the server's; gamma: step size, lbar its inverse;
+p: probability of the coin; tau, beta: momenta.
 """
 
 from collections.abc import Callable
@@ -65,16 +59,9 @@ _KINDS = {
 
 
 def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
-    """Return the constant that a compressor declares for vectors of `d` elements.
+    """Return the constant that a compressor of this kind declares for vectors of `d` elements.
 
-    Args:
-        kind: "unbiased", for omega, or "contractive", for alpha.
-        compressor: the compressor to check.
-        d: number of coordinates.
-        role: name of the argument, for the error.
-
-    Raises:
-        SpecError: if the compressor does not have this kind, or cannot compress `d` elements.
+    `kind` is "unbiased" (omega) or "contractive" (alpha), `role` the argument's name in the error.
     """
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as TopK(k=65), not {compressor!r}", role)
@@ -84,7 +71,6 @@ def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
         problem = (
             "changes during a run, and the theory is for one compressor; leave out warmup(...)"
         )
-    # All parameters are one vector here, so there are no tensors to compress separately.
     elif compressor.per_tensor:
         problem = (
             "compresses each parameter separately, but here all parameters are one vector; remove "
@@ -92,7 +78,6 @@ def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
         )
     elif isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
         problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
-    # A compressor that is not of this kind returns None.
     elif declared is None:
         problem = f"is not {kind} (it declares no {constant}); {advice}"
     else:

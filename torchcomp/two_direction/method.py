@@ -1,8 +1,7 @@
 """2Direction: acceleration with compression in both directions.
 
-Tyurin, Richtarik: "2Direction: Theoretically Faster Distributed Training with Bidirectional
-Communication Compression", NeurIPS 2023 (arXiv 2305.12379), Algorithms 1 and 2. It is analysed for
-convex f and exact local gradients. Comments number the lines of an iteration, (1) to (15):
+Tyurin, Richtarik, "2Direction", NeurIPS 2023 (arXiv 2305.12379), Algorithms 1 and 2, for convex f
+and exact local gradients. Comments number the lines of an iteration, (1) to (15):
 
     (1)   all         learning rates theta', gamma', Gamma' from Gamma
     (2)   worker      y = theta' w + (1 - theta') z
@@ -22,11 +21,8 @@ convex f and exact local gradients. Comments number the lines of an iteration, (
 
 x is the iterate. u is the server's accelerated sequence, and w is the workers' approximation of u.
 z and k are the x and v of the last heads. h_i estimates grad f_i(z), and h is the mean of the h_i.
-v averages the estimates of grad f(z) with momentum tau.
-
-The second uplink message of an iteration (12) is sent together with the first (3) of the next
-iteration. There is then one round trip per iteration, and lines (12) to (15) run at the start of
-the next one.
+v averages the estimates of grad f(z) with momentum tau. The second uplink message (12) is sent with
+the first (3) of the next iteration: one round trip each. Lines (12) to (15) run at its start.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,24 +47,18 @@ class TwoDirectionMethod(Method):
     """Algorithm 1, with a numerically stable form of Algorithm 2's learning rates.
 
     Args:
-        gradients: see :class:`~torchcomp.two_direction.base.Method`, as for the next two.
-        x0: the start.
-        server: the parameter server.
+        gradients, x0, server: see :class:`~torchcomp.two_direction.Method`.
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         coin: replaces the coin that is drawn from the server's seed.
-        state: state of an earlier run, which replaces the start at x0. It contains
-            :data:`VECTORS`, iterations, evaluations, rho and second_is_due.
-        theory: lbar and mu, and optionally p, tau, alpha, omega and gamma0; see
+        state: state of an earlier run, which replaces the start at x0: :data:`VECTORS`,
+            iterations, evaluations, rho and second_is_due.
+        theory: lbar and mu, and optionally p, tau and gamma0; see
             :func:`~torchcomp.two_direction.theory.constants`.
 
     Attributes:
-        u: a vector of the server, as v and h are; (d,).
-        v: see u.
-        h: see u.
-        w: a vector of the server that workers rebuild from downlink messages, as z and k are; (d,).
-        z: see w.
-        k: see w.
+        u, v, h: vectors of the server; (d,).
+        w, z, k: vectors of the server that workers rebuild from downlink messages; (d,).
         h_i: the workers' shifts; (workers of this process, d).
         grad_z: gradients at z, shaped like h_i. None after z has moved, until they are computed.
         rho: 1/Gamma.
@@ -129,8 +119,7 @@ class TwoDirectionMethod(Method):
     def finish_iteration(self) -> None:
         """Run lines (12) to (15) of the last iteration now, in a separate round trip.
 
-        Before this call, h_i, h and v do not include the last iteration yet. Without this call,
-        those lines run in the next iteration. All ranks must call this together.
+        Without this call, they run in the next iteration. All ranks must call this together.
         """
         if self.second_is_due:
             self._uplinks(None, self.iterations)

@@ -1,6 +1,5 @@
 """2Direction as a torch optimizer, for convex losses with exact local gradients."""
 
-import hashlib
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
@@ -17,7 +16,6 @@ from torchcomp.engine.keys import check_seed
 from torchcomp.engine.state import Kind
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import Traffic
-from torchcomp.specs.checks import check_count
 from torchcomp.specs.errors import CheckpointError, NonFiniteError, SpecError
 from torchcomp.specs.spec import parse_aggregator
 from torchcomp.two_direction.method import VECTORS, TwoDirectionMethod
@@ -26,7 +24,7 @@ from torchcomp.two_direction.theory import constants
 
 Closure = Callable[[], Tensor | float]
 
-_ADVICE = "Use shards of equal size, and the same model and arguments on all ranks."
+_ADVICE = "Use the same model and arguments on all ranks."
 
 # What to do if this entry of a checkpoint differs from the run, for the error.
 _MISMATCH_ADVICE = {
@@ -42,9 +40,7 @@ _SECTION = {
     "traffic": checkpoint.dict_of(checkpoint.count, asdict(ServerTraffic()).keys()),
 }
 
-
-_OWN = ("h_i", "grad_z")
-"""The vectors of this rank's worker."""
+_OWN = ("h_i", "grad_z")  # the vectors of this rank's worker
 
 
 class _UnusableError(Exception):
@@ -56,10 +52,8 @@ class TwoDirection(torch.optim.Optimizer):
 
     The method has no guarantee with mini-batches or dropout: it sends differences of gradients,
     which then do not become small. All ranks must call ``step`` together. Do not wrap the model in
-    DDP.
-
-    All parameters form one flat vector. After a step they contain the method's x, and the next step
-    overwrites any other change to them.
+    DDP. All parameters form one flat vector. After a step they contain the method's x, and the next
+    step overwrites any other change to them.
 
     Args:
         params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
@@ -72,9 +66,6 @@ class TwoDirection(torch.optim.Optimizer):
         gamma0: the initial Gamma.
         group: the process group; None is the default group.
         seed: the run's seed, the same on all ranks.
-        samples: number of this rank's samples. If given, verify that it matches across ranks: the
-            mean of losses over unequal shards is not the loss over all samples.
-        check_deterministic: evaluate the first gradient twice, and require equal bits.
 
     Raises:
         SpecError: if a parameter is out of range, a compressor has the wrong kind, or
@@ -95,8 +86,6 @@ class TwoDirection(torch.optim.Optimizer):
         gamma0: float = 1.0,
         group: dist.ProcessGroup | None = None,
         seed: int = 0,
-        samples: int | None = None,
-        check_deterministic: bool = False,
     ) -> None:
         super().__init__(params, {})
         if not dist.is_initialized():
@@ -108,16 +97,11 @@ class TwoDirection(torch.optim.Optimizer):
         self._named = dict(zip(names, self._params, strict=True))
         device = self._params[0].device
         options = dict(up=up, down=down, lbar=lbar, mu=mu, p=p, tau=tau, gamma0=gamma0)
-        # `build` raises on every rank if one rank's arguments are invalid or differ. Otherwise the
-        # other ranks would hang in their first collective.
+        # `build` raises on every rank if one rank's arguments are invalid or differ.
         self._options = ProcessGroupExchange(group, device).build(
-            "TwoDirection",
-            {**options, "seed": seed, "samples": samples},
-            lambda: self._checked(options, seed, samples),
-            _ADVICE,
+            "TwoDirection", {**options, "seed": seed}, lambda: self._checked(options, seed), _ADVICE
         )
         self._spec = f"2direction({', '.join(f'{k}={v}' for k, v in self._options.items())})"
-        self._check_deterministic = check_deterministic
         self._server = Ranks(group, seed, device)
         # Lets the error on all ranks describe why this rank's closure failed.
         self._server.explain = lambda: str(self._fault or "")
@@ -153,9 +137,8 @@ class TwoDirection(torch.optim.Optimizer):
             The closure's last result: this rank's loss at y, not at x.
 
         Raises:
-            NonFiniteError: on all ranks, if a closure raised, was not deterministic, or did not
-                produce a finite loss and a finite gradient. The message lists the workers. The step
-                has then changed nothing.
+            NonFiniteError: on all ranks, if a closure raised, or did not produce a finite loss and
+                a finite gradient. The message lists the workers. The step has changed nothing.
             RankMismatchError: on all ranks, in the first step, if the parameters differ.
         """
         x = _flat(self._params)
@@ -163,14 +146,14 @@ class TwoDirection(torch.optim.Optimizer):
         # In the first step after construction or loading: different parameters or steps would not
         # raise later, they would only give wrong results.
         if not self._verified:
-            content = x.cpu().view(torch.uint8).numpy().tobytes()
-            values: dict[str, Any] = {"parameters": hashlib.sha256(content).hexdigest()[:12]}
-            values["step"] = self._method.iterations if self._method else 0
-            # What the server keeps, which every rank computes.
             held = vars(self._method) if self._method else {}
+            # What the server keeps, which every rank computes.
             shared = {name: held[name] for name in VECTORS if name in held and name not in _OWN}
-            values["server"] = checkpoint.digest_of(shared)
-            values |= {name: held.get(name) for name in ("rho", "second_is_due")}
+            values = {
+                "parameters": checkpoint.digest_of({"x": x}),
+                "server": checkpoint.digest_of(shared),
+                **{name: held.get(name) for name in ("iterations", "rho", "second_is_due")},
+            }
             self._server.exchange.verify("TwoDirection", values, _ADVICE)
             self._verified = True
         try:
@@ -188,36 +171,27 @@ class TwoDirection(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state. Each rank must save and load its own."""
-        traffic, names = self.traffic, list(self._named)
+        traffic = self.traffic
         held = {**vars(self._method), "traffic": asdict(traffic)} if self._method else {}
-        step = held.get("iterations", 0)
-        slots = {
-            name: {**_kind(name), "tensors": dict(zip(names, self._parts(vector), strict=True))}
-            for name in VECTORS
-            if (vector := held.get(name)) is not None
-        }
+        step, names = held.get("iterations", 0), list(self._named)
+        slots = {}
+        for name in VECTORS:
+            if (vector := held.get(name)) is not None:
+                tensors = dict(zip(names, self._parts(vector), strict=True))
+                slots[name] = {**_kind(name), "tensors": tensors}
+        # The algorithm's own messages: its ranks do not count control messages.
+        dense = step * sum(p.nbytes for p in self._params)
         return {
             **checkpoint.header(self._spec, self._server.exchange),
             **{"step": step, "seed": self._server.seed, "slots": slots},
-            **self._implied(step, traffic),
+            **{"scale": 1.0, "lrs": {}, "flushing": False, "groups": [names], "buckets": [names]},
+            "traffic": asdict(Traffic(traffic.up_bytes, traffic.down_bytes, dense)),
             "parameters": checkpoint.layout_of(self._named),
             "two_direction": {name: held[name] for name in _SECTION} if held else None,
         }
 
-    def _implied(self, step: int, traffic: ServerTraffic) -> dict[str, Any]:
-        """Return the entries of a state that other entries and the model imply."""
-        dense = step * sum(p.nbytes for p in self._params)
-        return {
-            **{"scale": 1.0, "lrs": {}, "flushing": False},
-            **{name: [list(self._named)] for name in ("groups", "buckets")},
-            # The algorithm's own messages: its ranks do not count control messages.
-            "traffic": asdict(Traffic(traffic.up_bytes, traffic.down_bytes, dense)),
-        }
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state. The run then continues bit for bit as after :meth:`state_dict`.
-
-        This also sets the parameters.
+        """Load a state and its parameters. The run continues bit for bit.
 
         Raises:
             CheckpointError: if the state is damaged, or comes from another rank, other arguments,
@@ -252,24 +226,19 @@ class TwoDirection(torch.optim.Optimizer):
         forms = {name: checkpoint.tensor(tuple(p.shape), p.dtype) for name, p in named}
         slot = checkpoint.record(tensors=checkpoint.record(**forms))
         checkpoint.dict_of(slot, kept)(slots, "slots")
-        problems = {
-            f"the kind of slot '{name}'": each | _kind(name) != each for name, each in slots.items()
-        }
-        problems[f"seed {state['seed']}"] = state["seed"] != self._server.seed
-        traffic = ServerTraffic(**(saved["traffic"] if saved else {}))
-        for name, value in self._implied(step, traffic).items():
-            problems[f"{name} {state[name]}"] = state[name] != value
+        wrong = {f"slot '{name}'": each | _kind(name) != each for name, each in slots.items()}
+        wrong[f"seed {state['seed']}"] = state["seed"] != self._server.seed
+        wrong[f"scale {state['scale']}"] = state["scale"] != 1.0
+        wrong[f"step {step}"] = bool(step) and not saved
         if saved:
             # rho starts at 1/gamma0 and never grows. The start and every iteration evaluate a
             # gradient or more, and take one round trip.
             rho, trips = saved["rho"], saved["traffic"]["round_trips"]
-            problems[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
-            problems[f"{saved['evaluations']} evaluations"] = saved["evaluations"] <= step
-            problems[f"{trips} round trips"] = trips <= step
-        problems[f"step {step}"] = not step and bool(saved and saved["second_is_due"])
-        problems[f"step {step} of a run that has not started"] = bool(step and not saved)
-        found = [problem for problem, wrong in problems.items() if wrong]
-        if found:
+            wrong[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
+            wrong[f"{saved['evaluations']} evaluations"] = saved["evaluations"] <= step
+            wrong[f"{trips} round trips"] = trips <= step
+            wrong[f"step {step}"] = not step and saved["second_is_due"]
+        if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
             raise CheckpointError(
                 f"the checkpoint does not match this run: {', '.join(found)}; load the state that "
                 "this rank saved, with the arguments of that run"
@@ -283,16 +252,7 @@ class TwoDirection(torch.optim.Optimizer):
         try:
             # After a fault, do not call the closure again in this step.
             if self._fault is None:
-                gradient = self._evaluate(point)
-                if self._check_deterministic:
-                    again = self._evaluate(point)
-                    if not torch.equal(gradient, again):
-                        raise _UnusableError(
-                            "its closure is not deterministic: two gradients at one point differ "
-                            f"by {(gradient - again).abs().max():g}"
-                        )
-                    self._check_deterministic = False
-                return gradient[None]
+                return self._evaluate(point)[None]
         except _UnusableError as error:
             self._fault = error
         # Do not raise here: the other ranks wait for this rank's message. A NaN in the message
@@ -300,7 +260,6 @@ class TwoDirection(torch.optim.Optimizer):
         return torch.full_like(point, torch.nan)[None]
 
     def _evaluate(self, point: Tensor) -> Tensor:
-        """Return the closure's gradient at `point`."""
         self._write(point)
         # Otherwise a closure without backward() would return the gradient of an earlier point.
         for parameter in self._params:
@@ -317,7 +276,6 @@ class TwoDirection(torch.optim.Optimizer):
         return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)
 
     def _wrong_with(self, loss: Tensor | float | None) -> str:
-        """Describe what is wrong with the closure's result; "" if it is valid."""
         if loss is None:
             return "returned None instead of the loss"
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
@@ -337,44 +295,27 @@ class TwoDirection(torch.optim.Optimizer):
             p.copy_(part)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        """Split a vector, or a matrix of one row, into one tensor per parameter, in its shape."""
+        # One tensor per parameter, of a vector or a matrix of one row.
         parts = x.view(-1).split_with_sizes([p.numel() for p in self._params])
         return [part.view(p.shape) for p, part in zip(self._params, parts, strict=True)]
 
-    def _checked(
-        self, options: dict[str, Any], seed: int, samples: int | None
-    ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Check the arguments.
-
-        Returns:
-            The options with compressors instead of specs, and the values that must match across
-            ranks.
-        """
-        if len(self.param_groups) > 1:
-            raise SpecError(
-                f"TwoDirection takes one parameter group, not {len(self.param_groups)}: all "
-                "parameters form one vector"
-            )
-        unknown = self.param_groups[0].keys() - {"params", "param_names"}
-        if unknown:
-            raise SpecError(
-                f"TwoDirection's parameter group takes no options, but has {', '.join(unknown)}; "
-                "pass options to the constructor"
-            )
+    def _checked(self, options: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the options with compressors, and the values that must match across ranks."""
+        first, problem = self.param_groups[0], ""
         kinds = {(str(p.dtype), str(p.device)) for p in self._params}
-        if len(kinds) > 1 or not self._params[0].is_floating_point():
-            raise SpecError(
-                "TwoDirection's parameters form one vector, so they must have one floating-point "
-                f"dtype and one device, but they have {sorted(kinds)}"
-            )
+        if len(self.param_groups) > 1:
+            problem = f"one parameter group, not {len(self.param_groups)}"
+        elif unknown := first.keys() - {"params", "param_names"}:
+            problem = f"no options of its parameter group, but has {', '.join(unknown)}"
+        elif len(kinds) > 1 or not self._params[0].is_floating_point():
+            problem = f"parameters of one floating-point dtype on one device, not {sorted(kinds)}"
+        if problem:
+            raise SpecError(f"TwoDirection takes {problem}: all parameters form one vector")
         check_seed(seed)
-        if samples is not None:
-            check_count("samples", samples)
         built = {**options, **{role: _compressor(options[role], role) for role in ("up", "down")}}
         d = sum(p.numel() for p in self._params)
         constants(d, **built)  # only for its checks
-        values = {"coordinates": d, "dtype": self._params[0].dtype, "samples": samples}
-        return built, {**values, **built, "seed": seed}
+        return built, {"coordinates": d, "dtype": self._params[0].dtype, **built, "seed": seed}
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -386,10 +327,7 @@ def _compressor(spec: Compressor | str, role: str) -> Compressor:
     method = parse_aggregator(spec)
     if isinstance(method, Mean):
         return method.compressor
-    raise SpecError(
-        f"{role}: '{method}' is an aggregation method; use a compressor, such as randk or topk",
-        role,
-    )
+    raise SpecError(f"{role} must be a compressor, such as topk or randk, not '{method}'", role)
 
 
 def _kind(slot: str) -> dict[str, Any]:

@@ -1,11 +1,8 @@
 """A parameter server with n workers, and the messages between them.
 
-A worker sends *uplink messages* to the server, and the server sends *downlink messages* to all
-workers. A method is written once, for :class:`ParameterServer`. Values of the workers are tensors
-with one row per worker of this process. Values of the server are vectors.
-
-:class:`Simulated` runs all workers in one process. :class:`Ranks` runs one worker per rank. Both
-decode the same messages in the same order, so their results are equal bit for bit.
+Workers send *uplink messages* to the server, which sends *downlink messages* to all of them. Values
+of the workers are tensors with one row per worker of this process, values of the server vectors.
+:class:`Simulated` and :class:`Ranks` decode the same messages in the same order: equal bit for bit.
 """
 
 from abc import ABC, abstractmethod
@@ -39,10 +36,8 @@ class ServerTraffic:
     """The traffic between the server and one worker. It is the same for every worker.
 
     Attributes:
-        up_coordinates, down_coordinates: number of values in uplink and in downlink messages.
-            Indices, scales and headers do not count.
-        up_bytes, down_bytes: bytes of the uplink and downlink frames, including indices, scales
-            and headers.
+        up_coordinates, down_coordinates: number of values, without indices, scales and headers.
+        up_bytes, down_bytes: bytes of the frames, with all of these.
         round_trips: number of times that a worker waited for the server.
     """
 
@@ -75,10 +70,8 @@ class Uplink:
 
 
 Messages = tuple[Uplink, ...]
-# Worker -> description of its fault.
-Faults = dict[int, str]
-# For each message, the decoded vectors of all n workers in order.
-Decoded = Sequence[Iterable[Tensor]]
+Faults = dict[int, str]  # worker -> description of its fault
+Decoded = Sequence[Iterable[Tensor]]  # for each message, the vectors of all n workers in order
 
 
 class ParameterServer(ABC):
@@ -98,12 +91,9 @@ class ParameterServer(ABC):
         self.explain: Callable[[], str] = lambda: ""
 
     def encode(self, vectors: Tensor, compressor: Compressor, call: int) -> Uplink:
-        """Compress one row per worker of this process. This sends nothing yet.
+        """Compress one row per worker of this process, without sending it.
 
-        Args:
-            vectors: (workers of this process, d).
-            compressor: compressor of the workers.
-            call: number of the message, unique within the run, because it seeds the randomness.
+        `call`, the number of the message, is unique within the run: it seeds the randomness.
         """
         encoded, decoded = self._encode(vectors, compressor, call)
         finite = vectors.isfinite().all(1).tolist()
@@ -133,12 +123,7 @@ class ParameterServer(ABC):
         return [reduce(torch.add, rows) / self.n for rows in delivered]
 
     def uplink(self, vectors: Tensor, compressor: Compressor, call: int) -> tuple[Tensor, Tensor]:
-        """Encode and send one uplink message.
-
-        Returns:
-            The decoded messages of this process's workers, one row each; and the mean over all n
-            workers, 1-D.
-        """
+        """Send one uplink message. Return this process's decoded rows, and the mean of all n."""
         message = self.encode(vectors, compressor, call)
         return message.decoded, self.up(message)[0]
 
@@ -159,13 +144,7 @@ class ParameterServer(ABC):
 
     @abstractmethod
     def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
-        """Return the decoded vectors of all n workers. Raise on all ranks if a worker has a fault.
-
-        Args:
-            messages: the uplink messages.
-            layouts: their fields.
-            faults: faults of this process's workers.
-        """
+        """Return the decoded vectors of all n workers. Raise on all ranks if any has a fault."""
 
     def _uplink(self, worker: int, call: int) -> tuple[str, Key]:
         """Return the name of a worker's vector, and the key of a message."""
@@ -177,8 +156,8 @@ class ParameterServer(ABC):
 class Simulated(ParameterServer):
     """All `n` workers in this process. Messages are not sent, but their traffic is counted.
 
-    Workers are rows of one tensor. This is faster than a thread per worker, which is
-    ``Ranks(exchange)`` in :func:`torchcomp.run_in_process`.
+    This is faster than a thread per worker: ``Ranks(exchange)`` in
+    :func:`torchcomp.run_in_process`.
 
     Raises:
         SpecError: if n or the seed is not an integer in its range.
@@ -203,12 +182,9 @@ class Simulated(ParameterServer):
 class Ranks(ParameterServer):
     """One worker per rank. Every rank also computes the server's part.
 
-    Every rank all-gathers the uplink messages of all workers, decodes them in the order of the
-    workers, and computes the server's values. Downlink messages are therefore never sent, but
-    every rank receives n - 1 uplink messages.
-
-    All ranks must make the same calls in the same order. A second, very small collective detects
-    damaged frames.
+    Every rank all-gathers the uplink messages of all workers and decodes them in the order of the
+    workers. Downlink messages are therefore never sent, but every rank receives n - 1 uplink
+    messages. All ranks must make the same calls in the same order.
 
     Args:
         group: the process group, in which rank i is worker i; None is the default group. Can also
@@ -276,8 +252,8 @@ def _unusable(faults: Faults) -> NonFiniteError:
     """Return the error that lists these workers and their faults."""
     workers = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
     # The advice does not apply if every fault has its own description.
-    advice = "Use a smaller step size, and check that the function is finite at this point"
+    advice = ". Use a smaller step size, and check that the function is finite at this point"
     return NonFiniteError(
         f"cannot use the gradient of {', '.join(workers)}, so no part of this step was applied"
-        f"{'' if all(faults.values()) else f'. {advice}'}"
+        f"{'' if all(faults.values()) else advice}"
     )

@@ -36,17 +36,6 @@ class Probabilities:
     tau: float
 
 
-def probabilities(omega: float) -> Probabilities:
-    """Return p = tau = 1/(omega + 1), for unknown Lmax/L and unknown cost of downlink messages.
-
-    Raises:
-        SpecError: if omega is negative or not finite.
-    """
-    check_symbols(omega=omega)
-    p = 1 / (omega + 1)
-    return Probabilities(p, p)
-
-
 def priced_probabilities(
     omega: float, *, d: int, k_up: int, k_down: int, r: float
 ) -> Probabilities:
@@ -58,9 +47,6 @@ def priced_probabilities(
         k_up: coordinates of an uplink message.
         k_down: coordinates of a downlink message.
         r: weight of downlink messages in the cost, in [0, 1]. Uplink messages have 1 - r.
-
-    Raises:
-        SpecError: if an argument is out of range.
     """
     check_symbols(omega=omega, d=d)
     check_count("k_up", k_up, most=d)
@@ -84,11 +70,7 @@ def lbar(
     tau: float,
     constant: float = CONSTANT,
 ) -> float:
-    """Return Lbar, the inverse of the step size. `constant` is the factor C.
-
-    Raises:
-        SpecError: if an argument is out of range.
-    """
+    """Return Lbar, the inverse of the step size. `constant` is the factor C."""
     check_symbols(smoothness=smoothness, lmax=lmax, constant=constant, alpha=alpha, p=p, tau=tau)
     check_symbols(omega=omega, n=n)
     beta = 1 / (omega + 1)
@@ -141,45 +123,14 @@ def constants(
     mu: float,
     p: float | None = None,
     tau: float | None = None,
-    alpha: float | None = None,
-    omega: float | None = None,
     gamma0: float = 1.0,
 ) -> Constants:
     """Return the constants of a run with d coordinates, an unbiased `up` and a contractive `down`.
 
-    Args:
-        d: number of coordinates.
-        up: unbiased compressor of the workers.
-        down: contractive compressor of the server.
-        lbar: inverse of the step size.
-        mu: strong convexity of f.
-        p: probability of the coin. The default is 1/(omega + 1).
-        tau: momentum of v. The default is 1/(omega + 1).
-        alpha: contraction constant, at most the one that `down` declares, which is the default.
-        omega: relative variance, at least the one that `up` declares, which is the default.
-        gamma0: the initial Gamma.
-
-    Raises:
-        SpecError: if an argument is out of range, or a compressor has the wrong kind.
+    p and tau are 1/(omega + 1) by default. The compressors declare omega and alpha.
     """
-    # Check the compressors first: their constants are the defaults of the others.
-    known_omega = require("unbiased", up, d, "up")
-    known_alpha = require("contractive", down, d, "down")
-    omega = known_omega if omega is None else omega
-    alpha = known_alpha if alpha is None else alpha
-    check_symbols(omega=omega, alpha=alpha)
-    # A worse constant than declared is still a valid bound. A better one would be wrong.
-    for name, value, known, compressor, better in (
-        ("omega", omega, known_omega, up, omega < known_omega),
-        ("alpha", alpha, known_alpha, down, alpha > known_alpha),
-    ):
-        if better:
-            raise SpecError(
-                f"{name} = {value:g} contradicts '{compressor}', which guarantees only {known:g}; "
-                f"omit {name} to use that value",
-                name,
-            )
-    beta = 1 / (omega + 1)
+    beta = 1 / (require("unbiased", up, d, "up") + 1)
+    alpha = require("contractive", down, d, "down")
     p, tau = beta if p is None else p, beta if tau is None else tau
     return Constants(lbar, mu, p, tau, alpha, beta, gamma0)
 

@@ -1,9 +1,10 @@
-"""Schedules, one rule per file. ``SCHEDULES`` lists those that spec strings can name."""
+"""Schedules: after which local steps the ranks synchronise.
+
+``SCHEDULES`` lists those that spec strings can name.
+"""
 
 from torchcomp.local_sgd.schedules.base import Horizon, Schedule, synchronisations
-from torchcomp.local_sgd.schedules.every import Every
-from torchcomp.local_sgd.schedules.growing import QSR, Power
-from torchcomp.local_sgd.schedules.two_phase import PostLocal, Swap
+from torchcomp.local_sgd.schedules.rules import QSR, Every, PostLocal, Power, Swap
 
 SCHEDULES: tuple[type[Schedule], ...] = (Every, QSR, Power, PostLocal, Swap)
 

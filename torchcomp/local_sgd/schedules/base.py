@@ -1,8 +1,6 @@
-"""Schedule: after which local steps the ranks synchronise.
+"""Schedule: a pure function of the step, the learning rate and the lengths of warm-up and run.
 
-A schedule is a pure function. Its arguments are the step at which a round begins, the learning rate
-of its first step, and the lengths of warm-up and run. All ranks compute the same result without
-communication.
+All ranks compute the same result without communication.
 """
 
 import math
@@ -40,14 +38,10 @@ class Horizon:
 
 @dataclass(frozen=True)
 class Schedule(Component):
-    """Decides how many local steps a round takes.
-
-    Class attributes:
-        reads_lr: whether the length of a round depends on the learning rate.
-    """
+    """Decides how many local steps a round takes."""
 
     kind: ClassVar[str] = "schedule"
-    reads_lr: ClassVar[bool] = False
+    reads_lr: ClassVar[bool] = False  # whether the length of a round depends on the learning rate
 
     def check(self, horizon: Horizon) -> None:
         """Raise SpecError if the schedule does not fit a run of this length."""
@@ -56,22 +50,14 @@ class Schedule(Component):
     def period(self, step: int, lr: float, horizon: Horizon) -> int:
         """Return H, the number of local steps of the round that begins after `step` steps.
 
-        The result can reach beyond the end of the run; :meth:`round_end` shortens the last round.
-
-        Args:
-            step: steps taken before the round.
-            lr: learning rate of the round's first step, finite and at least 0.
-            horizon: the lengths of the run and of its warm-up.
-
-        Raises:
-            ScheduleError: if the rule cannot use `lr`.
+        `lr` is the learning rate of the round's first step, finite and at least 0. Raise
+        ScheduleError if the rule cannot use it. :meth:`round_end` shortens the last round.
         """
 
     def round_end(self, step: int, lr: float, horizon: Horizon) -> int:
         """Return the step, counted from 1, after which the ranks synchronise.
 
-        Raises:
-            ScheduleError: if `lr` is not a finite number of at least 0, or the rule cannot use it.
+        Raises ScheduleError if `lr` is not a finite number of at least 0.
         """
         # Not checks.is_number: a user's function can also return a 0-D tensor.
         try:
