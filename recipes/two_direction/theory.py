@@ -7,8 +7,7 @@ symbols.
 import math
 from dataclasses import dataclass
 
-from torchcomp.specs.checks import check_count, check_share
-from torchcomp.two_direction.theory import check_symbols
+from torchcomp.specs.checks import check_share
 
 CONSTANT = 660508.0
 """The theory's constant C of Lbar: an upper bound, too large in practice. Tune the step size."""
@@ -34,9 +33,6 @@ def priced_probabilities(
         k_down: coordinates of a downlink message.
         r: weight of downlink messages in the cost, in [0, 1]. Uplink messages have 1 - r.
     """
-    check_symbols(omega=omega, d=d)
-    check_count("k_up", k_up, most=d)
-    check_count("k_down", k_down, most=d)
     check_share("r", r)
     # mu_r is the cost of a dense downlink message relative to the cost of an iteration's compressed
     # messages. The coin's p limits how often dense messages are sent.
@@ -57,8 +53,6 @@ def lbar(
     constant: float = CONSTANT,
 ) -> float:
     """Return Lbar, the inverse of the step size. `constant` is the factor C."""
-    check_symbols(smoothness=smoothness, lmax=lmax, constant=constant, alpha=alpha, p=p, tau=tau)
-    check_symbols(omega=omega, n=n)
     beta = 1 / (omega + 1)
     # The six terms of the paper's maximum, in its order.
     terms = (

@@ -194,7 +194,6 @@ CALLS = [
         (lambda g=g: TwoDirectionMethod(g, F.x0, Simulated(4), UP, DOWN, lbar=4.0, mu=0.0), None)
         for g in (lambda x: None, lambda x: x, lambda x: F.a[:, 0].float())
     ),
-    (lambda: lbar(1.0, 1.0, n=4, alpha=0.1, omega=9.0, p=0.1, tau=0.0), "tau"),
 ]
 
 

@@ -13,7 +13,7 @@ from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, Prefix
 from torch.distributed import distributed_c10d
 
 from torchcomp.engine import host
-from torchcomp.engine.scratch import Scratch
+from torchcomp.engine.host import Scratch
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly

@@ -1,9 +1,8 @@
 """The theory of 2Direction: its symbols, constants and learning rates.
 
-Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). smoothness L of f, lmax of all f_i; mu: strong
-convexity; d coordinates, n workers; omega: variance of the workers' compressor; alpha: contraction
-of the server's; lbar: inverse of the step size; p: probability of the coin; tau, beta: momenta of
-v and h.
+Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379). lbar: inverse of the step size; mu: strong
+convexity; omega: variance of the workers' compressor; alpha: contraction of the server's; p:
+probability of the coin; tau, beta: momenta of v and h.
 
 The paper's Algorithm 2 computes with Gamma, which grows geometrically. Near 1e154 its square
 exceeds the range of float64, and the method silently stops moving. This module computes with the
@@ -16,46 +15,14 @@ underflows to 0, the learning rates have reached their limit long before.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.sparse import Sparsifier
-from torchcomp.specs.checks import (
-    check_at_least_0,
-    check_count,
-    check_fraction,
-    check_positive,
-    is_number,
-)
+from torchcomp.specs.checks import check_fraction, check_positive, is_number
 from torchcomp.specs.errors import SpecError
-
-# Symbol -> the check of its range. That of mu depends on the smoothness.
-_RANGES: dict[str, Callable[[str, object], None]] = {
-    **dict.fromkeys(("smoothness", "lmax", "gamma0", "lbar", "constant"), check_positive),
-    **dict.fromkeys(("alpha", "beta", "p", "tau"), check_fraction),
-    **dict.fromkeys(("d", "n"), check_count),
-    "omega": check_at_least_0,
-}
-
-
-def check_symbols(**values: float) -> None:
-    """Require symbols of the theory to be in their ranges. For mu, see :func:`check_convexity`."""
-    for name, value in values.items():
-        _RANGES[name](name, value)
-
-
-def check_convexity(mu: float, smoothness: float, name: str) -> None:
-    """Require 0 <= mu <= smoothness. `name` is the name of the upper bound in the error."""
-    if not is_number(mu) or not 0 <= mu <= smoothness:
-        raise SpecError(
-            f"mu must be at least 0 and at most {name} = {smoothness:g}, because the strong "
-            f"convexity of a function cannot exceed its smoothness; got {mu!r}",
-            "mu",
-        )
-
 
 # Kind of a compressor -> the method that returns its constant, and advice for the error.
 _KINDS = {
@@ -109,8 +76,16 @@ class Constants:
     gamma0: float = 1.0
 
     def __post_init__(self) -> None:
-        check_symbols(**{name: value for name, value in vars(self).items() if name != "mu"})
-        check_convexity(self.mu, self.lbar, "lbar")
+        for name in ("p", "tau", "alpha", "beta"):
+            check_fraction(name, getattr(self, name))
+        for name in ("lbar", "gamma0"):
+            check_positive(name, getattr(self, name))
+        if not is_number(self.mu) or not 0 <= self.mu <= self.lbar:
+            raise SpecError(
+                f"mu must be at least 0 and at most lbar = {self.lbar:g}, because the strong "
+                f"convexity of a function cannot exceed its smoothness; got {self.mu!r}",
+                "mu",
+            )
         if not 1e-100 <= float(self.gamma0) <= 1e100:
             raise SpecError(
                 "gamma0 must be from 1e-100 to 1e100, because the learning rates square it; got "
