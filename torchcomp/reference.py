@@ -369,7 +369,7 @@ class Theory(NamedTuple):
 
 
 def learning_rates(gamma: float, theory: Theory) -> tuple[float, float, float]:
-    """Gamma', gamma' and theta' of 2Direction's Algorithm 2 as printed: overflows for large Gamma."""
+    """Gamma', gamma' and theta' of 2Direction's Algorithm 2, which overflows for a large Gamma."""
     lbar, mu, p, tau, alpha, beta = theory
     a, b, c = p * lbar * gamma, p * (lbar + gamma * mu), -(lbar + gamma * mu)
     theta_bar = (-b + math.sqrt(b * b - 4 * a * c)) / (2 * a)
