@@ -31,7 +31,7 @@ experiment-small-gpt: setup ## methods with AdamW, a small GPT (5 min)
 # Components, the state of the engine and the DDP hook on threads. What takes longest is left to
 # `make test`: aggregators, local steps, JointSpar, kernels, recipes, and files that train for long.
 LONG = test_batchnorm test_docs test_frame engine/test_averager \
-	$(addprefix ddp/test_,bidirectional conservation nonfinite reference replicas resume settings)
+	$(addprefix ddp/test_,methods reference settings)
 FAST = $(filter-out $(LONG:%=tests/%.py),$(wildcard tests/test_*.py)) \
 	tests/ddp tests/engine tests/exchange tests/routes \
 	$(LONG:%=--ignore=tests/%.py)

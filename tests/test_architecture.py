@@ -39,7 +39,7 @@ FREE = {"engine", "specs", "checkpoints", "reference"}
 HEIGHT = {room: height for height, rooms in enumerate(ROOMS) for room in rooms}
 ANNEX = {"advisor", "guard", "integrations"}
 # These import the annex inside a function, when it is asked for.
-DOORS = {"ddp/arguments", "ddp/register", "ddp/entry", "fsdp/register", "local_sgd/local_steps"}
+DOORS = {"ddp/register", "ddp/entry", "fsdp/register", "local_sgd/local_steps"}
 DOORS |= {"__main__"}
 
 

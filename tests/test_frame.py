@@ -101,20 +101,6 @@ def test_version_is_defined_once(wheel):
     assert defined == ["torchcomp/specs/version.py"]
 
 
-def test_console_script_can_be_called():
-    from torchcomp.__main__ import main
-
-    assert PROJECT["scripts"] == {"torchcomp": "torchcomp.__main__:main"}
-    assert callable(main)
-
-
-def test_python_versions_are_those_of_the_classifiers():
-    python = "Programming Language :: Python :: 3."
-    minors = [int(c.removeprefix(python)) for c in PROJECT["classifiers"] if c.startswith(python)]
-    assert minors == [*range(10, 10 + len(minors))]
-    assert PROJECT["requires-python"] == ">=3.10"
-
-
 def test_core_depends_only_on_torch_and_numpy():
     assert {Requirement(d).name for d in PROJECT["dependencies"]} == {"torch", "numpy"}
 
@@ -153,19 +139,6 @@ def test_constraints_are_plain_pins():
     assert "torch==2.13.0" in CONSTRAINTS
 
 
-def test_environment_is_the_pinned_one():
-    # With other versions than the pinned ones, a failure could not be reproduced elsewhere.
-    from importlib.metadata import PackageNotFoundError, version
-
-    for requirement in map(Requirement, CONSTRAINTS):
-        if requirement.marker is None or requirement.marker.evaluate():
-            try:
-                found = version(requirement.name).partition("+")[0]
-            except PackageNotFoundError:
-                continue  # an extra that is not installed
-            assert requirement.specifier.contains(found), f"{requirement} but {found} is installed"
-
-
 # --- make and .ci/run -----------------------------------------------------------------------------
 
 
@@ -195,11 +168,6 @@ def test_target_sets_up_first(target, command):
     assert steps[-1].strip() == command
 
 
-def test_versions_need_no_environment():
-    steps = run(["make", "-n", "test-versions", "ARGS=2.9.1:3.12", "PYTHON=python3.12"]).stdout
-    assert steps.splitlines() == ["python3.12 tools/versions.py 2.9.1:3.12"]
-
-
 def test_integrations_install_the_tested_torch():
     wanted = [line for line in CONSTRAINTS if line.startswith("torch==")]
     listed = (ROOT / "tools/integrations-requirements.txt").read_text().splitlines()
@@ -211,14 +179,11 @@ def test_fast_tests_name_files_that_exist():
     assert steps[0].endswith("sh tools/setup.sh")
     assert steps[-1].endswith(" --seeds 2")
     paths = re.findall(r"(?<=[ =])tests/\S+", steps[-1])
-    assert {"tests/ddp", "tests/test_spec.py", "tests/ddp/test_resume.py"} <= set(paths)
+    assert {"tests/ddp", "tests/test_spec.py", "tests/ddp/test_methods.py"} <= set(paths)
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize(
-    ("failing", "code"),
-    [("none", 0), ("lint", 1), ("test", 1), ("test-thorough", 1), ("test-versions", 1)],
-)
+@pytest.mark.parametrize(("failing", "code"), [("none", 0), ("lint", 1), ("test-versions", 1)])
 def test_ci_runs_all_and_fails_if_any_does(tmp_path, failing, code):
     executable(tmp_path / "make", f'echo "ran $1"; [ "$1" != {failing} ]')
     done = run([ROOT / ".ci/run"], check=False, PATH=f"{tmp_path}:{os.environ['PATH']}")
@@ -233,12 +198,7 @@ case "$*" in
 "-m venv"*) mkdir -p .venv/bin && cp "$0" .venv/bin/python ;;
 "-m pip --version") ;;
 "-m pip install"*)
-    echo "$*" >>pip-calls
-    case "$*" in *" ffcv")
-        [ ! -e interrupt ] || kill -INT $PPID
-        [ ! -e ffcv-fails ] || { echo "no such header" >&2; exit 1; }
-    esac
-    [ ! -e pip-fails ] ;;
+    echo "$*" >>pip-calls; [ ! -e pip-fails ] ;;
 *version_info*10*) [ ! -e old-python ] ;;
 *"import ensurepip"*) [ ! -e no-venv ] ;;
 *python_version*) echo 3.9.18 ;;
@@ -328,14 +288,6 @@ def test_without_apt_one_line_lists_what_to_install(machine):
     assert not machine.ffcv_built
 
 
-def test_the_line_also_names_a_missing_compiler_and_pkg_config(machine):
-    (machine.bin / "c++").unlink()
-    (machine.bin / "pkg-config").unlink()
-    machine.set_up("--libraries")
-    assert len(machine.output) == 1
-    assert " pkg-config libturbojpeg0-dev libopencv-dev g++ " in machine.output[0]
-
-
 def test_apt_installs_only_what_is_missing(machine):
     machine.has("apt-get", APT_GET)
     (machine.root / "libraries/libturbojpeg").touch()
@@ -347,60 +299,11 @@ def test_apt_installs_only_what_is_missing(machine):
     assert machine.about_ffcv == []
 
 
-def test_a_failure_of_apt_is_reported_in_one_line(machine):
-    machine.has("apt-get", "echo 'E: unable to fetch'; exit 100")
-    machine.set_up()
-    assert len(machine.about_ffcv) == 1
-    assert ".venv/setup-apt.log" in machine.about_ffcv[0]
-    assert "unable to fetch" in (machine.root / ".venv/setup-apt.log").read_text()
-    assert not any("unable" in line for line in machine.output + machine.errors)
-
-
-@pytest.mark.parametrize("sudo", [None, "echo 'a password is required' >&2; exit 1"])
-def test_apt_without_root_is_reported_in_one_line(machine, sudo):
-    machine.has("apt-get", APT_GET)
-    machine.has("id", "echo 1000")
-    if sudo:
-        machine.has("sudo", sudo)
-    machine.set_up()
-    assert len(machine.about_ffcv) == 1
-    assert re.search("root.*apt-get install ", machine.about_ffcv[0])
-    assert machine.errors == []
-    assert not (machine.root / "apt-calls").exists()
-
-
-def test_apt_uses_sudo_without_a_prompt(machine):
-    machine.has("apt-get", APT_GET)
-    machine.has("id", "echo 1000")
-    machine.has("sudo", 'echo "$*" >>sudo-calls; shift; [ "$1" = true ] || "$@"')
-    machine.set_up()
-    assert machine.ffcv_built
-    assert all(c.startswith("-n ") for c in (machine.root / "sudo-calls").read_text().splitlines())
-
-
 def test_second_run_does_nothing_and_prints_nothing(ready):
     ready.set_up()
     assert ready.ffcv_built
     ready.set_up()
     assert (ready.installed, ready.output, ready.errors) == ([], [], [])
-
-
-def test_second_run_without_ffcv_only_repeats_the_line(machine):
-    machine.set_up()
-    first = machine.about_ffcv
-    machine.set_up()
-    assert (machine.installed, machine.output) == ([], first)
-
-
-def test_ffcv_is_built_as_soon_as_its_libraries_are_installed(machine):
-    machine.set_up()
-    for library in LIBRARIES:
-        (machine.root / "libraries" / library).touch()
-    machine.set_up()
-    assert len(machine.installed) == 1
-    assert machine.ffcv_built
-    machine.set_up()
-    assert (machine.installed, machine.output) == ([], [])
 
 
 @pytest.mark.parametrize("name", ["constraints.txt", "pyproject.toml", "tools/setup.sh"])
@@ -423,24 +326,6 @@ def test_failed_set_up_leaves_no_stamp(ready):
     assert len(ready.installed) == 3
 
 
-def test_interrupted_build_of_ffcv_does_not_count_as_failed(ready):
-    (ready.root / "interrupt").touch()
-    assert ready.set_up(check=False) == 130
-    assert not (ready.root / ".venv/setup-stamp").exists()
-
-
-def test_failed_build_of_ffcv_is_reported_in_one_line(ready):
-    (ready.root / "ffcv-fails").touch()
-    ready.set_up()
-    first = ready.about_ffcv
-    assert len(first) == 1
-    assert ".venv/setup-ffcv.log" in first[0]
-    assert ready.errors == []
-    assert "no such header" in (ready.root / ".venv/setup-ffcv.log").read_text()
-    ready.set_up()
-    assert (ready.installed, ready.output) == ([], first)
-
-
 @pytest.mark.parametrize(
     ("flaw", "words"),
     [("old-python", r"3\.10.*python3.*3\.9\.18"), ("no-venv", "python3.*python3-venv")],
@@ -451,13 +336,6 @@ def test_unsuitable_python_is_reported_in_one_line(machine, flaw, words):
     assert machine.output == []
     assert len(machine.errors) == 1
     assert re.search(words, machine.errors[0])
-
-
-def test_missing_python_is_reported_in_one_line(machine):
-    (machine.bin / "python3").unlink()
-    assert machine.set_up(check=False) == 1
-    assert len(machine.errors) == 1
-    assert "'python3'" in machine.errors[0]
 
 
 # --- Tests on other versions ----------------------------------------------------------------------
@@ -522,18 +400,6 @@ def test_versions_are_the_oldest_two_and_the_newest_two(versions, tmp_path, fail
     assert installed == ["torch", "torch==2.6.*"]
     folders = {path.name for path in (tmp_path / ".venv-versions").iterdir()}
     assert folders == {"torch-2.6-py3.11", "torch-newest-py3.12"}
-
-
-def test_versions_can_be_chosen(versions, tmp_path):
-    done, rows = versions("2.9.1:3.12")
-    assert (done.returncode, len(rows)) == (0, 1)
-    assert "torch==2.9.1.*" in (tmp_path / "pip-calls").read_text().split()
-
-
-def test_a_python_that_is_missing_is_an_error(versions):
-    done, rows = versions("2.9.1:3.14")
-    assert (done.returncode, rows) == (1, [])
-    assert "3.14" in done.stderr.splitlines()[-1]
 
 
 def test_versions_name_tests_that_exist():

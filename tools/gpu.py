@@ -23,7 +23,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE_SECONDS = 45  # a file of tests for which less is left is not started
-LONGEST = {"tests/gpu/test_shared_device.py": 90}  # files that take longer, beside others
+LONGEST = {"tests/gpu/test_ranks.py": 90}  # files that take longer, beside others
 TESTS = sorted(
     (path.relative_to(ROOT).as_posix() for path in ROOT.glob("tests/gpu/test_*.py")),
     # The longest first: each then has all of the time.

@@ -20,30 +20,20 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.models import (
-    Branches,
-    loss_of,
-    mlp,
-    residual_norm,
-    rows,
-    seeded,
-    weights,
-    wrap,
-)
+from tests.ddp.runs import TOPK
+from tests.support.models import Branches, loss_of, mlp, rows, seeded, weights, wrap
 from tests.support.outcomes import assert_replicas_equal, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.ddp.discarded import Discarded
 
 METHODS = (
-    "ef(topk(0.1))",
     'ef(quantize("int8"))',
     "powersgd(rank=1)",
     "bidirectional(topk(0.1), topk(0.1))",
     "dgc(topk(0.1))",
     "ef21(topk(0.1))",
 )
-TOPK, STEPS = METHODS[0], 6
-
+STEPS = 6
 Wasted = Callable[[], AbstractContextManager[Any]]
 
 
@@ -55,156 +45,124 @@ def backward(model: Any, step: int, times: float = 1.0) -> None:
     (times * loss_of(model(rows(step)))).backward()
 
 
-def move(model: nn.Module, by: float) -> None:
-    """Move the parameters by the same amount in all runs, whatever the gradients are."""
+def each(model: nn.Module, change: Callable[[Any], None]) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(by)
+            change(parameter)
+
+
+class Loop:
+    """A training loop, written as letters.
+
+    Attributes:
+        wasted: makes the context of a backward pass whose gradients are thrown away.
+    """
+
+    def __init__(self, model: Any, wasted: Wasted = contextlib.nullcontext) -> None:
+        self.model, self.wasted, self.optimizer, self.batch = model, wasted, sgd(model), 0
+
+    def run(self, letters: str) -> None:
+        for letter in letters:
+            getattr(self, f"_{letter}")()
+
+    def backward(self, times: float = 1.0, within: Wasted = contextlib.nullcontext) -> None:
+        self.batch += 1
+        with within():
+            backward(self.model, self.batch, times)
+
+    def _b(self) -> None:  # backward
+        self.backward()
+
+    def _e(self) -> None:  # with small gradients
+        self.backward(1e-3)
+
+    def _n(self) -> None:  # under no_sync
+        self.backward(within=self.model.no_sync)
+
+    def _w(self) -> None:  # thrown away
+        self.backward(-1.0, self.wasted)
+
+    def _W(self) -> None:  # a spike that is thrown away
+        self.backward(1000.0, self.wasted)
+
+    def _z(self) -> None:
+        self.optimizer.zero_grad()
+
+    def _o(self) -> None:
+        self.optimizer.zero_grad(set_to_none=False)
+
+    def _h(self) -> None:  # cleared by hand
+        each(self.model, lambda p: p.grad.data.zero_())
+
+    def _x(self) -> None:
+        each(self.model, lambda p: setattr(p, "grad", None))
+
+    def _c(self) -> None:
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+
+    def _s(self) -> None:
+        self.optimizer.step()
+
+    def _u(self) -> None:  # updated by hand
+        each(self.model, lambda p: p.sub_(0.02 * p.grad))
+
+    def _f(self) -> None:  # cleared between the forward and the backward pass
+        loss = loss_of(self.model(rows(self.batch)))
+        self.optimizer.zero_grad()
+        loss.backward()
+
+    def _v(self) -> None:  # the same, and thrown away
+        self.batch += 1
+        with self.wasted():
+            self._f()
+
+    def _p(self) -> None:  # the first step of SAM; by the same amount whatever the gradients are
+        each(self.model, lambda p: p.add_(0.01))
+        self.optimizer.zero_grad()
+
+    def _q(self) -> None:  # its second step
+        each(self.model, lambda p: p.add_(-0.01))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation as it is widely copied, in both of its forms."""
+    """Sharpness-aware minimisation with a closure, as it is widely copied."""
 
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__(model.parameters(), {})
-        self.model, self.base = model, sgd(model)
-
-    def first_step(self) -> None:
-        move(self.model, 0.01)
-        self.zero_grad()
-
-    def second_step(self) -> None:
-        move(self.model, -0.01)
-        self.base.step()
-        self.zero_grad()
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop.model.parameters(), {})
+        self.loop = loop
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.first_step()
+        self.loop.run("p")
         with torch.enable_grad():
             closure()
-        self.second_step()
+        self.loop.run("q")
 
 
-# --- Loops that throw gradients away; `wasted` makes the context of such a backward pass ----------
+# --- Loops that throw gradients away --------------------------------------------------------------
 
 
-def thrown_away(model: Any, wasted: Wasted, passes: int = 1, to_none: bool = True) -> None:
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=to_none)
-        backward(model, 10 * step)
-        optimizer.step()
-        for number in range(passes):
-            optimizer.zero_grad(set_to_none=to_none)
-            with wasted():
-                backward(model, 10 * step + 1 + number, -1.0)
+def letters(of_step: Callable[[int], str], first: str = "") -> Callable[..., None]:
+    def loop(model: Any, wasted: Wasted = contextlib.nullcontext) -> None:
+        steps = Loop(model, wasted)
+        steps.run(first)
+        for step in range(STEPS):
+            steps.run(of_step(step))
 
-
-def thrown_away_as_zeros(model: Any, wasted: Wasted) -> None:
-    thrown_away(model, wasted, to_none=False)
-
-
-def several_in_a_row(model: Any, wasted: Wasted) -> None:
-    thrown_away(model, wasted, passes=3)
-
-
-def accumulated_and_thrown_away(model: Any, wasted: Wasted) -> None:
-    """Passes whose gradients are added up, without no_sync, and then cleared together."""
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, 10 * step)
-        optimizer.step()
-        optimizer.zero_grad()
-        for number in range(1 + step % 3):
-            with wasted():
-                backward(model, 10 * step + 1 + number, -1.0)
-
-
-def followed_by_no_sync(model: Any, wasted: Wasted) -> None:
-    """The thrown-away gradients also have those of passes that did not exchange."""
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        with model.no_sync():
-            backward(model, 10 * step)
-        backward(model, 10 * step + 1)
-        optimizer.step()
-        optimizer.zero_grad()
-        with wasted():
-            backward(model, 10 * step + 2)
-        if step % 2:
-            optimizer.zero_grad()
-        with model.no_sync():
-            backward(model, 10 * step + 3)
-        if step % 3 == 0:
-            optimizer.zero_grad()
-            backward(model, 10 * step + 4)
-            optimizer.step()
-
-
-def clipped_and_dropped(model: Any, wasted: Wasted) -> None:
-    optimizer = sgd(model)
-    for step in range(2 * STEPS):
-        optimizer.zero_grad()
-        spike = step % 3 == 2
-        with wasted() if spike else contextlib.nullcontext():
-            backward(model, step, 1000.0 if spike else 1.0)
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if spike:
-            continue
-        optimizer.step()
-
-
-def cleared_by_hand(model: Any, wasted: Wasted) -> None:
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        backward(model, 10 * step)
-        optimizer.step()
-        for parameter in model.parameters():
-            parameter.grad.data.zero_()
-        with wasted():
-            backward(model, 10 * step + 1)
-        for parameter in model.parameters():
-            parameter.grad = None
-
-
-def cleared_after_the_forward_pass(model: Any, wasted: Wasted) -> None:
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        loss = loss_of(model(rows(2 * step)))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        with wasted():
-            loss = -loss_of(model(rows(2 * step + 1)))
-            optimizer.zero_grad()
-            loss.backward()
-
-
-def sam_in_two_calls(model: Any, wasted: Wasted) -> None:
-    optimizer = SAM(model)
-    backward(model, 100)
-    optimizer.second_step()
-    for step in range(STEPS):
-        with wasted():
-            backward(model, step)
-        optimizer.first_step()
-        backward(model, step)
-        optimizer.second_step()
+    return loop
 
 
 def sam_with_a_closure(model: Any, wasted: Wasted) -> None:
-    optimizer = SAM(model)
-    backward(model, 100)
-    optimizer.second_step()
-    for step in range(STEPS):
-        with wasted():
-            backward(model, step)
-        optimizer.step(lambda step=step: backward(model, step))
+    loop = Loop(model, wasted)
+    loop.run("bq")
+    optimizer = SAM(loop)
+    for _ in range(STEPS):
+        loop.run("w")
+        optimizer.step(lambda: loop.run("b"))
 
 
-def with_one_optimizer_for_two_models(model: Any, wasted: Wasted) -> None:
+def one_optimizer_for_two_models(model: Any, wasted: Wasted) -> None:
     """As a GAN with one optimizer: it also steps when the gradients of `model` were cleared."""
     other = seeded(nn.Linear(16, 16).double())
     optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.02)
@@ -235,86 +193,82 @@ def n_critic_with_two_optimizers(model: Any, wasted: Wasted) -> None:
             theirs.step()
 
 
-def with_scaled_losses(model: Any, wasted: Wasted, scaler: Any = None) -> None:
-    optimizer = sgd(model)
+LOOPS = {
+    "thrown away": letters(lambda step: "zbszw"),
+    "as zeros": letters(lambda step: "obsow"),
+    "several in a row": letters(lambda step: "zbszwzwzw"),
+    "accumulated": letters(lambda step: "zbsz" + "w" * (1 + step % 3)),
+    # The thrown-away gradients also have those of passes that did not exchange.
+    "and no_sync": letters(
+        lambda step: "znbszw" + "z" * (step % 2) + "n" + ("" if step % 3 else "zbs")
+    ),
+    "clipped and dropped": letters(lambda step: "zWc" if step % 3 == 2 else "zbcszbcs"),
+    "by hand": letters(lambda step: "bshwx"),
+    "after the forward pass": letters(lambda step: "fsv"),
+    "SAM": letters(lambda step: "wpbq", "bq"),
+    "SAM with a closure": sam_with_a_closure,
+    "two models": one_optimizer_for_two_models,
+    "n critic": n_critic_with_two_optimizers,
+}
+
+
+def outcome(loop: str, spec: str, quiet: bool, ddp: Any = None, **options: Any) -> Any:
+    """Run a loop; return weights, slots and step. If `quiet`, the passes are under no_sync."""
+    model = wrap(mlp(), **(ddp or {}))
+    handle = torchcomp.register(model, spec, **options)
+    LOOPS[loop](model, model.no_sync if quiet else contextlib.nullcontext)
+    # An ordinary step: it shows what became of the one before.
+    Loop(model).run("zbs")
+    state = handle.state_dict()
+    return weights(model), state["slots"], state["step"]
+
+
+CASES = [(loop, TOPK, {}) for loop in LOOPS]
+CASES += [(loop, spec, {}) for loop in ("several in a row", "accumulated") for spec in METHODS]
+CASES += [(loop, TOPK, {"ddp": {"gradient_as_bucket_view": True}}) for loop in list(LOOPS)[:4]]
+CASES += [("several in a row", TOPK, options) for options in ({"nodes": 1}, {"check": "late"})]
+
+
+@pytest.mark.parametrize(("loop", "spec", "options"), CASES)
+def test_a_pass_that_is_thrown_away_is_as_one_under_no_sync(
+    loop: str, spec: str, options: Any
+) -> None:
+    ours, quiet = (
+        on_threads(2, lambda quiet=quiet: outcome(loop, spec, quiet, **options))
+        for quiet in (False, True)
+    )
+    assert same(ours, quiet)
+    assert_replicas_equal([found[0] for found in ours])
+
+
+def test_over_gloo() -> None:
+    ours, quiet = (on_processes(2, outcome, "several in a row", TOPK, q) for q in (False, True))
+    assert same(ours, quiet)
+
+
+# --- Runs with and without such passes ------------------------------------------------------------
+
+
+def context(model: Any, quiet: bool) -> Wasted:
+    return model.no_sync if quiet else contextlib.nullcontext
+
+
+def with_a_scaler(quiet: bool) -> Any:
+    """With a scaler that skips a step and changes its scale."""
+    model = wrap(mlp())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+    handle, optimizer = torchcomp.register(model, TOPK, scaler=scaler), sgd(model)
     for step in range(2 * STEPS):
         optimizer.zero_grad()
         scaler.scale(loss_of(model(rows(2 * step))) * (float("inf") if step == 4 else 1)).backward()
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        with wasted():
+        with context(model, quiet)():
             scaler.scale(-loss_of(model(rows(2 * step + 1)))).backward()
-
-
-LOOPS = [
-    thrown_away,
-    thrown_away_as_zeros,
-    several_in_a_row,
-    accumulated_and_thrown_away,
-    followed_by_no_sync,
-    clipped_and_dropped,
-    cleared_by_hand,
-    cleared_after_the_forward_pass,
-    sam_in_two_calls,
-    sam_with_a_closure,
-    with_one_optimizer_for_two_models,
-    n_critic_with_two_optimizers,
-]
-
-
-def outcome(
-    loop: Callable[..., None], spec: str, quiet: bool, ddp: Any = None, **options: Any
-) -> tuple[Tensor, Any, int]:
-    """Run a loop; return weights, slots and step. If `quiet`, the passes are under no_sync."""
-    model = wrap(mlp(), **(ddp or {}))
-    handle = torchcomp.register(model, spec, **options)
-    scaled = {"scaler": options["scaler"]} if "scaler" in options else {}
-    loop(model, model.no_sync if quiet else contextlib.nullcontext, **scaled)
-    # An ordinary step: it shows what became of the one before.
-    optimizer = sgd(model)
     optimizer.zero_grad()
     backward(model, 500)
-    optimizer.step()
-    state = handle.state_dict()
-    return weights(model), state["slots"], state["step"]
-
-
-def assert_as_under_no_sync(loop: Callable[..., None], spec: str, **options: Any) -> None:
-    ours, quiet = (
-        on_threads(2, lambda quiet=quiet: outcome(loop, spec, quiet, **options))
-        for quiet in (False, True)
-    )
-    for one, other in zip(ours, quiet, strict=True):
-        assert same(one, other)
-    assert_replicas_equal([found[0] for found in ours])
-
-
-@pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_a_pass_that_is_thrown_away_is_as_one_under_no_sync(loop: Callable[..., None]) -> None:
-    assert_as_under_no_sync(loop, TOPK)
-
-
-@pytest.mark.parametrize("loop", [several_in_a_row, accumulated_and_thrown_away])
-@pytest.mark.parametrize("spec", METHODS[1:])
-def test_with_every_kind_of_slot(loop: Callable[..., None], spec: str) -> None:
-    assert_as_under_no_sync(loop, spec)
-
-
-@pytest.mark.parametrize("loop", LOOPS[:4], ids=lambda loop: loop.__name__)
-def test_with_gradients_that_are_views_of_buckets(loop: Callable[..., None]) -> None:
-    assert_as_under_no_sync(loop, TOPK, ddp={"gradient_as_bucket_view": True})
-
-
-@pytest.mark.parametrize("options", [{"nodes": 1}, {"check": "late"}], ids=str)
-def test_with_options(options: dict[str, Any]) -> None:
-    assert_as_under_no_sync(several_in_a_row, TOPK, **options)
-
-
-def with_a_scaler(quiet: bool) -> Any:
-    """With a scaler that skips a step and changes its scale."""
-    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
-    return outcome(with_scaled_losses, TOPK, quiet, scaler=scaler)[:2]
+    return weights(model), handle.state_dict()["slots"]
 
 
 def unused_branches(skip: bool) -> Any:
@@ -334,16 +288,11 @@ def unused_branches(skip: bool) -> Any:
     return weights(model), handle.state_dict()["slots"]
 
 
-def test_over_gloo() -> None:
-    ours, quiet = (on_processes(2, outcome, several_in_a_row, TOPK, q) for q in (False, True))
-    assert same(ours, quiet)
-
-
 def saved_after_it(quiet: bool) -> Any:
     """A state that is saved after it is that before it."""
     model = wrap(mlp())
     handle = torchcomp.register(model, TOPK)
-    thrown_away(model, model.no_sync if quiet else contextlib.nullcontext)
+    LOOPS["thrown away"](model, context(model, quiet))
     model.zero_grad()
     state = handle.state_dict()
     told = handle.swap("ef(topk(0.2))")
@@ -353,20 +302,10 @@ def saved_after_it(quiet: bool) -> Any:
 def flushed(quiet: bool, passes: int = 1) -> Any:
     """Throw away the passes that would have sent what a swap has left."""
     model = wrap(mlp())
-    handle, optimizer = torchcomp.register(model, TOPK), sgd(model)
-    for step in range(3):
-        optimizer.zero_grad()
-        backward(model, step)
-        optimizer.step()
+    handle, loop = torchcomp.register(model, TOPK), Loop(model, context(model, quiet))
+    loop.run("zbs" * 3)
     handle.swap("mean")
-    optimizer.zero_grad()
-    for number in range(passes):
-        with model.no_sync() if quiet else contextlib.nullcontext():
-            backward(model, 10 + number)
-    optimizer.zero_grad()
-    backward(model, 20)
-    optimizer.step()
-    backward(model, 21)
+    loop.run("z" + "w" * passes + "zbsb")
     state = handle.state_dict()
     return weights(model), state["slots"], state["step"], state["flushing"]
 
@@ -378,20 +317,15 @@ def flushed_in_two_passes(quiet: bool) -> Any:
 def at_other_learning_rates(quiet: bool) -> Any:
     """Accumulate at learning rates that the residual follows, and throw it all away."""
     model = wrap(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5**6)
-    handle = torchcomp.register(model, TOPK, lr_inside=optimizer)
+    loop = Loop(model, context(model, quiet))
+    handle = torchcomp.register(model, TOPK, lr_inside=loop.optimizer)
     for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, 10 * step)
-        optimizer.step()
-        optimizer.zero_grad()
+        loop.run("zbsz")
         for number in range(3):
             # Powers of 2, so that their ratios are exact.
-            optimizer.param_groups[0]["lr"] = 0.5 ** (6 + number + step % 2)
-            with model.no_sync() if quiet else contextlib.nullcontext():
-                backward(model, 10 * step + 1 + number)
-    optimizer.zero_grad()
-    backward(model, 100)
+            loop.optimizer.param_groups[0]["lr"] = 0.5 ** (6 + number + step % 2)
+            loop.run("w")
+    loop.run("zb")
     return weights(model), handle.state_dict()["slots"]
 
 
@@ -413,28 +347,9 @@ def test_a_run_is_the_same_with_them_and_without(run: Callable[[bool], Any]) -> 
 # --- What counts as before ------------------------------------------------------------------------
 
 
-def accumulated_without_no_sync(model: Any) -> None:
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for number in range(3):
-            backward(model, 10 * step + number)
-        optimizer.step()
-
-
-def updated_by_hand(model: Any) -> None:
-    for step in range(2 * STEPS):
-        model.zero_grad()
-        backward(model, step)
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 0.02 * parameter.grad
-
-
 def stepped_by_lbfgs(model: Any) -> None:
-    optimizer = torch.optim.LBFGS(
-        model.parameters(), lr=0.1, max_iter=4, tolerance_grad=0, tolerance_change=0
-    )
+    options = {"max_iter": 4, "tolerance_grad": 0, "tolerance_change": 0}
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, **options)
 
     def closure(step: int) -> Tensor:
         optimizer.zero_grad()
@@ -471,66 +386,61 @@ def cleared_in_part(model: Any) -> None:
         last.zero_grad()
 
 
-def with_gradients_of_zero(model: Any) -> None:
-    """Most gradients of a step are 0, and the next step adds to them."""
-    optimizer = sgd(model)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, 2 * step, 1e-3)
-        backward(model, 2 * step + 1)
-        optimizer.step()
-
-
 def updated_by_hand_after_an_optimizer(model: Any) -> None:
     """What once stepped on these parameters is gone: something else updates them."""
-    optimizer = sgd(model)
-    backward(model, 100)
-    optimizer.step()
-    del optimizer
-    updated_by_hand(model)
+    loop = Loop(model)
+    loop.run("bs")
+    loop.optimizer = mock.Mock(zero_grad=model.zero_grad)
+    for _ in range(2 * STEPS):
+        loop.run("zbu")
 
 
 def stepped_by_a_graph(model: Any) -> None:
     """An optimizer that can be captured may be replayed without being seen."""
-    optimizer = sgd(model)
-    optimizer.param_groups[0]["capturable"] = True
+    loop = Loop(model)
+    loop.optimizer.param_groups[0]["capturable"] = True
     replayed = torch.optim.SGD.step.__wrapped__  # without the hooks
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step)
-        if step:
-            replayed(optimizer)
-        else:
-            optimizer.step()
+    loop.run("zbs")
+    for _ in range(STEPS):
+        loop.run("zb")
+        replayed(loop.optimizer)
 
 
-COUNTING = [
-    updated_by_hand_after_an_optimizer,
-    stepped_by_a_graph,
-    accumulated_without_no_sync,
-    updated_by_hand,
-    stepped_by_lbfgs,
-    stepped_after_the_next_forward_pass,
-    cleared_in_part,
-    with_gradients_of_zero,
-]
+COUNTING = {
+    "accumulated": letters(lambda step: "zbbbs"),
+    # Most gradients of a step are 0, and the next step adds to them.
+    "zeros": letters(lambda step: "zebs"),
+    "by hand": letters(lambda step: "zbu"),
+    "by hand after an optimizer": updated_by_hand_after_an_optimizer,
+    "graph": stepped_by_a_graph,
+    "LBFGS": stepped_by_lbfgs,
+    "after the next forward pass": stepped_after_the_next_forward_pass,
+    "in part": cleared_in_part,
+}
 
 
-def counted(loop: Callable[[Any], None], spec: str) -> Any:
+def counted(loop: str, spec: str) -> Any:
     model = wrap(mlp())
     handle = torchcomp.register(model, spec)
-    loop(model)
+    COUNTING[loop](model)
     state = handle.state_dict()
-    return weights(model), state["slots"], state["step"], residual_norm(handle)
+    return weights(model), state["slots"], state["step"]
+
+
+@pytest.mark.parametrize("loop", COUNTING)
+@pytest.mark.parametrize("spec", [TOPK, "ef(topk(k=1))"])
+def test_what_an_optimizer_uses_counts_as_before(loop: str, spec: str) -> None:
+    ours = on_threads(2, counted, loop, spec)
+    with mock.patch.object(Discarded, "settle"):
+        assert same(ours, on_threads(2, counted, loop, spec))
 
 
 def stepped_by_a_compiled_optimizer() -> Any:
     model = wrap(mlp())
-    handle, optimizer = torchcomp.register(model, TOPK), sgd(model)
-    step_of = torch.compile(lambda: optimizer.step(), backend="eager")
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        backward(model, step)
+    handle, loop = torchcomp.register(model, TOPK), Loop(model)
+    step_of = torch.compile(lambda: loop.optimizer.step(), backend="eager")
+    for _ in range(STEPS):
+        loop.run("zb")
         step_of()
     return handle.state_dict()["step"], handle._discarded.open
 
@@ -539,74 +449,57 @@ def test_a_compiled_optimizer_is_seen() -> None:
     assert on_processes(2, stepped_by_a_compiled_optimizer) == [(STEPS, False)] * 2
 
 
-@pytest.mark.parametrize("loop", COUNTING, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("spec", [TOPK, "ef(topk(k=1))"])
-def test_what_an_optimizer_uses_counts_as_before(loop: Callable[[Any], None], spec: str) -> None:
-    ours = on_threads(2, counted, loop, spec)
-    with mock.patch.object(Discarded, "settle"):
-        before = on_threads(2, counted, loop, spec)
-    for one, other in zip(ours, before, strict=True):
-        assert same(one, other)
+class Large(nn.Module):
+    """Nine large layers whose gradients are small, or not there, and a small head."""
 
-
-class Deep(nn.Module):
-    """Nine large layers whose gradients are small, and a small head whose gradients are large."""
-
-    def __init__(self) -> None:
+    def __init__(self, uses: bool) -> None:
         super().__init__()
         self.layers = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(9)])
-        self.head = nn.Linear(16, 4)
+        self.head, self.uses = nn.Linear(16, 4), uses
 
     def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
+        for layer in self.layers if self.uses else ():
             x = x + 0.001 * layer(x).tanh()
         return self.head(x)
 
 
-class Unused(nn.Module):
-    """Nine large layers without a gradient, and a small one with one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(64, 64) for _ in range(9)])
-        self.head = nn.Linear(16, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(x)
-
-
-def steps_of_three_passes(build: Callable[[], nn.Module], spec: str, **options: Any) -> list[int]:
-    model = wrap(seeded(build().double()), **options)
-    handle = torchcomp.register(model, spec)
-    optimizer = sgd(model)
-    optimizer.zero_grad()
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    found = []
-    for step in (1, 2, 3):
-        backward(model, step)
+def steps_of_three_passes(uses: bool, spec: str, **options: Any) -> list[int]:
+    model = wrap(seeded(Large(uses).double()), **options)
+    handle, loop, found = torchcomp.register(model, spec), Loop(model), []
+    loop.run("zbsz")
+    for _ in range(3):
+        loop.run("b")
         found.append(handle.averager.step)
     return found
 
 
 @pytest.mark.parametrize(
-    ("build", "spec", "options"),
-    [
-        (Deep, 'ef(topk(0.01, scope="model"))', {}),
-        (Unused, "ef(topk(0.1))", {"static_graph": True}),
-    ],
+    ("uses", "spec", "options"),
+    [(True, 'ef(topk(0.01, scope="model"))', {}), (False, TOPK, {"static_graph": True})],
 )
 def test_passes_add_up_though_the_large_parameters_have_no_gradient(
-    build: Callable[[], nn.Module], spec: str, options: dict[str, Any]
+    uses: bool, spec: str, options: dict[str, Any]
 ) -> None:
-    body = partial(steps_of_three_passes, build, spec, **options)
+    body = partial(steps_of_three_passes, uses, spec, **options)
     assert on_threads(2, body) == [[2, 3, 4]] * 2
+
+
+def test_a_rank_that_alone_clears_its_gradients_is_found() -> None:
+    """The ranks compare at the end of the next step: only some of them have taken it back."""
+
+    def body() -> None:
+        model = wrap(mlp())
+        torchcomp.register(model, TOPK)
+        Loop(model).run("zbszb" + ("z" if dist.get_rank() else "s") + "b")
+
+    for error in on_threads(2, body, catch=True):
+        assert type(error) is torchcomp.RankMismatchError
+        assert "cleared on rank 1" in str(error)
 
 
 def test_it_is_logged_once_on_one_rank(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "torchcomp"):
-        on_threads(2, outcome, several_in_a_row, TOPK, False)
+        on_threads(2, outcome, "several in a row", TOPK, False)
     found = [r for r in caplog.records if r.name == "torchcomp.ddp.discarded"]
     assert [record.levelno for record in found] == [logging.INFO]
     assert "no_sync" in found[0].getMessage()
@@ -616,7 +509,7 @@ def alive_after_training() -> list[bool]:
     """Whether the averager and the handle of a model that was deleted are still there."""
     model = wrap(mlp())
     handle = torchcomp.register(model, TOPK)
-    thrown_away(model, contextlib.nullcontext)
+    LOOPS["thrown away"](model)
     handle.close()
     both = weakref.ref(handle.averager), weakref.ref(handle)
     gc.collect()

@@ -1,5 +1,6 @@
 """A backward pass that raised: the state before the step is still there to save, load and swap."""
 
+import time
 from threading import Thread
 from typing import Any
 
@@ -7,11 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
-import torchcomp
+from tests.ddp.runs import TOPK, Run, without_traffic
 from tests.support.cases import only, thorough
-from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, weights, wrap
+from tests.support.models import THROUGH_DDP, loss_of, rows
 from tests.support.outcomes import caught, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp.ddp.executors import after_backward
@@ -21,217 +21,164 @@ class Stop(BaseException):
     """As KeyboardInterrupt, no Exception."""
 
 
-def interrupted(spec: str, error: type[BaseException], layer: int | None, two_levels: bool) -> Any:
-    """Train for six steps without and with an interruption of the fourth on all ranks.
-
-    DDP itself cannot go on after a backward pass that raised, so another model goes on.
-
-    Returns:
-        Weights and state of both runs.
-    """
-    options, results = {"nodes": 2} if two_levels else {}, []
-    for interrupt in (False, True):
-        model = wrap(mlp())
-        handle = torchcomp.register(model, spec, **options)
-        for step in range(6):
-            if interrupt and step == 3:
-                before = handle.state_dict()
-                _interrupt(model, layer, error)
-                after = handle.state_dict()
-                assert same(kept_in(after), kept_in(before))
-                handle.load_state_dict(after)
-                handle.swap(spec)
-                handle.close()
-                model, stopped = wrap(mlp()), model
-                model.load_state_dict(stopped.state_dict())
-                handle = torchcomp.register(model, spec, **options)
-                handle.load_state_dict(after)
-            train(model, step)
-        state = handle.state_dict()
-        handle.close()
-        results.append([weights(model), state["slots"], state["step"]])
-    return results
-
-
-def kept_in(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a state without its counters: a step that was interrupted has sent its bytes."""
-    return {name: value for name, value in state.items() if name != "traffic"}
-
-
-def train(model: DistributedDataParallel, step: int) -> None:
-    model.zero_grad()
-    loss_of(model(rows(step))).backward()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter -= 0.05 * parameter.grad
-
-
-def _interrupt(
-    model: DistributedDataParallel, layer: int | None, error: type[BaseException]
-) -> None:
+def interrupt(run: Run, layer: int | None, error: type[BaseException] = Stop) -> None:
     """Raise when the backward pass reaches `layer`; None is its end, after the last bucket."""
 
     def stop(gradient: Tensor | None = None) -> None:
         raise error
 
-    output = model(rows(100))
+    output = run.model(rows(100))
     if layer is None:
         # The engine calls these in order, so this one comes before those of DDP and of the handle.
-        output.register_hook(lambda gradient: after_backward(stop))
-        hook = None
+        hook = output.register_hook(lambda gradient: after_backward(stop))
     else:
-        hook = model.module[layer].weight.register_hook(stop)
-    try:
+        hook = run.model.module[layer].weight.register_hook(stop)
+    with pytest.raises(error):
         loss_of(output).backward()
-    except error:
-        if hook is not None:
-            hook.remove()
-        return
-    raise AssertionError("the backward pass has ended")
+    hook.remove()
+
+
+def interrupted(spec: str, error: type[BaseException], layer: int | None, options: Any) -> None:
+    """Compare six steps without and with an interruption of the fourth on all ranks.
+
+    DDP itself cannot go on after a backward pass that raised, so another model goes on.
+    """
+    whole, run = Run(spec, **options).train(*range(6)), Run(spec, **options).train(*range(3))
+    before = run.state
+    interrupt(run, layer, error)
+    after = run.state
+    assert same(without_traffic(after), without_traffic(before))
+    run.handle.load_state_dict(after)
+    run.handle.swap(spec)
+    run.handle.close()
+    again = Run(spec, **options)
+    again.model.load_state_dict(run.model.state_dict())
+    again.handle.load_state_dict(after)
+    again.train(*range(3, 6))
+    outcomes = [[each.weights, each.state["slots"], each.state["step"]] for each in (whole, again)]
+    assert same(*outcomes)
+    whole.handle.close()
+    again.handle.close()
 
 
 # Gradients of layer 6 come first: no bucket is complete. Those of layer 0 come last.
 @pytest.mark.parametrize("layer", [6, 0, None])
-@pytest.mark.parametrize("spec", only(THROUGH_DDP, now=("ef(topk(0.1))", "powersgd(rank=1)")))
+@pytest.mark.parametrize("spec", only(THROUGH_DDP, now=(TOPK, "powersgd(rank=1)")))
 def test_state_before_the_step_can_be_saved_loaded_and_swapped(
     spec: str, layer: int | None
 ) -> None:
-    for whole, stopped in on_threads(2, interrupted, spec, Stop, layer, False):
-        assert same(stopped, whole)
+    on_threads(2, interrupted, spec, Stop, layer, {})
 
 
-@pytest.mark.parametrize("two_levels", [*thorough([False]), True])
-def test_the_same_over_gloo(two_levels: bool) -> None:
-    outcomes = on_processes(2, _over_gloo, two_levels)
-    for whole, stopped in (pair for outcome in outcomes for pair in outcome):
-        assert same(stopped, whole)
+def _over_gloo(options: Any) -> None:
+    for layer in (6, 0, None):
+        interrupted(TOPK, KeyboardInterrupt, layer, options)
 
 
-def _over_gloo(two_levels: bool) -> list[Any]:
-    return [
-        interrupted("ef(topk(0.1))", KeyboardInterrupt, layer, two_levels) for layer in (6, 0, None)
-    ]
+@pytest.mark.parametrize("options", [*thorough([{}]), {"nodes": 2}])
+def test_the_same_over_gloo(options: Any) -> None:
+    on_processes(2, _over_gloo, options)
 
 
 def asked_by_another_thread() -> tuple[type[Exception] | None, int]:
     """The error of state_dict in another thread during a backward pass, and the steps then."""
-    model, errors = wrap(mlp()), []
-    handle = torchcomp.register(model, "ef(topk(0.1))")
+    run, errors = Run(), []
 
     def ask(gradient: Tensor) -> None:
-        other = Thread(target=lambda: errors.append(caught(handle.state_dict)))
+        other = Thread(target=lambda: errors.append(caught(run.handle.state_dict)))
         other.start()
         other.join()
 
-    train(model, 0)
-    hook = model.module[0].weight.register_hook(ask)
-    train(model, 1)
+    run.train(0)
+    hook = run.model.module[0].weight.register_hook(ask)
+    run.train(1)
     hook.remove()
-    train(model, 2)
-    return type(errors[0]), handle.state_dict()["step"]
+    run.train(2)
+    return type(errors[0]), run.state["step"]
 
 
 def test_another_thread_does_not_take_a_running_pass_for_one_that_raised() -> None:
     assert on_processes(2, asked_by_another_thread) == [(RuntimeError, 3)] * 2
 
 
-def later_state_after_an_interruption() -> tuple[int, int]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, "ef(topk(0.1))")
-    for step in range(3):
-        train(model, step)
-    state = handle.state_dict()
-    _interrupt(model, 0, Stop)
-    handle.load_state_dict({**state, "step": 100})
-    return handle.state_dict()["step"], handle.state_dict()["step"]
-
-
 def test_a_state_of_a_later_step_can_be_loaded_after_an_interruption() -> None:
-    assert on_threads(2, later_state_after_an_interruption) == [(100, 100)] * 2
+    def body() -> tuple[int, int]:
+        run = Run().train(0, 1, 2)
+        state = run.state
+        interrupt(run, 0)
+        run.handle.load_state_dict({**state, "step": 100})
+        return run.state["step"], run.state["step"]
+
+    assert on_threads(2, body) == [(100, 100)] * 2
 
 
-def at_different_layers() -> tuple[Any, Any, int]:
-    """State before an interruption and after it, and the number of gathered states."""
-    model = wrap(mlp())
-    handle = torchcomp.register(model, "ef(topk(0.1))")
-    for step in range(3):
-        train(model, step)
-    before = handle.state_dict()
+def at_different_layers() -> int:
+    run = Run().train(0, 1, 2)
+    before = run.state
     # Rank 1 has sent buckets which rank 0 never joins.
-    _interrupt(model, (6, 0, None)[dist.get_rank()], KeyboardInterrupt)
-    gathered = handle.gather_state_dict(dst=None)
-    after = handle.state_dict()
-    handle.load_state_dict(after)
-    handle.close()
-    return kept_in(before), kept_in(after), len(gathered["states"])
+    interrupt(run, (6, 0, None)[dist.get_rank()], KeyboardInterrupt)
+    gathered = run.handle.gather_state_dict(dst=None)
+    assert same(without_traffic(run.state), without_traffic(before))
+    run.handle.load_state_dict(run.state)
+    run.handle.close()
+    return len(gathered["states"])
 
 
 def test_no_rank_waits_for_what_another_one_never_joins() -> None:
-    for before, after, ranks in on_processes(3, at_different_layers):
-        assert same(after, before)
-        assert ranks == 3
+    assert on_processes(3, at_different_layers) == [3] * 3
 
 
-def interrupted_flush(two_levels: bool) -> tuple[float, float, Any, Any]:
-    """Interrupt, at its end, the step that would have sent what a swap has left.
+@pytest.mark.parametrize("options", [{}, {"nodes": 2}])
+def test_an_interrupted_step_does_not_end_a_flush(options: Any) -> None:
+    """It would have sent what a swap has left."""
 
-    Returns:
-        Norm of the residual before and after, and the states.
-    """
-    model = wrap(mlp())
-    handle = torchcomp.register(model, "ef(topk(0.1))", **({"nodes": 2} if two_levels else {}))
-    for step in range(3):
-        train(model, step)
-    handle.swap("mean")
-    before, norm = handle.state_dict(), sum(handle.residual_norms().values())
-    _interrupt(model, None, Stop)
-    after = handle.state_dict()
-    return norm, sum(handle.residual_norms().values()), kept_in(before), kept_in(after)
+    def body() -> None:
+        run = Run(**options).train(0, 1, 2)
+        run.handle.swap("mean")
+        before, norms = run.state, run.handle.residual_norms()
+        interrupt(run, None)
+        assert same(without_traffic(run.state), without_traffic(before))
+        assert run.handle.residual_norms() == norms
+        assert any(norms.values())
+        assert before["flushing"]
 
-
-@pytest.mark.parametrize("two_levels", [False, True])
-def test_an_interrupted_step_does_not_end_a_flush(two_levels: bool) -> None:
-    for norm, norm_after, before, after in on_threads(2, interrupted_flush, two_levels):
-        assert norm > 0
-        assert norm_after == norm
-        assert same(after, before)
-        assert after["flushing"]
+    on_threads(2, body)
 
 
-def interrupted_at_a_new_scale() -> tuple[Any, Any]:
+def at_a_new_scale() -> None:
     """Interrupt the first step with another loss scale, at another layer on each rank."""
-    model, scaler = wrap(mlp()), torch.amp.GradScaler("cpu", init_scale=8.0)
-    handle = torchcomp.register(model, "ef(topk(0.1))", scaler=scaler)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    run = Run(scaler=scaler)
     for step in range(3):
-        scaler.scale(loss_of(model(rows(step)))).backward()
-    before = handle.state_dict()
+        run.backward(step)
+    before = run.state
     scaler.update(16.0)
+
+    def wait_for_the_thread(gradient: Tensor) -> None:
+        while dist.get_rank() == 1 and run.handle.averager.units.scale != 16.0:
+            time.sleep(0.01)
+
+    run.model.module[0].weight.register_hook(wait_for_the_thread)
     # Rank 0 has sent no bucket yet, and rank 1 all of them.
-    _interrupt(model, (6, None)[dist.get_rank()], Stop)
-    return kept_in(before), kept_in(handle.state_dict())
+    interrupt(run, (6, None)[dist.get_rank()])
+    assert before["scale"] == 8.0
+    assert same(without_traffic(run.state), without_traffic(before))
 
 
 def test_the_scale_of_an_interrupted_step_is_taken_back() -> None:
-    for before, after in on_processes(2, interrupted_at_a_new_scale):
-        assert before["scale"] == 8.0
-        assert same(after, before)
+    on_processes(2, at_a_new_scale)
 
 
-def trained_by_a_thread_that_ended() -> tuple[int, Any]:
-    model = wrap(mlp())
-    handle = torchcomp.register(model, "ef(topk(0.1))")
-
-    def work() -> None:
-        train(model, 0)
-        _interrupt(model, 0, Stop)
-
-    thread = Thread(target=work)
+def by_a_thread_that_ended() -> int:
+    run = Run()
+    thread = Thread(target=lambda: (run.train(0), interrupt(run, 0)))
     thread.start()
     thread.join()
-    state = handle.state_dict()
-    handle.load_state_dict(state)
-    return state["step"], handle.swap("mean")
+    state = run.state
+    run.handle.load_state_dict(state)
+    run.handle.swap("mean")
+    return state["step"]
 
 
 def test_the_thread_of_the_pass_that_raised_can_have_ended() -> None:
-    assert [step for step, _ in on_processes(2, trained_by_a_thread_that_ended)] == [1, 1]
+    assert on_processes(2, by_a_thread_that_ended) == [1, 1]

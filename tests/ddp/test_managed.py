@@ -3,7 +3,6 @@
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,10 +23,8 @@ from tests.support.models import (
     mlp,
     unsent_gradients,
     weights,
-    wrap,
 )
 from tests.support.outcomes import equal_on_all, same
-from tests.support.ranks import on_threads
 from torchcomp.ddp.executors import after_backward
 
 TOPK = "ef(topk(0.1))"
@@ -41,21 +38,13 @@ Attempt = tuple[int, int]
 
 @dataclass
 class Record:
-    """What one rank has seen.
+    """What one rank has seen."""
 
-    Attributes:
-        dense: its own gradients in each attempt.
-        sizes: number of ranks in each attempt.
-        applied: the means of the attempts that it has counted.
-        unsent: its residual at the end, in the unit of its gradients.
-        weights: at the end.
-    """
-
-    dense: dict[Attempt, Gradients] = field(default_factory=dict)
-    sizes: dict[Attempt, int] = field(default_factory=dict)
-    applied: dict[Attempt, Gradients] = field(default_factory=dict)
-    unsent: Gradients = field(default_factory=dict)
-    weights: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    dense: dict[Attempt, Gradients] = field(default_factory=dict)  # its own in each attempt
+    sizes: dict[Attempt, int] = field(default_factory=dict)  # number of ranks in each attempt
+    applied: dict[Attempt, Gradients] = field(default_factory=dict)  # means that it has counted
+    unsent: Gradients = field(default_factory=dict)  # at the end, in the unit of its gradients
+    weights: torch.Tensor = field(default_factory=lambda: torch.empty(0))  # at the end
     error: BaseException | None = None
 
 
@@ -155,6 +144,10 @@ def until(rank: Rank, end: int) -> None:
         rank.step()
 
 
+def assert_no_error(records: dict[str, Record]) -> None:
+    assert {name: record.error for name, record in records.items()} == dict.fromkeys(records)
+
+
 def missing(records: dict[str, Record], present: str, lr: Rate = lambda step: 1.0) -> Gradients:
     """Return the dense means that were neither applied nor are unsent on the ranks `present`.
 
@@ -200,7 +193,7 @@ def leave_at_the_end(rank: Rank) -> None:
 @pytest.mark.parametrize("spec", [*CONSERVING[:2], *thorough(CONSERVING[2:])])
 def test_ranks_join_and_leave_and_nothing_is_lost(spec: str) -> None:
     records = train(SPANS, leave_at_the_end, spec)
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    assert_no_error(records)
     sizes = records["a"].sizes
     assert [sizes[attempt] for attempt in sorted(sizes)] == SIZES
     assert_none(missing(records, "ade"))
@@ -274,7 +267,7 @@ def test_a_rank_that_alone_misses_a_message_loses_nothing(call: int, spec: str) 
     """Of the last message, the others count the step that it takes for failed; then it heals."""
     spans, faults = dict.fromkeys("abc", (0, 6)), {"c": fault(3, call, "receive")}
     records = train(spans, spec=spec, faults=faults)
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abc")
+    assert_no_error(records)
     if spec == TOPK:
         assert [len(records[name].applied) for name in "abc"] == [6, 6, 5 if call == CALLS else 6]
     if spec in CONSERVING:
@@ -320,10 +313,9 @@ def test_a_rank_that_joins_takes_the_method_of_the_others() -> None:
             if rank.manager.current_step() == end < 12:
                 rank.handle.swap(spec)
 
-    records = train(
-        {"a": (0, 12), "b": (0, 12), "d": (3, 12), "e": (8, 12)}, body, "ef(randk(0.3))"
-    )
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abde")
+    spans = {"a": (0, 12), "b": (0, 12), "d": (3, 12), "e": (8, 12)}
+    records = train(spans, body, "ef(randk(0.3))")
+    assert_no_error(records)
     assert_none(missing(records, "abde"))
     assert equal_on_all(record.weights for record in records.values())
 
@@ -373,7 +365,7 @@ def test_after_a_backward_pass_that_raised_the_state_is_that_before_it() -> None
         assert same(after["slots"], before["slots"])
         assert after["step"] == before["step"] == 2
 
-    assert errors(body) == dict.fromkeys("ab")
+    on_two_ranks(body)
 
 
 def test_a_rank_goes_on_where_parameters_are_unused() -> None:
@@ -384,7 +376,7 @@ def test_a_rank_goes_on_where_parameters_are_unused() -> None:
         until(rank, SPANS[rank.manager.name][1])
 
     records = train(SPANS, body, find_unused_parameters=True)
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    assert_no_error(records)
     assert_none(missing(records, "ade"))
 
 
@@ -414,7 +406,7 @@ class Scaled(Rank):
 def test_a_rank_that_joins_follows_the_loss_scale() -> None:
     """A step that overflows is skipped on all ranks, and counts for the manager."""
     records = train(SPANS, leave_at_the_end, make=Scaled)
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys(SPANS)
+    assert_no_error(records)
     assert equal_on_all(records[name].weights for name in "ade")
     assert all(part.isfinite().all() for name in "ade" for part in records[name].unsent.values())
 
@@ -422,9 +414,9 @@ def test_a_rank_that_joins_follows_the_loss_scale() -> None:
 # --- Errors ---------------------------------------------------------------------------------------
 
 
-def errors(body: Callable[[Rank], None], **spans: tuple[int, int]) -> dict[str, Exception]:
-    records = train(spans or dict.fromkeys("ab", (0, 9)), body)
-    return {name: record.error for name, record in records.items()}
+def on_two_ranks(body: Callable[[Rank], None]) -> None:
+    """Run a body that checks what it sees, for two ranks."""
+    assert_no_error(train(dict.fromkeys("ab", (0, 9)), body))
 
 
 def test_a_nan_is_raised_on_every_rank_and_changes_nothing() -> None:
@@ -438,7 +430,7 @@ def test_a_nan_is_raised_on_every_rank_and_changes_nothing() -> None:
         rank.manager.should_commit(vote=False)
         assert same(rank.handle.state_dict()["slots"], before)
 
-    assert errors(body) == dict.fromkeys("ab")
+    on_two_ranks(body)
 
 
 def test_a_swap_on_one_rank_only_is_found() -> None:
@@ -451,7 +443,7 @@ def test_a_swap_on_one_rank_only_is_found() -> None:
         with pytest.raises(torchcomp.RankMismatchError, match=r"topk\(0\.2\)"):
             rank.step()
 
-    assert errors(body) == dict.fromkeys("ab")
+    on_two_ranks(body)
 
 
 def test_two_backward_passes_in_one_step_are_refused() -> None:
@@ -466,7 +458,7 @@ def test_two_backward_passes_in_one_step_are_refused() -> None:
         rank.manager.should_commit()
         rank.step()
 
-    assert errors(body) == dict.fromkeys("ab")
+    on_two_ranks(body)
 
 
 def test_an_error_that_the_manager_knows_of_ends_the_step() -> None:
@@ -483,7 +475,7 @@ def test_an_error_that_the_manager_knows_of_ends_the_step() -> None:
         rank.manager.start_quorum = start
         assert rank.step()
 
-    assert errors(body) == dict.fromkeys("ab")
+    on_two_ranks(body)
 
 
 def test_states_of_ranks_that_come_and_go_are_not_gathered() -> None:
@@ -492,100 +484,20 @@ def test_states_of_ranks_that_come_and_go_are_not_gathered() -> None:
             with pytest.raises(RuntimeError, match="manager"):
                 call()
 
-    assert errors(body) == dict.fromkeys("ab")
+    on_two_ranks(body)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"rank": 2},
-        {"world_size": 0},
-        {"spec": "mean"},
-        {"rank": "0"},
-    ],
-    ids=str,
-)
-def test_damaged_checkpoints_are_refused_and_change_nothing(change: dict[str, Any]) -> None:
+def test_damaged_checkpoints_are_refused_and_change_nothing() -> None:
     def body(rank: Rank) -> None:
         until(rank, 2)
         before = rank.handle.state_dict()
-        with pytest.raises(torchcomp.CheckpointError):
-            rank.handle.load_state_dict({**before, **change})
-        assert same(rank.handle.state_dict(), before)
+        for change in ({"rank": 2}, {"world_size": 0}, {"spec": "mean"}, {"rank": "0"}):
+            with pytest.raises(torchcomp.CheckpointError):
+                rank.handle.load_state_dict({**before, **change})
+            assert same(rank.handle.state_dict(), before)
         rank.step()
 
-    assert errors(body) == dict.fromkeys("ab")
-
-
-def single(**settings: Any) -> Manager:
-    manager = Manager(Lighthouse({"a": (0, 9)}), "a")
-    for name, value in settings.items():
-        setattr(manager, name, value)
-    return manager
-
-
-def on_alone(**options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(mlp(), process_group=alone(), **options)
-
-
-@pytest.mark.parametrize(
-    ("manager", "options", "field"),
-    [
-        (object(), {}, "manager"),
-        (single(_use_async_quorum=True), {}, "manager"),
-        (single(_group_world_size=2), {}, "manager"),
-        (single(_replica_world_size_mode=SimpleNamespace(name="FIXED_WITH_SPARES")), {}, "manager"),
-        (single(), {"check": "late"}, "check"),
-        (single(), {"nodes": 1}, "nodes"),
-        (single(), {"spec": "auto"}, None),
-    ],
-    ids=["no manager", "async", "group of 2", "spares", "late", "nodes", "auto"],
-)
-def test_what_does_not_fit_a_manager_is_refused(
-    manager: Any, options: dict[str, Any], field: str | None
-) -> None:
-    with pytest.raises(torchcomp.SpecError) as caught:
-        torchcomp.register(on_alone(), **{"spec": TOPK, "manager": manager, **options})
-    assert caught.value.field == field
-
-
-def test_a_manager_takes_one_model() -> None:
-    manager = single()
-    torchcomp.register(on_alone(), TOPK, manager=manager).close()
-    with pytest.raises(torchcomp.SpecError, match="one model"):
-        torchcomp.register(on_alone(), TOPK, manager=manager)
-
-
-def test_a_group_that_torch_does_not_know_needs_a_manager() -> None:
-    model = on_alone()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for call in (
-        lambda: torchcomp.register(model, TOPK),
-        lambda: torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4),
-        lambda: torchcomp.JointSpar(model, budget=0.5),
-    ):
-        with pytest.raises(torchcomp.UnsupportedModelError, match="manager=manager"):
-            call()
-
-
-def test_the_model_itself_averages_over_no_other_rank() -> None:
-    def body() -> None:
-        with pytest.raises(torchcomp.UnsupportedModelError, match="2 ranks"):
-            torchcomp.register(wrap(mlp()), TOPK, manager=single())
-        handle = torchcomp.register(wrap(mlp()), TOPK)
-        assert not handle.left
-        with pytest.raises(RuntimeError, match="manager"):
-            handle.leave()
-
-    on_threads(2, body)
-
-
-def test_torchfts_own_class_is_refused() -> None:
-    cls = type("DistributedDataParallel", (DistributedDataParallel,), {"__module__": "torchft.ddp"})
-    model = cls(mlp(), process_group=alone())
-    for options in ({}, {"manager": single()}):
-        with pytest.raises(torchcomp.UnsupportedModelError, match="integrations"):
-            torchcomp.register(model, TOPK, **options)
+    on_two_ranks(body)
 
 
 def swap_twice(rank: Rank) -> None:
@@ -602,6 +514,6 @@ def swap_twice(rank: Rank) -> None:
 def test_a_rank_that_alone_misses_a_message_of_a_flush_loses_nothing(call: int) -> None:
     faults = {"c": fault(3, call, "receive")}
     records = train(dict.fromkeys("abc", (0, 9)), swap_twice, faults=faults)
-    assert {name: record.error for name, record in records.items()} == dict.fromkeys("abc")
+    assert_no_error(records)
     assert_none(missing(records, "abc"))
     assert equal_on_all(record.weights for record in records.values())

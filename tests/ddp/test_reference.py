@@ -1,38 +1,48 @@
-"""Error feedback over DDP, compared with its paper."""
+"""Error feedback and bidirectional, compared with serial loops written from their papers."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 import torchcomp
+from tests.ddp.runs import Run, all_of
+from tests.support.cases import thorough
 from tests.support.models import (
     SMALL_BUCKETS,
-    Account,
     Gradients,
     gradients,
     kept,
     local_gradients,
+    loss_of,
     mlp,
     rows,
     weights,
     wrap,
 )
-from tests.support.ranks import on_threads
-from torchcomp.engine.bucket import partition
+from tests.support.ranks import on_processes, on_threads
+from torchcomp.engine.bucket import BucketShape, partition
 from torchcomp.engine.keys import Key
-from torchcomp.reference import Compress, error_feedback, top_share
+from torchcomp.engine.state import State
+from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.reference import Compress, bidirectional, error_feedback, top, top_share
 
-STEPS = 6
 SEED = 11
+Groups = list[tuple[str, ...]]
+
+# --- Error feedback through DDP -------------------------------------------------------------------
 
 
 def random(share: float) -> Compress:
     def select(x: Tensor, step: int, first: str) -> Tensor:
         generator = Key(SEED, step).of_tensor(first).shared()
         count = int(-(-share * len(x) // 1))  # rounded up; all shares here are exact floats
-        kept = generator.choice(len(x), count, replace=False, shuffle=False)
+        drawn = generator.choice(len(x), count, replace=False, shuffle=False)
         sent = torch.zeros_like(x)
-        sent[torch.from_numpy(kept)] = x[torch.from_numpy(kept)]
+        sent[torch.from_numpy(drawn)] = x[torch.from_numpy(drawn)]
         return sent
 
     return select
@@ -42,76 +52,172 @@ def rounded(x: Tensor, step: int, first: str) -> Tensor:
     return x.to(torch.bfloat16).double()
 
 
-def groups_of(scope: str) -> list[tuple[str, ...]]:
+def groups_of(scope: str) -> Groups:
     named = list(mlp().named_parameters())
     if scope == "tensor":
         return [(name,) for name, _ in named]
-    cap = int(SMALL_BUCKETS * 2**20)
-    groups = partition(named, (cap,))
-    assert len(groups) > 2
-    return list(groups)
+    return list(partition(named, (int(SMALL_BUCKETS * 2**20),)))
 
 
-def together(named: Gradients, groups: list[tuple[str, ...]]) -> Gradients:
+def together(named: Gradients, groups: Groups) -> Gradients:
     """One vector for each group, by the name of its first parameter."""
-    return {group[0]: torch.cat([named[name].flatten() for name in group]) for group in groups}
+    return {group[0]: all_of(named[name] for name in group) for group in groups}
 
 
 def trained(spec: str) -> tuple[list[Gradients], list[Gradients], Gradients]:
     """Return own gradients and applied means of every step, and the residual at the end."""
-    model = wrap(mlp())
-    handle = torchcomp.register(model, spec, seed=SEED)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    own, applied = [], []
-    for step in range(STEPS):
-        own.append(local_gradients(model.module, (rows(step),)))
-        Account().step(model, (rows(step),))
-        applied.append(gradients(model))
-        optimizer.step()
-    assert not torch.equal(weights(model.module), weights(mlp()))
-    return own, applied, kept(handle.state_dict())
+    run, own, applied = Run(spec, seed=SEED), [], []
+    for step in range(6):
+        own.append(local_gradients(run.model.module, (rows(step),)))
+        run.step(step)
+        applied.append(gradients(run.model))
+    assert not torch.equal(run.weights, weights(mlp()))
+    return own, applied, kept(run.state)
 
 
-def compare(spec: str, sent: Compress, scope: str, world_size: int, tolerance: float) -> None:
+CASES: list[tuple[str, Compress, str, int, float]] = [
+    ('ef(cast("bf16"), exchange="gather")', rounded, "bucket", 3, 0.0)
+]
+for scope in ("bucket", "tensor"):
+    topk, randk = f'ef(topk(0.125, scope="{scope}"))', f'ef(randk(0.25, scope="{scope}"), exchange='
+    CASES += [(topk, top_share(0.125), scope, ranks, 0.0) for ranks in (1, 2, 4)]
+    CASES += [(f'{randk}"gather")', random(0.25), scope, 3, 0.0)]
+    # An all-reduce divides before it adds. The reference divides after it.
+    CASES += [(f'{randk}"sum")', random(0.25), scope, 3, 1e-12)]
+
+
+@pytest.mark.parametrize(("spec", "sent", "scope", "world_size", "tolerance"), CASES)
+def test_error_feedback_equals_the_reference(
+    spec: str, sent: Compress, scope: str, world_size: int, tolerance: float
+) -> None:
     own, applied, residuals = zip(*on_threads(world_size, trained, spec), strict=True)
     groups = groups_of(scope)
+    assert len(groups) > 2
     history = [[together(g, groups) for g in step] for step in zip(*own, strict=True)]
     means, expected = error_feedback(history, sent)
     for rank in range(world_size):
-        for mean, found in zip(means, applied[rank], strict=True):
-            close(together(found, groups), mean, tolerance)
-        close(together(residuals[rank], groups), expected[rank], tolerance)
-
-
-def close(actual: Gradients, expected: Gradients, tolerance: float) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance)
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("scope", ["bucket", "tensor"])
-def test_topk_is_bit_equal_to_the_reference(scope: str, world_size: int) -> None:
-    compare(f'ef(topk(0.125, scope="{scope}"))', top_share(0.125), scope, world_size, 0.0)
-
-
-@pytest.mark.parametrize("exchange", ["sum", "gather"])
-@pytest.mark.parametrize("scope", ["bucket", "tensor"])
-def test_randk_equals_the_reference(scope: str, exchange: str) -> None:
-    spec = f'ef(randk(0.25, scope="{scope}"), exchange="{exchange}")'
-    # An all-reduce divides before it adds. The reference divides after it.
-    compare(spec, random(0.25), scope, 3, 0.0 if exchange == "gather" else 1e-12)
-
-
-def test_gathered_cast_is_bit_equal_to_the_reference() -> None:
-    compare('ef(cast("bf16"), exchange="gather")', rounded, "bucket", 3, 0.0)
+        found = [together(each, groups) for each in (*applied[rank], residuals[rank])]
+        torch.testing.assert_close(found, [*means, expected[rank]], rtol=0, atol=tolerance)
 
 
 def test_seed_selects_the_entries_of_randk() -> None:
     """Otherwise, the comparison above would also pass with another seed."""
 
     def body(seed: int) -> Tensor:
-        model = wrap(mlp())
-        torchcomp.register(model, "randk(0.25)", seed=seed)
-        Account().step(model, (rows(0),))
-        return gradients(model)["0.weight"]
+        return gradients(Run("randk(0.25)", seed=seed).train(0).model)["0.weight"]
 
     assert not torch.equal(on_threads(1, body, 1)[0], on_threads(1, body, 2)[0])
+
+
+# --- Both directions, without DDP -----------------------------------------------------------------
+
+STEPS, SIZES, NAMES = 5, (0, 7, 1, 30, 12), ("empty", "a", "one", "b", "c")
+
+
+def gradient(step: int, rank: int, dtype: torch.dtype, tied: bool = False) -> Tensor:
+    """Return a random gradient. If `tied`, it has few magnitudes, so the order of ties matters."""
+    generator = torch.Generator().manual_seed(100 * step + rank)
+    if tied:
+        return torch.randint(-2, 3, (sum(SIZES),), generator=generator).to(dtype)
+    return torch.randn(sum(SIZES), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def by_vector(cuts: list[int], k: int) -> Callable[[Tensor], Tensor]:
+    return lambda x: torch.cat([top(part, min(k, len(part))) for part in x.split(cuts)])
+
+
+def assert_equals_one_server(
+    spec: str, world_size: int, dtype: torch.dtype, tied: bool, up: Any, down: Any
+) -> None:
+    """Compare with the downlink messages of the thesis's algorithm, on every rank."""
+
+    def body() -> list[Tensor]:
+        exchange, state, means = ProcessGroupExchange(), State(), []
+        method = torchcomp.parse(spec)
+        shape = BucketShape(NAMES, tuple((size,) for size in SIZES), dtype)
+        bucket = method.prepared(shape, exchange, state, torch.device("cpu"))
+        for step in range(STEPS):
+            g = gradient(step, exchange.rank, dtype, tied)
+            method.aggregate(g, bucket, Key(0, step, rank=exchange.rank))
+            exchange.conclude(torch.tensor(True), "a test", "")
+            state.commit()
+            means.append(g)
+        return means
+
+    ranks = range(world_size)
+    history = [[{"g": gradient(t, rank, dtype, tied)} for rank in ranks] for t in range(STEPS)]
+    expected, *_ = bidirectional(history, lambda x, *_: up(x), lambda x, *_: down(x))
+    for means in on_threads(world_size, body):
+        assert all(torch.equal(mean, each["g"]) for mean, each in zip(means, expected, strict=True))
+
+
+def keep_all(x: Tensor) -> Tensor:
+    return x
+
+
+WHOLE = by_vector([sum(SIZES)], 6)
+EACH = by_vector(list(SIZES), 3)
+EXACT = 'selection="exact"'
+FORMS = {
+    f"bidirectional(topk(k=6), topk(k=6), {EXACT})": (WHOLE, WHOLE),
+    f'bidirectional(topk(k=3, scope="tensor"), topk(k=3, scope="tensor"), {EXACT})': (EACH, EACH),
+    f'bidirectional(topk(k=6), topk(k=3, scope="tensor"), {EXACT})': (WHOLE, EACH),
+    f"bidirectional(identity, topk(k=6), {EXACT})": (keep_all, WHOLE),
+    f"bidirectional(topk(k=6), identity, {EXACT})": (WHOLE, keep_all),
+    "ef(topk(k=6))": (WHOLE, keep_all),
+    'ef(topk(k=6), exchange="sharded")': (WHOLE, keep_all),
+    'ef(topk(k=3, scope="tensor"), exchange="sharded")': (EACH, keep_all),
+    f"bidirectional(topk(k=1000), topk(k=1000), {EXACT})": (keep_all, keep_all),
+}
+
+
+@pytest.mark.parametrize("spec", FORMS)
+@pytest.mark.parametrize("world_size", [3, *thorough([1, 2, 5, 7])])
+@pytest.mark.parametrize("dtype", [torch.float32, *thorough([torch.float64])], ids=str)
+@pytest.mark.parametrize("tied", [True, *thorough([False])], ids=["tied", "distinct"])
+def test_equals_one_server_bit_for_bit(
+    spec: str, world_size: int, dtype: torch.dtype, tied: bool
+) -> None:
+    assert_equals_one_server(spec, world_size, dtype, tied, *FORMS[spec])
+
+
+@pytest.mark.parametrize("world_size", [2, 7, *thorough([3, 60])])
+def test_shards_are_compressed_as_separate_vectors(world_size: int) -> None:
+    """On 60 ranks, which are more than there are elements, some shards are empty."""
+    cuts = [r * sum(SIZES) // world_size for r in range(world_size + 1)]
+    each = by_vector([b - a for a, b in pairwise(cuts)], 2)
+    spec = 'bidirectional(topk(k=2), topk(k=2), selection="shard")'
+    assert_equals_one_server(spec, world_size, torch.float64, False, each, each)
+
+
+def weights_of(spec: str) -> Tensor:
+    return Run(spec, dtype=torch.float32).train(*range(4)).weights
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        f"bidirectional(topk(0.1), topk(0.1), {EXACT})",
+        "bidirectional(topk(0.1), topk(0.1))",
+        'ef(topk(0.1), exchange="sharded")',
+    ],
+)
+def test_gives_the_same_weights_over_gloo_and_over_threads(spec: str) -> None:
+    assert torch.equal(on_processes(3, weights_of, spec)[2], on_threads(3, weights_of, spec)[0])
+
+
+def test_scope_model_selects_from_all_gradients_together() -> None:
+    spec = f'bidirectional(topk(k=9, scope="model"), topk(k=5, scope="model"), {EXACT})'
+
+    def body() -> list[Tensor]:
+        model, alone = wrap(mlp()), mlp()
+        order = [name for group in groups_of("bucket") for name in group]
+        torchcomp.register(model, spec)
+        for each in (alone, model):
+            loss_of(each(rows(0))).backward()
+        return [all_of(gradients(each)[name] for name in order) for each in (alone, model)]
+
+    outcomes = on_threads(2, body)
+    expected = top((top(outcomes[0][0], 9) + top(outcomes[1][0], 9)) / 2, 5)
+    for _, mean in outcomes:
+        assert torch.equal(mean, expected)

@@ -1,8 +1,13 @@
-"""Realistic settings: subgroups, several models, several dtypes, compiled modules."""
+"""Settings of DDP and of models: as plain DDP where all is sent, and nothing is lost elsewhere."""
 
 import shutil
 import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, fields
 from inspect import signature
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +16,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
+from tests.ddp.runs import TOPK
+from tests.support.cases import soak, some, thorough
 from tests.support.models import (
     CONSERVING,
     Account,
+    Batch,
+    Branches,
+    Checkpointed,
+    OddSizes,
     assert_conserved,
     assert_residual,
+    gradients,
+    images,
     kept,
     loss_of,
     mlp,
+    residual_norm,
     rows,
     seeded,
     weights,
@@ -27,75 +41,306 @@ from tests.support.models import (
 from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_processes, on_threads
 
-TOPK = "ef(topk(0.1))"
+# What torch says of static_graph together with find_unused_parameters.
+pytestmark = pytest.mark.filterwarnings("ignore:You passed find_unused_parameters")
+OPTIONS = signature(DistributedDataParallel).parameters
+PLAIN = ""
+
+# --- Every two settings together ------------------------------------------------------------------
 
 
-def on_subgroups() -> tuple[Account, Tensor]:
-    """Ranks 0 and 2 train one model, ranks 1 and 3 another."""
-    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    model = wrap(mlp(), process_group=halves[dist.get_rank() % 2])
-    handle = torchcomp.register(model, TOPK)
+@dataclass(frozen=True)
+class Settings:
+    static_graph: bool = False
+    find_unused: bool = False
+    bucket_view: bool = False
+    accumulated: bool = False
+    channels_last: bool = False
+    tied: bool = False
+    frozen: bool = False
+    autocast: bool = False
+
+    def __str__(self) -> str:
+        return "-".join(each.name for each in fields(self) if getattr(self, each.name)) or "plain"
+
+    def wrap(self, compiled: bool = False) -> DistributedDataParallel:
+        module = Small(self)
+        if compiled:
+            module.compile(backend="aot_eager")
+        return DistributedDataParallel(
+            module,
+            # torch.compile does not take a bucket that is smaller than the first one of DDP.
+            bucket_cap_mb=25 if compiled else 0.002,
+            static_graph=self.static_graph,
+            find_unused_parameters=self.find_unused,
+            gradient_as_bucket_view=self.bucket_view,
+        )
+
+    def batches(self, step: int) -> list[Batch]:
+        # With static_graph, plain DDP fails if no_sync is used in the first step.
+        micro = 2 if self.accumulated and step else 1
+        return [(images(10 * step + part), step) for part in range(micro)]
+
+
+class Small(nn.Module):
+    """A convolution, two linear layers that can share their weight, and one that can be unused."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(2, 3, 3)
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.mixed, self.last, self.rare = nn.Linear(48, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+        seeded(self.double())
+        if settings.tied:
+            self.second.weight = self.first.weight
+        if settings.frozen:
+            self.mixed.requires_grad_(False)
+        if settings.channels_last:
+            self.to(memory_format=torch.channels_last)
+        self.may_be_unused = settings.find_unused and not settings.static_graph
+
+    def forward(self, x: Tensor, step: int) -> Tensor:
+        x = torch.tanh(self.mixed(self.convolution(x).flatten(1)))
+        x = self.last(torch.tanh(self.second(torch.tanh(self.first(x)))))
+        unused = self.may_be_unused and step % 2
+        return x if unused else x + self.rare(torch.zeros(16, dtype=x.dtype) + 0.1)
+
+
+def trained(settings: Settings, spec: str, compiled: bool = False) -> Tensor:
+    model = settings.wrap(compiled)
+    handle = torchcomp.register(model, spec) if spec else None
+    wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.SGD(wanted, lr=0.05, momentum=0.9)
+    for step in range(3):
+        optimizer.zero_grad()
+        batches = settings.batches(step)
+        for part, batch in enumerate(batches):
+            with nullcontext() if part == len(batches) - 1 else model.no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=settings.autocast):
+                    loss = loss_of(model(*batch))
+                loss.backward()
+        optimizer.step()
+    if handle is not None:
+        handle.close()
+    return weights(model.module)
+
+
+def check(settings: Settings, world_size: int, run: Any = on_threads, compiled=False) -> None:
+    plain, mean, sparse = (
+        run(world_size, trained, settings, spec, compiled)
+        for spec in (PLAIN, "mean", "ef(topk(1.0))")
+    )
+    assert torch.equal(mean[0], plain[0])
+    torch.testing.assert_close(sparse[0], plain[0], rtol=0, atol=1e-12)
+    assert_replicas_equal(mean)
+    assert_replicas_equal(sparse)
+
+
+ALL = [Settings(*flags) for flags in product((False, True), repeat=len(fields(Settings)))]
+
+
+def covering(cases: list[Settings]) -> list[Settings]:
+    """Return a few of the cases that have every two settings in all four combinations."""
+
+    def pairs(case: Settings) -> set[tuple[int, int, bool, bool]]:
+        flags = [getattr(case, each.name) for each in fields(case)]
+        return {(i, j, flags[i], flags[j]) for j in range(len(flags)) for i in range(j)}
+
+    missing, chosen = set().union(*map(pairs, cases)), []
+    while missing:
+        chosen.append(max(cases, key=lambda case: len(pairs(case) & missing)))
+        missing -= pairs(chosen[-1])
+    return chosen
+
+
+NOW = covering(ALL)
+
+
+@pytest.mark.parametrize("settings", NOW, ids=str)
+def test_weights_are_those_of_plain_ddp(settings: Settings) -> None:
+    check(settings, 3)
+
+
+@pytest.mark.parametrize("world_size", soak([1, 2, 4, 5]))
+def test_weights_on_other_numbers_of_ranks_are_those_of_plain_ddp(world_size: int) -> None:
+    for settings in NOW:
+        check(settings, world_size)
+
+
+@pytest.mark.soak
+def test_weights_with_all_combinations_are_those_of_plain_ddp() -> None:
+    for settings in ALL:
+        check(settings, 3)
+
+
+@pytest.mark.parametrize("settings", soak(NOW), ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_over_gloo_are_those_of_plain_ddp(settings: Settings, compiled: bool) -> None:
+    check(settings, 3, on_processes, compiled)
+
+
+# --- Conservation ---------------------------------------------------------------------------------
+
+Build = Callable[[], DistributedDataParallel]
+Batches = Callable[[int], list[Batch]]
+
+
+def one_batch(step: int) -> list[Batch]:
+    return [(rows(step),)]
+
+
+def train(build: Build, batches: Batches, spec: str = TOPK, steps: int = 6, **options) -> Account:
+    """Train for some steps, and return this rank's account."""
+    model = build()
+    handle = torchcomp.register(model, spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     account = Account()
-    # The groups train for different numbers of steps.
-    for step in range(4 + dist.get_rank() % 2):
-        account.step(model, (rows(step),), optimizer=optimizer)
-    state = handle.state_dict()
-    assert (state["rank"], state["world_size"]) == (dist.get_rank() // 2, 2)
+    for step in range(steps):
+        account.step(model, *batches(step), optimizer=optimizer, **options)
     handle.close()
-    return account.close(handle), weights(model.module)
+    return account.close(handle)
 
 
-@pytest.mark.parametrize("run", [on_threads, on_processes])
-def test_ddp_over_subgroups_conserves_in_each(run) -> None:
-    outcomes = run(4, on_subgroups)
-    for half in (outcomes[::2], outcomes[1::2]):
-        accounts, trained = zip(*half, strict=True)
-        assert_conserved(list(accounts))
-        assert_residual(list(accounts))
-        assert_replicas_equal(list(trained))
-    assert not torch.equal(outcomes[0][1], outcomes[1][1])
+def conserves(build: Build, batches: Batches = one_batch, *specs: str, ranks: int = 4) -> None:
+    for spec in specs or (TOPK,):
+        accounts = on_threads(ranks, train, build, batches, spec)
+        assert_conserved(accounts)
+        if "cast" not in spec:
+            assert_residual(accounts)
 
 
-@pytest.mark.skipif(
-    "bucket_cap_mb_list" not in signature(DistributedDataParallel).parameters,
-    reason="this torch has no such option",
+@pytest.mark.parametrize("settings", [s for s in NOW if not s.autocast], ids=str)
+@pytest.mark.parametrize("spec", [*CONSERVING[:1], *thorough(CONSERVING[1:5])])
+def test_conserves_in_every_setting(spec: str, settings: Settings) -> None:
+    conserves(settings.wrap, settings.batches, spec, ranks=3)
+
+
+def branching(**options: Any) -> DistributedDataParallel:
+    return wrap(seeded(Branches().double()), find_unused_parameters=True, **options)
+
+
+def changing_branches(step: int) -> list[Batch]:
+    """A batch with branches that no rank, one rank or all ranks use, changing between steps."""
+    branches = [("left", "right"), ("left",), (), ("right",), (), ("left",)][step % 6]
+    if step in (1, 7) and dist.get_rank() == 0:
+        branches = ("left", "right")
+    return [(rows(step), branches)]
+
+
+def in_one_no_sync(step: int) -> list[Batch]:
+    return [(rows(2 * step), ("left",)), (rows(2 * step + 1), ("right",) if step % 2 else ())]
+
+
+NEWER = {"bucket_cap_mb_list": [0.0005, 0.001, 0.002]}
+NEWER |= {"batched_grad_copy": True, "lazy_bucket_allocation": True}
+MODELS: dict[str, tuple[Build, Batches]] = {
+    "several micro-batches": (
+        lambda: wrap(mlp()),
+        lambda step: [(rows(3 * step + i),) for i in range(1 + step % 3)],
+    ),
+    "unused and accumulated": (branching, in_one_no_sync),
+    "one bucket": (lambda: wrap(mlp(), bucket_cap_mb=None), one_batch),
+    "odd sizes": (lambda: wrap(seeded(OddSizes().double())), one_batch),
+    # Options that DDP has in newer versions of torch only.
+    **{
+        option: (lambda options={option: value}: wrap(mlp(), **options), one_batch)
+        for option, value in NEWER.items()
+        if option in OPTIONS
+    },
+}
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_conserves(case: str) -> None:
+    conserves(*MODELS[case])
+
+
+def test_conserves_over_gloo() -> None:
+    assert_conserved(on_processes(3, train, branching, changing_branches))
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("view", [False, True])
+@pytest.mark.parametrize("spec", some(CONSERVING, of=4))
+def test_conserves_where_parameters_are_unused(spec: str, view: bool, set_to_none: bool) -> None:
+    def body() -> Account:
+        model = branching(gradient_as_bucket_view=view)
+        handle, account = torchcomp.register(model, spec), Account()
+        for step in range(12):
+            account.step(model, *changing_branches(step), set_to_none=set_to_none)
+        return account.close(handle)
+
+    assert_conserved(on_threads(3, body))
+
+
+@pytest.mark.parametrize("view", [False, True])
+def test_unused_parameter_keeps_a_gradient_that_was_not_cleared(view: bool) -> None:
+    """Without zero_grad, DDP does not change the gradient of a parameter that no rank uses."""
+
+    def body() -> None:
+        model = branching(gradient_as_bucket_view=view)
+        handle = torchcomp.register(model, TOPK)
+        Account().step(model, (rows(0), ("left", "right")))
+        grad, before = gradients(model), kept(handle.state_dict())
+        loss_of(model(rows(1), ("right",))).backward()
+        after = kept(handle.state_dict())
+        torch.testing.assert_close(gradients(model)["left.weight"], grad["left.weight"])
+        torch.testing.assert_close(after["left.weight"], before["left.weight"])
+
+    on_threads(3, body)
+
+
+def test_swap_flushes_the_residual_of_unused_parameters_when_they_are_used() -> None:
+    def body() -> Account:
+        model = branching()
+        handle, account = torchcomp.register(model, TOPK), Account()
+        for branches in (("left", "right"), ("left",), ("right",)):
+            account.step(model, (rows(1), branches))
+        handle.swap("mean")
+        account.step(model, (rows(2), ("left",)))
+        norms = handle.residual_norms()
+        assert norms["left.weight"] == norms["stem.weight"] == 0 < norms["right.weight"]
+        account.step(model, (rows(3), ("right",)))
+        assert residual_norm(handle) == 0
+        return account.close(handle)
+
+    assert_conserved(on_threads(3, body))
+
+
+@pytest.mark.parametrize("options", [{}, {"static_graph": True}], ids=["default", "static_graph"])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_conserves_under_activation_checkpointing(reentrant: bool, options: Any) -> None:
+    conserves(lambda: wrap(seeded(Checkpointed(reentrant).double()), **options))
+
+
+def test_conserves_where_ddp_ignores_parameters() -> None:
+    def build() -> DistributedDataParallel:
+        module = mlp()
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["4.bias"])
+        return wrap(module)
+
+    def body() -> Account:
+        model = build()
+        handle, account = torchcomp.register(model, TOPK), Account()
+        for step in range(6):
+            account.step(model, (rows(step),))
+        for sums in (account.dense, account.applied):
+            del sums["4.bias"]  # which DDP does not average
+        return account.close(handle)
+
+    assert_conserved(on_threads(3, body))
+
+
+@pytest.mark.parametrize(
+    ("dtype", "specs"), [(torch.float32, CONSERVING), (torch.bfloat16, CONSERVING[:1])]
 )
-def test_groups_have_the_sizes_of_bucket_cap_mb_list() -> None:
-    def body() -> tuple[int, ...]:
-        model = wrap(mlp(), bucket_cap_mb_list=[500 / 2**20, 2000 / 2**20])
-        parameters = dict(model.module.named_parameters())
-        groups = torchcomp.register(model, TOPK).averager.groups
-        return tuple(sum(parameters[name].nbytes for name in group) for group in groups)
-
-    # Layers of 544, 2176, 2176 and 2176 bytes, of which each fills a group.
-    assert on_threads(2, body) == [(544, 2176, 2176, 2176)] * 2
-
-
-def two_models() -> list[Account]:
-    """Train two models, each with its own handle, with one backward pass through both."""
-    models = [wrap(mlp()), wrap(seeded(mlp(), seed=1))]
-    handles = [
-        torchcomp.register(model, spec) for model, spec in zip(models, CONSERVING[:2], strict=True)
-    ]
-    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.02)
-    accounts = [Account(), Account()]
-    for step in range(5):
-        optimizer.zero_grad()
-        (loss_of(models[0](rows(step))) + loss_of(models[1](rows(step)))).backward()
-        for account, model in zip(accounts, models, strict=True):
-            account.note(model, (rows(step),))
-        optimizer.step()
-    for handle in handles:
-        handle.close()
-    return [account.close(handle) for account, handle in zip(accounts, handles, strict=True)]
-
-
-@pytest.mark.parametrize("run", [on_threads, on_processes])
-def test_two_models_in_one_backward_pass_conserve_each(run) -> None:
-    for accounts in zip(*run(3, two_models), strict=True):
-        assert_conserved(list(accounts))
-        assert_residual(list(accounts))
+def test_conserves_to_the_rounding_of_a_float32_residual(
+    dtype: torch.dtype, specs: tuple[str, ...]
+) -> None:
+    for spec in specs:
+        batches = lambda step: [(rows(step, dtype),)]  # noqa: E731
+        accounts = on_threads(3, train, lambda: wrap(mlp(dtype)), batches, spec)
+        assert_conserved(accounts, tolerance=2e-6)
 
 
 class Mixed(nn.Module):
@@ -119,8 +364,7 @@ def test_model_of_several_dtypes_conserves_to_the_rounding_of_float32(spec: str)
 
     def body() -> Account:
         model = wrap(seeded(Mixed()))
-        handle = torchcomp.register(model, gathered)
-        account = Account()
+        handle, account = torchcomp.register(model, gathered), Account()
         for step in range(4):
             account.step(model, (rows(step),))
         dtypes = {name: error.dtype for name, error in kept(handle.state_dict()).items()}
@@ -133,6 +377,64 @@ def test_model_of_several_dtypes_conserves_to_the_rounding_of_float32(spec: str)
         return account.close(handle)
 
     assert_conserved(on_threads(3, body), tolerance=2e-6)
+
+
+# --- Several groups and models, compiled modules, copies ------------------------------------------
+
+
+def on_subgroups() -> tuple[Account, Tensor]:
+    """Ranks 0 and 2 train one model, ranks 1 and 3 another, for different numbers of steps."""
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    model = wrap(mlp(), process_group=halves[dist.get_rank() % 2])
+    account = train(lambda: model, one_batch, steps=4 + dist.get_rank() % 2)
+    return account, weights(model.module)
+
+
+@pytest.mark.parametrize("run", [on_threads, on_processes])
+def test_ddp_over_subgroups_conserves_in_each(run) -> None:
+    outcomes = run(4, on_subgroups)
+    for half in (outcomes[::2], outcomes[1::2]):
+        accounts, trained = zip(*half, strict=True)
+        assert_conserved(list(accounts))
+        assert_residual(list(accounts))
+        assert_replicas_equal(list(trained))
+    assert not torch.equal(outcomes[0][1], outcomes[1][1])
+
+
+def two_models() -> list[Account]:
+    """Train two models, each with its own handle, with one backward pass through both."""
+    models = [wrap(mlp()), wrap(seeded(mlp(), seed=1))]
+    handles = list(map(torchcomp.register, models, CONSERVING[:2]))
+    optimizer = torch.optim.SGD([p for m in models for p in m.parameters()], lr=0.02)
+    accounts = [Account(), Account()]
+    for step in range(5):
+        optimizer.zero_grad()
+        (loss_of(models[0](rows(step))) + loss_of(models[1](rows(step)))).backward()
+        for account, model in zip(accounts, models, strict=True):
+            account.note(model, (rows(step),))
+        optimizer.step()
+    for handle in handles:
+        handle.close()
+    return [account.close(handle) for account, handle in zip(accounts, handles, strict=True)]
+
+
+@pytest.mark.parametrize("run", [on_threads, on_processes])
+def test_two_models_in_one_backward_pass_conserve_each(run) -> None:
+    for accounts in zip(*run(3, two_models), strict=True):
+        assert_conserved(list(accounts))
+        assert_residual(list(accounts))
+
+
+@pytest.mark.skipif("bucket_cap_mb_list" not in OPTIONS, reason="this torch has no such option")
+def test_groups_have_the_sizes_of_bucket_cap_mb_list() -> None:
+    def body() -> tuple[int, ...]:
+        model = wrap(mlp(), bucket_cap_mb_list=[500 / 2**20, 2000 / 2**20])
+        parameters = dict(model.module.named_parameters())
+        groups = torchcomp.register(model, TOPK).averager.groups
+        return tuple(sum(parameters[name].nbytes for name in group) for group in groups)
+
+    # Layers of 544, 2176, 2176 and 2176 bytes, of which each fills a group.
+    assert on_threads(2, body) == [(544, 2176, 2176, 2176)] * 2
 
 
 def compiled(backend: str) -> tuple[Account, list[str]]:
@@ -168,11 +470,13 @@ def test_compiled_module_conserves_under_its_own_names(backend: str) -> None:
 
 
 def averaged() -> Tensor:
+    """Average the weights of a registered model in a copy, also with a scaler's hook."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     model = wrap(mlp())
-    handle = torchcomp.register(model, TOPK)
+    handle = torchcomp.register(model, TOPK, scaler=scaler)
     average = torch.optim.swa_utils.AveragedModel(model)
     for step in range(3):
-        loss_of(model(rows(step))).backward()
+        scaler.scale(loss_of(model(rows(step)))).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.sub_(0.01 * parameter.grad)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.launches import DEVICE, Count, DeviceTensor, counted, on_device, one_bucket
+from tests.support.launches import DEVICE, Count, counted, on_device, one_bucket
 from torchcomp import InProcessExchange
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.engine import host
@@ -17,66 +17,44 @@ from torchcomp.routes import wire
 WAIT = [
     "x[0] = 5",
     "x[n] = 5",
-    "x[n[:2], None] = 5",
-    "x[[0, 1]] = x[2:4].clone()",
     "x[torch.tensor([0, 1])]",
     "x[m]",
-    "x[m] = x[m]",
     "x[0].item()",
     "bool(x[0] > 1)",
     "int(n[1])",
-    "float(x.sum())",
-    "x.tolist()",
     "x.cpu()",
-    "x.to('cpu')",
     "h.copy_(x)",
     "x.copy_(h)",
-    "x.copy_(h, non_blocking=True)",
-    "x[1:] = h[1:]",
-    "h.to(x.device)",
     "h.to(x.device, non_blocking=True)",
     "torch.tensor([1.0, 2.0], device=x.device)",
-    "torch.tensor(1.0, device=x.device)",
-    "torch.as_tensor(3, device=x.device)",
     "x.new_tensor([1.0])",
     "x.nonzero()",
     "torch.where(m)",
-    "torch.masked_select(x, m)",
     "n.bincount()",
     "torch.unique(n)",
     "torch.equal(x, x)",
-    "torch.allclose(x, x)",
     "x.repeat_interleave(n)",
     "torch.cuda.synchronize()",
-    "torch.cuda.current_stream().synchronize()",
     "torch.cuda.Event().synchronize()",
 ]
 NO_WAIT = [
     "x[0].fill_(5)",
     "x[:1] = 5",
-    "x[1:3] = 5",
-    "x[:] = 5",
     "x[0] = x[1]",
     "x.index_fill_(0, n, 5)",
     "x[n] = x.clone()",
-    "x[n]",
     "x[m] = 5",
-    "x.masked_fill(m, 5)",
     "x.to('cpu', non_blocking=True)",
     "h.pin_memory().copy_(x, non_blocking=True)",
-    "torch.empty(8, pin_memory=True).copy_(x, non_blocking=True)",
-    "x.copy_(h.pin_memory(), non_blocking=True)",
     "x[1:] = x[:-1].clone()",
     "h.pin_memory().to(x.device, non_blocking=True)",
     "host.copy_to(h, x.device)",
     "torch.full((), 1.0, device=x.device)",
-    "x.new_zeros(3)",
     "torch.nonzero_static(x, size=3)",
     "torch.where(m, x, 0.0)",
     "x * 2 + h.sum()",
     "x.repeat_interleave(n, output_size=28)",
     "h[0].item(), h.tolist(), torch.equal(h, h)",
-    "torch.cuda.Event().record()",
     "torch.cuda.Stream().wait_stream(torch.cuda.current_stream())",
 ]
 
@@ -102,66 +80,18 @@ def test_its_twin_does_not_wait(statement: str) -> None:
     assert count.waits == 0, count
 
 
-@pytest.mark.parametrize(
-    ("statement", "launches"),
-    [
-        ("x[1:].view(7, 1).unbind()", 0),
-        ("torch.empty(3, device=x.device)", 0),
-        ("x[:0].mul_(2)", 0),
-        ("h + h", 0),
-        ("x + 1", 1),
-        ("x.mul_(2)", 1),
-        ("torch.zeros(3, device=x.device)", 1),
-        ("x.sort()", 1),
-        ("torch.cat([x, x])", 1),
-        ("host.copy_to(h, x.device)", 1),
-        ("x[0] = 5", 1),
-        ("x[:2].reshape(1, 2) + x[:2]", 1),
-        ("(x + 1) * 2", 2),
-    ],
-)
-def test_launches(statement: str, launches: int) -> None:
-    count = run(statement)
-    assert count.launches == launches, count
-
-
-@pytest.mark.parametrize("statement", ["x + h", "torch.stack([x[0], h[0]])", "torch.cat([x, h])"])
-def test_two_devices_are_refused(statement: str) -> None:
-    with pytest.raises(RuntimeError, match="same device"):
-        run(statement)
-
-
-def test_values_and_views_are_those_of_the_cpu() -> None:
-    with counted():
-        x = torch.zeros(8, device=DEVICE)
-        x[2:4] = 5
-        x.view(4, 2)[0] = on_device(torch.tensor([1.0, 2.0]))
-        torch.add(x, 1, out=x)
-        assert isinstance(x, DeviceTensor)
-        assert x.is_cuda
-        assert x.device == DEVICE
-        assert x.tolist() == [2, 3, 6, 6, 1, 1, 1, 1]
-        assert x[2:].storage_offset() == 2
-
-
 def test_a_site_is_the_innermost_frame_of_the_package() -> None:
     with counted() as count:
         wire.checksum(on_device(torch.zeros(4, dtype=torch.int64)))
         first = count.by_site()
         torch.ones(3, device=DEVICE).cpu()
     assert first
-    assert all(site.startswith("wire.py:") and site.endswith(" checksum") for site in first)
+    assert all(site.startswith("routes/wire.py:") and site.endswith(" checksum") for site in first)
     own = {site: costs for site, costs in count.by_site().items() if site not in first}
     (site,) = own
     assert site.startswith("test_launches.py:")
     assert own[site] == (2, 1)
     assert site in str(count)
-
-
-def test_without_the_simulation_nothing_is_left() -> None:
-    run("x + 1")
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.zeros(3, device="cuda")
 
 
 @pytest.mark.parametrize("spec", ["mean", "ef(identity)"])

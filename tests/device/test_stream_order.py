@@ -166,20 +166,6 @@ def test_resume(spec: str) -> None:
     assert not faults_of(lambda: resumed(spec))
 
 
-@pytest.mark.parametrize(
-    "spec", ["ef(randk(0.1))", "topk(0.1)", "bidirectional(topk(0.1), topk(0.1))"]
-)
-def test_swap(spec: str) -> None:
-    def body() -> None:
-        run = Run(TOPK).train(0, 1)
-        run.handle.swap(spec)
-        run.train(2, 3)
-        run.handle.swap(TOPK)
-        run.train(4, 5)
-
-    assert not faults_of(body)
-
-
 def test_scaler_overflow() -> None:
     def body() -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
@@ -297,19 +283,6 @@ class FreesTooEarly(StreamExecutor):
         super().submit(job, always=always)
 
 
-class RecordsWhatItFrees(StreamExecutor):
-    """The twin without the fault."""
-
-    def submit(self, job: Job, *, always: bool = False) -> None:
-        super().submit(recorded(torch.ones(1000), self._stream).sum)
-        super().submit(job, always=always)
-
-
-def recorded(x: Tensor, stream: Any) -> Tensor:
-    x.record_stream(stream)
-    return x
-
-
 class ReadsTooEarly(StreamExecutor):
     """Shows the main stream what the side stream is writing."""
 
@@ -334,30 +307,3 @@ def test_the_checker_finds(executor: type[Executor], kinds: set[str]) -> None:
     # A method without a wait at the end of the step, which would order all streams.
     faults = faults_of(lambda: Run("mean").train(0, 1), executor)
     assert {fault.partition(":")[0] for fault in faults} == kinds
-
-
-def test_the_checker_finds_averages_that_are_read_before_the_end() -> None:
-    faults = faults_of(lambda: averaged(OVERLAP), CompletesTooEarly)
-    assert any(fault.startswith("race") for fault in faults)
-
-
-def test_the_checker_accepts_record_stream() -> None:
-    assert not faults_of(lambda: Run(TOPK).train(0, 1), RecordsWhatItFrees)
-
-
-def test_the_checker_finds_a_bucket_that_is_read_before_the_end() -> None:
-    def body() -> None:
-        run = Run(TOPK)
-        receive = run.handle._receive
-
-        def reading(bucket: Any) -> Any:
-            future = receive(bucket)
-            bucket.buffer().sum()
-            return future
-
-        run.handle._receive = reading
-        run.train(0, 1)
-
-    faults = faults_of(body)
-    assert faults
-    assert all(fault.startswith("race: read by sum") for fault in faults)

@@ -12,7 +12,7 @@ import torchcomp
 from tests.support.cases import only
 from tests.support.models import METHODS, THROUGH_DDP, loss_of, mlp, rows, seeded, weights, wrap
 from tests.support.outcomes import same
-from tests.support.ranks import on_processes, on_threads
+from tests.support.ranks import on_threads
 from torchcomp.kernels import backend
 
 STEPS = 5
@@ -56,11 +56,6 @@ def train(spec: str, dtype: torch.dtype) -> Outcome:
     return weights(model), state, handle.stats.total_bytes_sent
 
 
-def train_with_device_forms(spec: str, dtype: torch.dtype) -> Outcome:
-    with device_forms():
-        return train(spec, dtype)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, *only([torch.bfloat16, torch.float64], now=[])])
 @pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP + MORE))
 def test_the_bits_are_those_of_the_forms_for_the_cpu(spec: str, dtype: torch.dtype) -> None:
@@ -71,21 +66,11 @@ def test_the_bits_are_those_of_the_forms_for_the_cpu(spec: str, dtype: torch.dty
         assert same(host, on_threads(2, train, spec, dtype))
 
 
-@pytest.mark.parametrize("spec", ['bidirectional(topk(0.1), topk(0.1), selection="exact")'])
-def test_over_gloo(spec: str) -> None:
-    host, device = (
-        on_processes(2, body, spec, torch.float32) for body in (train, train_with_device_forms)
-    )
-    assert same(host, device)
-
-
 def test_the_forms_differ() -> None:
     """The comparison above is not of a form with itself."""
     with (
         device_forms(),
-        mock.patch(
-            "torchcomp.kernels.elias_fano_torch.encode", side_effect=RuntimeError("of a device")
-        ),
+        mock.patch("torchcomp.kernels.elias_fano.encode", side_effect=RuntimeError("of a device")),
         pytest.raises(RuntimeError, match="of a device"),
     ):
         on_threads(2, train, "ef(topk(0.1))", torch.float32)

@@ -1,7 +1,5 @@
 """Damaged messages: they raise on every rank, and the step is discarded."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -10,15 +8,17 @@ from tests.support.outcomes import caught, same
 from torchcomp import Exchange, InProcessExchange, NonFiniteError, RankMismatchError, WireError
 from torchcomp.engine import host
 
+TOPK, SHARDED = "ef(topk(0.3))", 'ef(topk(0.3), exchange="sharded")'
+BOTH = "bidirectional(topk(0.3), topk(0.3))"
+EXACT = 'bidirectional(topk(0.3), topk(0.3), selection="exact")'
 FRAMED = [
-    "topk(0.3)",
-    "ef(topk(0.3))",
-    'ef(topk(0.3), exchange="sharded")',
-    'ef(quantize("int8"))',
-    'mean(cast("bf16"), exchange="allgather")',
-    "bidirectional(topk(0.3), topk(0.3))",
-    'bidirectional(topk(0.3), topk(0.3), selection="exact")',
-    "bidirectional(topk(0.3), identity)",
+    *("topk(0.3)", TOPK, SHARDED, 'ef(quantize("int8"))'),
+    *(
+        'mean(cast("bf16"), exchange="allgather")',
+        BOTH,
+        EXACT,
+        "bidirectional(topk(0.3), identity)",
+    ),
 ]
 
 
@@ -69,40 +69,49 @@ def noise(frame, length):
     frame[16:] = drawn
 
 
+def last_bits(frame, length):
+    frame[16 + length - 1] ^= 0xFF  # of the bits that mark the entries
+
+
+def one_value(frame, length):
+    frame[16:17].bitwise_xor_(1)
+
+
+def first_step(exchange, method=TOPK, *damages, **options):
+    """Return the error of a first step in which frames are damaged."""
+    for each in damages:
+        damage(exchange, *each)
+    averager = small.averager(exchange, method, **options)
+    return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
+
+
 @pytest.mark.parametrize("receiver", [0, 2])
 @pytest.mark.parametrize("method", FRAMED)
 def test_a_damaged_frame_raises_on_every_rank_and_changes_no_state(method, receiver):
-    def body(exchange):
+    def body(exchange, damages):
         averager = small.averager(exchange, method, dtype=torch.float32, checksum=True)
         small.train(averager, 0, 2, torch.float32)
-        before = averager.state_dict()
-        damage(exchange, receiver, 1, flip)
-        calls = []
-        averager.on_finish(calls.append)
-        mine = small.gradients(2, exchange.rank, torch.float32)
-        error = caught(lambda: small.step(averager, mine, may_skip=True))
-        assert calls == []
-        after = averager.state_dict()
-        changed = {key for key in before if not same(before[key], after[key])}
-        if exchange.rank == receiver:
-            del exchange.check
-        return error, changed, small.train(averager, 2, 4, torch.float32)
+        error, before, calls = None, averager.state_dict(), []
+        if damages:
+            damage(exchange, receiver, 1, flip)
+            averager.on_finish(calls.append)
+            mine = small.gradients(2, exchange.rank, torch.float32)
+            error = caught(lambda: small.step(averager, mine, may_skip=True))
+            assert calls == []
+            after = averager.state_dict()
+            assert {key for key in before if not same(before[key], after[key])} == {"traffic"}
+            if exchange.rank == receiver:
+                del exchange.check
+        return error, small.train(averager, 2, 4, torch.float32)
 
-    def undisturbed(exchange):
-        averager = small.averager(exchange, method, dtype=torch.float32)
-        small.train(averager, 0, 2, torch.float32)
-        return small.train(averager, 2, 4, torch.float32)
-
-    expected = small.on_ranks(3, undisturbed)
-    for rank, (error, changed, later) in enumerate(small.on_ranks(3, body)):
+    damaged, intact = (small.on_ranks(3, lambda e, d=d: body(e, d)) for d in (True, False))
+    for (error, later), (_, expected) in zip(damaged, intact, strict=True):
         assert type(error) is WireError
         assert "rank 1's" in str(error)
-        assert "rank 0's" not in str(error)
-        assert "rank 2's" not in str(error)
+        assert not any(f"rank {rank}'s" in str(error) for rank in (0, 2))
         assert "step 3" in str(error)
-        assert changed == {"traffic"}
         # With intact messages again, the run continues as if there had been no damage.
-        assert same(later, expected[rank])
+        assert same(later, expected)
 
 
 @pytest.mark.parametrize(
@@ -117,13 +126,9 @@ def test_a_damaged_frame_raises_on_every_rank_and_changes_no_state(method, recei
         *((no_frame, "does not begin", checksum) for checksum in (True, False)),
     ],
 )
-@pytest.mark.parametrize("method", ["ef(topk(0.3))", 'ef(topk(0.3), exchange="sharded")'])
+@pytest.mark.parametrize("method", [TOPK, SHARDED])
 def test_the_error_names_the_sender_and_the_finding(method, change, finding, checksum):
-    def body(exchange):
-        damage(exchange, 0, 2, change)
-        averager = small.averager(exchange, method, checksum=checksum)
-        return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
-
+    body = lambda e: first_step(e, method, (0, 2, change), checksum=checksum)  # noqa: E731
     for error in small.on_ranks(3, body):
         assert type(error) is WireError
         assert "rank 2's" in str(error)
@@ -131,13 +136,8 @@ def test_the_error_names_the_sender_and_the_finding(method, change, finding, che
 
 
 def test_several_senders_are_all_named():
-    def body(exchange):
-        damage(exchange, 0, 2, flip)
-        damage(exchange, 1, 0, another_version)
-        averager = small.averager(exchange, "ef(topk(0.3))", checksum=True)
-        return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
-
-    for error in small.on_ranks(3, body):
+    damages = (0, 2, flip), (1, 0, another_version)
+    for error in small.on_ranks(3, lambda e: first_step(e, TOPK, *damages, checksum=True)):
         assert "rank 2's" in str(error)
         assert "rank 0's" in str(error)
         assert "rank 1's" not in str(error)
@@ -158,12 +158,7 @@ def test_bytes_that_a_collective_changes_are_found(method, verb, monkeypatch):
         return received
 
     monkeypatch.setattr(InProcessExchange, verb, changed)
-
-    def body(exchange):
-        averager = small.averager(exchange, method, checksum=True)
-        return caught(lambda: small.step(averager, small.gradients(0, exchange.rank)))
-
-    errors = small.on_ranks(2, body)
+    errors = small.on_ranks(2, lambda e: first_step(e, method, checksum=True))
     # A method that does not use this collective has no error.
     assert [type(error) for error in errors] == [WireError if seen else type(None)] * 2
 
@@ -171,23 +166,15 @@ def test_bytes_that_a_collective_changes_are_found(method, verb, monkeypatch):
 def test_a_damaged_frame_with_a_nan_is_reported_as_damaged():
     def body(exchange):
         damage(exchange, 0, 1, another_layout)
-        averager = small.averager(exchange, "ef(topk(0.3))")
         tensors = small.gradients(0, exchange.rank)
         tensors["bias"][0] = torch.nan
-        return caught(lambda: small.step(averager, tensors))
+        return type(caught(lambda: small.step(small.averager(exchange, TOPK), tensors)))
 
-    assert [type(error) for error in small.on_ranks(2, body)] == [WireError] * 2
+    assert small.on_ranks(2, body) == [WireError] * 2
 
 
-INVALID = [
-    ("ef(topk(0.3))", 1),
-    ('ef(topk(0.3, scope="tensor"))', 1),
-    ('ef(topk(0.3), exchange="sharded")', 1),
-    ("bidirectional(topk(0.3), topk(0.3))", 1),
-    ("bidirectional(topk(0.3), topk(0.3))", 2),
-    ('bidirectional(topk(0.3), topk(0.3), selection="exact")', 1),
-    ('bidirectional(topk(0.3), topk(0.3), selection="exact")', 2),
-]
+INVALID = [(TOPK, 1), ('ef(topk(0.3, scope="tensor"))', 1), (SHARDED, 1)]
+INVALID += [(method, number) for method in (BOTH, EXACT) for number in (1, 2)]
 """Methods, and which frame of a sender is damaged: with two, it is that of the downlink."""
 
 
@@ -199,40 +186,25 @@ def test_without_a_checksum_an_invalid_code_of_indices_stops_the_step(
 ):
     monkeypatch.setattr(host, "can_read", lambda x: on_host)
 
-    def spoil(frame, length):
-        frame[16 + length - 1] ^= 0xFF  # of the bits that mark the entries
-
     def body(exchange):
         averager = small.averager(exchange, method)
         small.train(averager, 0, 2)
         before = averager.state_dict()
-        damage(exchange, receiver, 1, spoil, number)
+        damage(exchange, receiver, 1, last_bits, number)
         error = caught(lambda: small.step(averager, small.gradients(2, exchange.rank)))
         after = averager.state_dict()
-        return error, {key for key in before if not same(before[key], after[key])}
+        return type(error), {key for key in before if not same(before[key], after[key])}
 
-    for error, changed in small.on_ranks(3, body):
-        assert type(error) is NonFiniteError
-        assert changed == {"traffic"}
+    assert small.on_ranks(3, body) == [(NonFiniteError, {"traffic"})] * 3
 
 
 def test_without_a_checksum_a_changed_value_is_not_found():
     """As docs/wire.md says: the transport checks the bytes."""
-
-    def body(exchange):
-        damage(exchange, 0, 1, lambda frame, length: frame[16:17].bitwise_xor_(1))
-        averager = small.averager(exchange, "ef(topk(0.3))")
-        return small.step(averager, small.gradients(0, exchange.rank))[0]
-
-    assert small.on_ranks(2, body) == [True] * 2
+    assert small.on_ranks(2, lambda e: first_step(e, TOPK, (0, 1, one_value))) == [None] * 2
 
 
 def test_ranks_with_and_without_checksums_are_refused():
-    def body(exchange):
-        averager = small.averager(exchange, "ef(topk(0.3))", checksum=exchange.rank == 1)
-        return caught(averager.begin)
-
-    for error in small.on_ranks(2, body):
+    for error in small.on_ranks(2, lambda e: first_step(e, TOPK, checksum=e.rank == 1)):
         assert type(error) is RankMismatchError
         assert "checksum: False on rank 0, True on rank 1" in str(error)
 
@@ -260,40 +232,30 @@ def on_grid(body):
     return results
 
 
-def take_step(rank, odd, inside, between, method="ef(topk(0.3))", frame=False):
-    tensors = small.gradients(0, rank)
-    if rank == odd and frame:
-        damage(between, between.rank, 1 - between.rank, another_layout)
-    elif rank == odd:
-        # After the sum over the row, so that only one column has the NaN.
-        tensors["bias"][0] = torch.nan
-    averager = small.averager(between, method)
-    small.step(averager, tensors)
+def step_of_grid(method=TOPK, frame=False):
+    def call(rank, odd, between):
+        tensors = small.gradients(0, rank)
+        if rank == odd and frame:
+            damage(between, between.rank, 1 - between.rank, another_layout)
+        elif rank == odd:
+            # After the sum over the row, so that only one column has the NaN.
+            tensors["bias"][0] = torch.nan
+        small.step(small.averager(between, method), tensors)
+
+    return call
+
+
+def building(make):
+    return lambda rank, odd, between: between.build("a call", {}, lambda: make(rank == odd))
 
 
 ODD = {
-    "nan": (take_step, NonFiniteError, "'bias'"),
-    "nan both ways": (
-        partial(take_step, method="bidirectional(topk(.3), topk(.3))"),
-        NonFiniteError,
-        "'bias'",
-    ),
-    "transparent": (partial(take_step, method="mean"), type(None), ""),
-    "frame": (partial(take_step, frame=True), WireError, "rank {0}'s"),
-    "build": (
-        lambda rank, odd, inside, between: between.build(
-            "a call", {}, lambda: (1 / (rank != odd), {"value": 1})
-        ),
-        RankMismatchError,
-        "division by zero",
-    ),
-    "value": (
-        lambda rank, odd, inside, between: between.build(
-            "a call", {}, lambda: (0, {"value": rank == odd})
-        ),
-        RankMismatchError,
-        "value: ",
-    ),
+    "nan": (step_of_grid(), NonFiniteError, "'bias'"),
+    "nan both ways": (step_of_grid(BOTH), NonFiniteError, "'bias'"),
+    "transparent": (step_of_grid("mean"), type(None), ""),
+    "frame": (step_of_grid(frame=True), WireError, "rank {0}'s"),
+    "build": (building(lambda odd: (1 / (not odd), {})), RankMismatchError, "division by zero"),
+    "value": (building(lambda odd: (0, {"value": odd})), RankMismatchError, "value: "),
 }
 
 
@@ -301,7 +263,7 @@ ODD = {
 @pytest.mark.parametrize("what", ODD)
 def test_what_is_odd_on_one_rank_raises_on_all_ranks_of_both_levels(what, odd):
     call, kind, words = ODD[what]
-    for error in on_grid(lambda rank, *levels: caught(lambda: call(rank, odd, *levels))):
+    for error in on_grid(lambda rank, _, between: caught(lambda: call(rank, odd, between))):
         assert type(error) is kind
         assert words.format(1 - odd // 2) in str(error)
 

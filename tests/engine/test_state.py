@@ -8,7 +8,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.state import Kind, Slot, State
 
 SIZES = {"a": 2, "b": 3, "c": 1, "empty": 0}
@@ -24,11 +23,6 @@ def write(state, names, value, **options):
     _, after = state.open(slot(*names, **options), CPU)
     for i, part in enumerate(after.split([SIZES[name] for name in names])):
         part.fill_(value + i)
-
-
-def opened(state, *names, **options):
-    """Open a slot, and return its values before the step."""
-    return state.open(slot(*names, **options), CPU)[0].tolist()
 
 
 def held(parts):
@@ -151,7 +145,7 @@ TestAnyCalls.settings = settings(
 )
 
 
-# --- Buckets --------------------------------------------------------------------------------------
+# --- What the machine does not do -----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -174,39 +168,14 @@ def test_new_parameters_start_with_zeros_or_the_values_of_init(state):
         calls.append(name)
         out.fill_(SIZES[name])
 
+    def opened(state, *names, **options):
+        return state.open(slot(*names, **options), CPU)[0].tolist()
+
     assert opened(State(), "a", "b") == [0.0] * 5
     assert opened(State(), "a", "c", init=init) == [2.0, 2.0, 1.0]
     for _ in range(2):
         assert opened(state, "c", "empty", "b", init=init) == [3.0, 2.0, 2.0, 2.0]
     assert calls == ["a", "c", "empty"]
-
-
-def test_slot_before_and_after_a_step_do_not_share_elements(state):
-    before, after = state.open(slot("a", "b"), CPU)
-    after.fill_(9.0)
-    assert before.tolist() == [1.0, 1.0, 2.0, 2.0, 2.0]
-    again, _ = state.open(slot("a", "b"), CPU)
-    assert again.data_ptr() == before.data_ptr()
-
-
-def test_pending_is_what_the_step_in_flight_has_written(state):
-    write(state, ("a", "b"), 9.0)
-    assert held(state.pending("error")) == {"a": [9.0] * 2, "b": [10.0] * 3}
-    assert [part.tolist() for part in state.in_flight(slot("a", "b"))] == [
-        [1.0] * 2 + [2.0] * 3,
-        [9.0] * 2 + [10.0] * 3,
-    ]
-    assert state.in_flight(slot("c")) is None
-    assert held(state.pending("server_error")) == {}
-    state.commit()
-    assert held(state.pending("error")) == {}
-
-
-def test_an_abandoned_step_changes_nothing_in_the_next_buckets(state):
-    write(state, ("a", "b"), 9.0)
-    write(state, ("c", "b", "a"), 4.0)
-    state.commit()
-    assert held(state.items("error")) == {"c": [4.0], "b": [5.0] * 3, "a": [6.0] * 2}
 
 
 def test_slot_is_converted_to_a_new_dtype_and_size(state):
@@ -236,53 +205,3 @@ def test_what_is_removed_after_a_commit_leaves_the_memory(state, remove):
     state.commit()
     remove(state)
     assert [copy() for copy in copies] == [None, None]
-
-
-def test_a_removed_slot_is_in_no_step_and_in_no_list(state):
-    write(state, ("a", "b"), 5.0, name="momentum", kind=Kind.ESTIMATE)
-    write(state, ("a", "b"), 9.0)
-    state.drop(["error"])
-    state.load("server_error", Kind.DEBT, True, {})
-    state.commit()
-    assert held(state.items("error")) == {}
-    assert state.slots() == {
-        "momentum": (Kind.ESTIMATE, False),
-        "server_error": (Kind.DEBT, True),
-    }
-    assert state.debts() == {"server_error"}
-
-
-@pytest.mark.parametrize("void", [True, False])
-def test_the_device_undoes_a_commit_and_a_second_call_cancels_that(state, void):
-    write(state, ("a", "b"), 5.0)
-    state.commit()
-    after = COMMITTED | {"a": [5.0] * 2, "b": [6.0] * 3}
-    state.revert_where(torch.tensor(void))
-    assert held(state.items("error")) == (COMMITTED if void else after)
-    undone = {"a": [5.0] * 2, "b": [6.0] * 3} if void else {"a": [1.0] * 2, "b": [2.0] * 3}
-    assert held(state.undone("error")) == undone
-    state.revert_where(torch.tensor(void))
-    assert held(state.items("error")) == after
-    state.revert()
-    assert held(state.items("error")) == COMMITTED
-
-
-# --- The server residual --------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_server_residual_is_added_to_the_own_residual_times_the_ranks(world_size):
-    shape = BucketShape(("a", "b", "c"), ((2,), (3,), (1,)), torch.float32)
-    whole = torch.zeros(6)
-    for rank in range(world_size):
-        state, shard = State(), shape.shards(world_size)[rank]
-        write(state, ("a", "b", "c"), 1.0)
-        options = {"dtype": torch.float64, "sharded": True}
-        server = Slot("server_error", Kind.DEBT, shard.names, shard.sizes, **options)
-        state.open(server, CPU)[1].fill_(10.0)
-        state.commit()
-        state.unshard([shard], world_size)
-        state.unshard([shard], world_size)  # without a server residual, nothing changes
-        assert set(state.slots()) == {"error"}
-        whole += state.open(slot("a", "b", "c"), CPU)[0] / world_size
-    torch.testing.assert_close(whole, torch.tensor([11.0, 11.0, 12.0, 12.0, 12.0, 13.0]))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine import small
-from tests.support.launches import DEVICE, Count, EchoExchange, counted, on_device
+from tests.support.launches import DEVICE, EchoExchange, counted, on_device
 from tests.support.outcomes import caught
 from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError
 from torchcomp.engine.state import Kind, Slot, State
@@ -15,75 +15,67 @@ from torchcomp.routes.wire import Field, Frames
 # --- Steps ----------------------------------------------------------------------------------------
 
 
-class Run:
-    """Steps of an averager on the simulated device."""
+CAST = 'ef(cast("fp16"))'
+USED = {"used": ["bias", "conv"]}
+WAITS = [
+    # Waits in `begin`, `average` and `finish`, of a step after the third.
+    ("mean", {}, [0, 0, 0]),
+    ('mean(cast("fp16"))', {}, [0, 0, 1]),
+    (CAST, {}, [0, 0, 1]),
+    ("ef(topk(0.3))", {}, [0, 0, 1]),
+    # The wait of `begin` is for a copy that was made at the end of the last step.
+    (CAST, {"late": True}, [1, 0, 0]),
+    # Flags of unused parameters cost no further wait, and the end of a flush only one.
+    *((method, USED, [0, 0, 1]) for method in ("mean", CAST, "ef(topk(0.3))")),
+    (CAST, {"flush": True}, [0, 0, 2]),
+]
 
-    def __init__(self, method: str, count: Count) -> None:
-        self.exchange = EchoExchange(2, count)
+
+@pytest.mark.parametrize(("method", "options", "waits"), WAITS)
+def test_waits_of_a_step(method, options, waits):
+    with counted() as count:
+        exchange, found = EchoExchange(2, count), []
         parameters = {name: on_device(p) for name, p in small.parameters().items()}
-        self.averager = Averager(method, self.exchange, parameters, small.GROUPS)
-        self.count = count
+        late = options.get("late", False)
+        averager = Averager(method, exchange, parameters, small.GROUPS, late=late)
 
-    def step(self, step: int, **options: object) -> tuple[int, int]:
-        """Return the waits before the end of the step, and at its end."""
-        tensors = {name: on_device(g) for name, g in small.gradients(step, 0).items()}
-        self.count.reset()
-        self.averager.begin()
-        for bucket in small.read(self.averager, tensors):
-            self.averager.average(bucket)
-        before = self.count.take().waits
-        assert self.averager.finish(**options)
-        return before, self.count.waits
+        def step(number, **used):
+            tensors = {name: on_device(g) for name, g in small.gradients(number, 0).items()}
+            buckets = small.read(averager, tensors)
+            count.reset()
+            averager.begin()
+            found[:] = [count.take().waits]
+            for bucket in buckets:
+                averager.average(bucket)
+            found.append(count.take().waits)
+            assert averager.finish(**used)
+            found.append(count.waits)
 
-    def train(self, steps: int) -> None:
-        for step in range(steps):
-            self.step(step)
-
-
-WAITS = {"mean": 0, 'mean(cast("fp16"))': 1, 'ef(cast("fp16"))': 1, "ef(topk(0.3))": 1}
-"""Waits at the end of a step. There are none before."""
-
-
-@pytest.mark.parametrize("method", WAITS)
-def test_waits_of_a_step(method):
-    with counted() as count:
-        run = Run(method, count)
-        run.train(2)  # the first step compares the ranks
-        assert run.step(2) == (0, WAITS[method]), count
-
-
-@pytest.mark.parametrize("method", WAITS)
-def test_flags_of_unused_parameters_cost_no_further_wait_or_message(method):
-    with counted() as count:
-        run = Run(method, count)
-        run.train(2)
-        with mock.patch.object(
-            run.exchange, "all_reduce_max", wraps=run.exchange.all_reduce_max
-        ) as messages:
-            assert run.step(2, used=["bias", "conv"]) == (0, 1), count
-    assert messages.call_count == 1
-    assert run.averager.unused == ("matrix", "gain", "empty")
+        for number in range(3):  # the first step compares the ranks
+            step(number)
+        if "flush" in options:
+            averager.use("mean")
+        real = exchange.all_reduce_max
+        with mock.patch.object(exchange, "all_reduce_max", wraps=real) as messages:
+            step(3, **(options if options is USED else {}))
+        assert found == waits, count
+        assert not averager.state_dict()["flushing"]
+    if options is USED:
+        assert messages.call_count == 1
+        assert averager.unused == ("matrix", "gain", "empty")
 
 
 def test_norms_are_read_together():
     with counted() as count:
-        run = Run('ef(cast("fp16"))', count)
-        run.train(2)
-        norms = {name: float(part.norm()) for name, part in run.averager.state.items("error")}
+        parameters = {name: on_device(p) for name, p in small.parameters().items()}
+        averager = Averager(CAST, EchoExchange(2, count), parameters, small.GROUPS)
+        small.step(averager, parameters)
+        norms = {name: float(part.norm()) for name, part in averager.state.items("error")}
         count.reset()
-        assert run.averager.residual_norms() == norms
+        assert averager.residual_norms() == norms
         assert len(norms) == 5
         # For all streams, because any thread can call this, and for all norms.
         assert count.waits == 2, count
-
-
-def test_the_end_of_a_flush_is_read_once_for_all_parameters():
-    with counted() as count:
-        run = Run('ef(cast("fp16"))', count)
-        run.train(2)
-        run.averager.use("mean")
-        assert run.step(2) == (0, 2), count
-        assert not run.averager.state_dict()["flushing"]
 
 
 def test_the_step_is_undone_for_parameters_that_no_rank_used():

@@ -25,14 +25,14 @@ Reach = Callable[[str], None]
 class Client:
     """A model that trains, and the object of torchcomp that its method installed."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: Reach, spec: str = SPEC, **options: Any) -> None:
         self.model = wrap(mlp())
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05, momentum=0.9)
         reach("register")
-        self.handle = self.install()
+        self.handle = self.install(spec, **options)
 
-    def install(self) -> Any:
-        return torchcomp.register(self.model, SPEC)
+    def install(self, spec: str, **options: Any) -> Any:
+        return torchcomp.register(self.model, spec, **options)
 
     def weights(self) -> Tensor:
         return torch.cat([p.detach().flatten().clone() for p in self.model.parameters()])
@@ -60,25 +60,10 @@ class Client:
         self.handle.close()
 
 
-class Late(Client):
-    def install(self) -> Any:
-        return torchcomp.register(self.model, SPEC, check="late")
-
-
-class Sharded(Client):
-    def install(self) -> Any:
-        return torchcomp.register(self.model, "bidirectional(topk(0.1), topk(0.1))")
-
-
-class TwoLevels(Client):
-    def install(self) -> Any:
-        return torchcomp.register(self.model, SPEC, nodes=2)
-
-
 class Plain(Client):
     """DDP without torchcomp, to compare with."""
 
-    def install(self) -> Any:
+    def install(self, spec: str, **options: Any) -> Any:
         return None
 
     def state(self) -> Any:
@@ -89,34 +74,24 @@ class Plain(Client):
 
 
 class LocalSteps(Client):
-    """Parameters are averaged in FAULTY_STEP.
+    """Parameters are averaged in FAULTY_STEP; `own` are those after the rank's last own step."""
 
-    Attributes:
-        own: the weights after the last step of this rank alone.
-    """
-
-    compress = "mean"
-
-    def install(self) -> Any:
+    def install(self, spec: str, **options: Any) -> Any:
         self.own = self.weights()
         # Before LocalSGD, whose hook averages.
         self.optimizer.register_step_post_hook(self._after_own_step)
         schedule = f"every({FAULTY_STEP + 1})"
         return torchcomp.LocalSGD(
-            self.model, self.optimizer, schedule, total_steps=STEPS, compress=self.compress
+            self.model, self.optimizer, schedule, total_steps=STEPS, compress=spec
         )
 
     def _after_own_step(self, *_: Any) -> None:
         self.own = self.weights()
 
 
-class CompressedLocalSteps(LocalSteps):
-    compress = SPEC
-
-
 class Layers(Client):
-    def install(self) -> Any:
-        return torchcomp.JointSpar(self.model, budget=0.9, compress=SPEC)
+    def install(self, spec: str, **options: Any) -> Any:
+        return torchcomp.JointSpar(self.model, budget=0.9, compress=spec)
 
 
 class Sharding(Client):
@@ -133,18 +108,18 @@ class Sharding(Client):
         return torch.cat([shard.detach().flatten().clone() for shard in shards])
 
 
-CLIENTS: dict[str, tuple[type[Client], int]] = {
-    "ddp": (Client, 3),
-    "late": (Late, 3),
-    "bidirectional": (Sharded, 3),
-    "two levels": (TwoLevels, 4),
-    "fsdp": (Sharding, 4),
-    "local sgd": (LocalSteps, 3),
-    "compressed local sgd": (CompressedLocalSteps, 3),
-    "jointspar": (Layers, 3),
-    "plain": (Plain, 3),
+CLIENTS: dict[str, tuple[type[Client], int, dict[str, Any]]] = {
+    "ddp": (Client, 3, {}),
+    "late": (Client, 3, {"check": "late"}),
+    "bidirectional": (Client, 3, {"spec": "bidirectional(topk(0.1), topk(0.1))"}),
+    "two levels": (Client, 4, {"nodes": 2}),
+    "fsdp": (Sharding, 4, {}),
+    "local sgd": (LocalSteps, 3, {"spec": "mean"}),
+    "compressed local sgd": (LocalSteps, 3, {}),
+    "jointspar": (Layers, 3, {}),
+    "plain": (Plain, 3, {}),
 }
-"""By name: the class, and the number of ranks."""
+"""By name: the class, the number of ranks, and options."""
 
 
 @contextmanager

@@ -36,17 +36,11 @@ VICTIM = 1
 
 @dataclass(frozen=True)
 class Case:
-    """A fault of one rank.
+    """A fault of one rank."""
 
-    Attributes:
-        client: what the ranks train, a key of CLIENTS.
-        place: where the rank gets the fault.
-        fault: what happens there, a key of FAULTS.
-    """
-
-    client: str
-    place: str
-    fault: str
+    client: str  # what the ranks train, a key of CLIENTS
+    place: str  # where the rank gets the fault
+    fault: str  # what happens there, a key of FAULTS
 
     def __str__(self) -> str:
         return f"{self.client}: {self.fault} at {self.place}".replace(" ", "-")
@@ -54,22 +48,15 @@ class Case:
 
 @dataclass
 class Outcome:
-    """What became of one rank.
+    """What became of one rank."""
 
-    Attributes:
-        error: type and text of what a step raised, with those of its causes; empty if none did.
-        seconds: from the fault to the end of the step that raised, or to the end of the run.
-        step: the step in which the rank ended, or STEPS.
-        weights: of the model at the end.
-        unchanged: whether weights and state are those before the step that raised.
-        left: descriptors and threads at the end, after close(), above those before registering.
-    """
-
+    # Type and text of what a step raised, with those of its causes; empty if none did.
     error: list[tuple[str, str]] = field(default_factory=list)
-    seconds: float = 0.0
-    step: int = 0
-    weights: torch.Tensor | None = None
-    unchanged: bool = True
+    seconds: float = 0.0  # from the fault to the end of the step that raised, or of the run
+    step: int = 0  # in which the rank ended, or STEPS
+    weights: torch.Tensor | None = None  # at the end
+    unchanged: bool = True  # whether weights and state are those before the step that raised
+    # Descriptors and threads at the end, after close(), above those before registering.
     left: tuple[int, int] = (0, 0)
     code: int | None = None
     note: str = ""
@@ -86,19 +73,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank runs: here, or on a host of its own.
+    """Where a rank runs: here, or on a host of its own."""
 
-    Attributes:
-        namespace: name of the host's network namespace, or "".
-        interface: for gloo.
-        store: address and port of the store of the job.
-        has_store: whether this rank serves the store, as the first one of a job does.
-    """
-
-    namespace: str
-    interface: str
-    store: tuple[str, int]
-    has_store: bool
+    namespace: str  # name of the host's network namespace, or ""
+    interface: str  # for gloo
+    store: tuple[str, int]  # address and port of the store of the job
+    has_store: bool  # whether this rank serves the store, as the first one of a job does
 
 
 def _die(number: int) -> Callable[[Path], None]:
@@ -166,12 +146,8 @@ def run(
 ) -> list[Outcome]:
     """Train on several processes with a fault, and return the outcomes of all ranks.
 
-    Args:
-        case: the fault.
-        folder: an empty one.
-        timeout: of the process group, in seconds.
-        hosts: where each rank runs. By default, all run here.
-        network: the fault "network".
+    The folder is empty, the timeout that of the process group, and `network` is the fault of this
+    name. Without `hosts`, all ranks run here.
     """
     world_size = CLIENTS[case.client][1]
     context = mp.get_context("forkserver")
@@ -279,7 +255,8 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
     client, state, weights = None, None, None
     with places(reach):
         try:
-            client = CLIENTS[case.client][0](reach)
+            build, _, options = CLIENTS[case.client]
+            client = build(reach, **options)
             for step in range(STEPS):
                 now[0] = max(now[0], step)
                 state, weights = client.state(), client.weights()

@@ -160,4 +160,4 @@ def test_ranks_wait_for_a_slow_or_paused_rank_and_get_the_same_bits(
 
 def test_cases_reach_their_places() -> None:
     assert FAULTY_STEP < STEPS
-    assert all(size > VICTIM for _, size in CLIENTS.values())
+    assert all(size > VICTIM for _, size, _ in CLIENTS.values())

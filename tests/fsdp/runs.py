@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -25,17 +24,6 @@ def mesh_of(replicas: int, shards: int) -> DeviceMesh:
     return init_device_mesh("cpu", (replicas, shards), mesh_dim_names=NAMES)
 
 
-class WithScale(nn.Module):
-    """A model with a parameter of one element, on the first shard only, that is sent last."""
-
-    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
-        super().__init__()
-        self.layers, self.scale = mlp(dtype), nn.Parameter(torch.ones(1, dtype=dtype))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x) + 1e-6 * self.scale
-
-
 def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     """Shard every layer with parameters, and the root."""
     for layer in module.children():
@@ -44,35 +32,30 @@ def shard(module: nn.Module, mesh: DeviceMesh, **options: Any) -> Any:
     return fully_shard(module, mesh=mesh, **options)
 
 
-@dataclass
 class Run:
-    """A model of fully_shard that trains with two replicas or more.
+    """A model of fully_shard; `shape` is the number of replicas and of shards.
 
-    Attributes:
-        shape: replicas and shards.
-        spec: the method.
-        dtype: of the parameters.
-        options: of register.
-        sharding: options of fully_shard.
+    `options` are those of register, `sharding` those of fully_shard.
     """
 
-    shape: tuple[int, int]
-    spec: str
-    dtype: torch.dtype = torch.float64
-    options: dict[str, Any] = field(default_factory=dict)
-    sharding: dict[str, Any] = field(default_factory=dict)
-    build: Callable[[torch.dtype], nn.Module] = mlp
-
-    def __post_init__(self) -> None:
-        self.mesh = mesh_of(*self.shape)
-        self.model = shard(self.build(self.dtype), self.mesh["shard"], **self.sharding)
+    def __init__(
+        self,
+        shape: tuple[int, int],
+        spec: str,
+        dtype: torch.dtype = torch.float64,
+        *,
+        options: dict[str, Any] | None = None,
+        sharding: dict[str, Any] | None = None,
+        build: Callable[[torch.dtype], nn.Module] = mlp,
+    ) -> None:
+        self.dtype, self.mesh = dtype, mesh_of(*shape)
+        self.model = shard(build(dtype), self.mesh["shard"], **(sharding or {}))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
-        self.handle = torchcomp.register(
-            self.model, self.spec, replicate=self.mesh["replicate"], **self.options
-        )
+        replicate = self.mesh["replicate"]
+        self.handle = torchcomp.register(self.model, spec, replicate=replicate, **(options or {}))
 
-    def backward(self, step: int) -> None:
-        loss_of(self.model(rows(step, self.dtype))).backward()
+    def backward(self, step: int, times: float = 1.0) -> None:
+        loss_of(self.model(rows(step, self.dtype) * times)).backward()
 
     def step(self, step: int) -> None:
         self.optimizer.zero_grad()

@@ -6,15 +6,14 @@ from torch import Tensor
 
 import torchcomp
 from tests.gpu.place import DEVICE, REHEARSAL, device_forms
+from tests.kernels.definitions import awkward, sorted_out
 from tests.kernels.forms import sparse_kernels
-from tests.kernels.test_select import awkward, sorted_out
 from tests.support.codecs import codec_of
 from tests.support.outcomes import same
 from tests.support.vectors import normal
 from torchcomp.compressors import Compressor
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
-from torchcomp.routes import wire
 
 SIZES = [2, 65, 4097, 20_000] if REHEARSAL else [2, 65, 4097, 20_000, 140_003, 5_000_011]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -66,19 +65,6 @@ def test_selection(n: int, dtype: torch.dtype) -> None:
         assert_same(warm, sorted_out(total, k))
 
 
-@pytest.mark.parametrize("n", SIZES[1:])
-def test_selection_step_after_step_with_one_workspace(n: int) -> None:
-    k = max(1, n // 100)
-    kernels = sparse_kernels((0, n, k), device=DEVICE)
-    residual, out = torch.zeros(n, device=DEVICE), torch.empty(n, device=DEVICE)
-    for step in range(8):
-        # Gradients that grow, shrink and vanish: the last threshold misleads.
-        (gradient,) = there(normal(n, seed=step) * (1.0, 3.0, 0.01, 0.0)[step % 4])
-        chosen = kernels.add_and_select(gradient, residual, out)
-        assert_same(chosen, sorted_out(out.cpu(), k))
-        residual, out = out.index_fill(0, chosen, 0.0), residual
-
-
 @pytest.mark.parametrize("fmt", [None, *quantize.FORMATS])
 @pytest.mark.parametrize(("n", "k"), [(5000, 70), (5000, 4000), (50, 50), (300_000, 3000)])
 def test_sparse_messages(n: int, k: int, fmt: str | None) -> None:
@@ -100,44 +86,6 @@ def test_sparse_messages(n: int, k: int, fmt: str | None) -> None:
         found = step(*on_device)
     for one, other in zip(found, expected, strict=True):
         assert_same(one, other)
-
-
-@pytest.mark.parametrize("fmt", quantize.FORMATS)
-@pytest.mark.parametrize("count", [0, 1, 127, 128, 129, 5000])
-def test_quantisation(fmt: str, count: int) -> None:
-    values = normal(count).pow(3)
-    (vector,) = there(values)
-
-    def through(values: Tensor) -> list[Tensor]:
-        form = quantize.form_for(values.device)
-        (parts,) = form.encode(values, [count], fmt, None)
-        return [*parts, *form.decode([parts], [count], torch.float32)]
-
-    expected = through(values)
-    with device_forms():
-        found = through(vector)
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
-
-
-@pytest.mark.parametrize("checksum", [False, True])
-@pytest.mark.parametrize("length", [1, 8, 1000, 2**17 + 3])
-def test_frames(length: int, checksum: bool) -> None:
-    layout = (wire.Field("bytes", torch.uint8, length),)
-    message = torch.randint(0, 256, (length,), dtype=torch.uint8)
-    expected = wire.Frames([layout], message.device, checksum).pack([(message,)])
-    (copy,) = there(message)
-    with device_forms():
-        frames = wire.Frames([layout], copy.device, checksum)
-        frame = frames.pack([(copy,)])
-        assert_same(frame, expected)
-        for at, finding in ((0, wire.OTHER_VERSION), (8, wire.OTHER_LAYOUT)):
-            bad = frame.clone()
-            bad[at : at + 1].bitwise_xor_(1)
-            headers = frames.headers(bad[None])
-            assert headers is not None
-            (words,) = (headers ^ frames.expected).tolist()
-            assert frames.finding(*words) == (wire.DAMAGED if checksum and at else finding)
 
 
 # --- Whole messages -------------------------------------------------------------------------------

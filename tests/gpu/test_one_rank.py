@@ -39,17 +39,10 @@ def test_the_sum_of_all_gradients_is_conserved(spec: str) -> None:
     assert_conserved([accounted(Run(spec, dtype=torch.float64))])
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"),
-    [(torch.float32, 1e-5), (torch.float16, 1e-5), (torch.bfloat16, 1e-5)],
-)
-@pytest.mark.parametrize(
-    "spec", ["ef(topk(0.1))", 'bidirectional(topk(0.1), topk(0.1), selection="exact")']
-)
-def test_gradients_of_narrow_dtypes_are_conserved(
-    spec: str, dtype: torch.dtype, tolerance: float
-) -> None:
-    assert_conserved([accounted(Run(spec, dtype=dtype))], tolerance)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_gradients_of_narrow_dtypes_are_conserved(dtype: torch.dtype) -> None:
+    for spec in ("ef(topk(0.1))", 'bidirectional(topk(0.1), topk(0.1), selection="exact")'):
+        assert_conserved([accounted(Run(spec, dtype=dtype))], 1e-5)
 
 
 # --- Checkpoints and swaps ------------------------------------------------------------------------
@@ -186,13 +179,3 @@ def test_a_compiled_model(spec: str) -> None:
     eager = trained(spec, STEPS, bucket_cap_mb=None)
     assert_near(compiled.weights(), eager)
     compiled.close()
-
-
-def test_many_steps_without_a_wait_between_them() -> None:
-    """The host runs far ahead of the device, with several steps in the queue."""
-    for spec in ("mean", "ef(topk(0.1))"):
-        run = Run(spec)
-        with delayed("exchange", run.model):
-            run.train(0, 30)
-        assert torch.equal(run.weights(), trained(spec, 30))
-        run.close()

@@ -1,11 +1,11 @@
 """Choose between the forms of a kernel for the CPU."""
 
-from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
-from torchcomp.kernels import backend
+from torchcomp.kernels import backend, quantize
 from torchcomp.kernels.backend import fast_form
 from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.sparse import Sparse, kernels_for
@@ -22,15 +22,9 @@ def use_form(form: str, stem: str, patch: pytest.MonkeyPatch) -> None:
         patch.setattr(backend, "fast_form", lambda stem, device: None)
 
 
-@dataclass
-class Prepared:
-    """What kernels know of vectors."""
-
-    segments: tuple[Segment, ...]
-    device: torch.device
-    dtype: torch.dtype
-    fields: None = None
-    frames: None = None
+def quantize_form(device: torch.device | str = "cpu") -> ModuleType:
+    """Return the module that encodes and decodes values in the form that is in use."""
+    return backend.host_form("quantize", torch.empty(0, device=device)) or quantize
 
 
 def sparse_kernels(
@@ -41,4 +35,5 @@ def sparse_kernels(
 ) -> Sparse:
     """Return the kernels of segments (start, n, k), in the form that is in use."""
     made = tuple(Segment(*segment) for segment in segments)
-    return kernels_for(Prepared(made, torch.device(device), dtype), fmt)
+    place = {"device": torch.device(device), "dtype": dtype, "fields": None, "frames": None}
+    return kernels_for(SimpleNamespace(segments=made, **place), fmt)

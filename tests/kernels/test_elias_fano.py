@@ -6,15 +6,14 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
+from tests.kernels.definitions import BIG, EXAMPLES, some_of
 from tests.kernels.forms import sparse_kernels, use_form
+from tests.support.cases import thorough
 from torchcomp.kernels import backend, elias_fano
 from torchcomp.kernels.segments import Segment
 
 BACKENDS = ["torch", "numba"]
-BIG = 2**31 + 5
 
 
 @pytest.fixture(params=[*BACKENDS, *(["cuda"] if torch.cuda.is_available() else [])])
@@ -60,13 +59,6 @@ def raw(content, device="cpu"):
     return torch.tensor(list(content), dtype=torch.uint8, device=device)
 
 
-def some_of(n, k, seed=0):
-    """Draw k of n indices, also if n is too large to permute."""
-    generator = np.random.default_rng(seed)
-    drawn = np.unique(generator.integers(0, n, 2 * k + 8)) if k < n // 100 else np.arange(n)
-    return torch.from_numpy(np.sort(generator.choice(drawn, k, replace=False)))
-
-
 def bound(n, k):
     """log2 C(n, k)."""
     nats = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
@@ -74,16 +66,6 @@ def bound(n, k):
 
 
 # --- The bytes ------------------------------------------------------------------------------------
-
-
-EXAMPLES = [
-    ([5, 40, 41, 120], 128, "85 89 19 04"),  # the example of the module's docstring, l = 4
-    ([1, 200, 255], 256, "01 7d 81 02"),  # l = 5: a low part spans two bytes
-    ([0, 2, 3, 9], 10, "0d 02"),  # l = 0, a bitmap
-    ([BIG - 1], BIG, "04 00 00 00 10"),  # l = 29
-    ([], 1000, ""),
-    ([0, 1, 2], 3, ""),
-]
 
 
 @pytest.mark.parametrize(("chosen", "n", "expected"), EXAMPLES)
@@ -98,18 +80,6 @@ def test_worked_examples(device, chosen, n, expected):
     assert (index.dtype, index.device.type, index.tolist()) == (torch.int64, device, chosen)
 
 
-def test_the_width_of_the_low_part_gives_the_fewest_bytes():
-    assert [elias_fano._nbytes(128, 4, low) for low in range(8)] == [16, 10, 6, 5, 4, 4, 4, 5]
-    assert elias_fano.low_bits(128, 4) == 4
-
-
-def test_the_two_parts_may_start_at_any_address(device):
-    spaced = raw(bytes(3) + bytes.fromhex("85 89 19 04"), device)[3:]
-    index, intact = decode(spaced, 128, 4)
-    assert intact
-    assert index.tolist() == [5, 40, 41, 120]
-
-
 # --- Its size -------------------------------------------------------------------------------------
 
 
@@ -121,15 +91,6 @@ def test_the_size_is_near_the_information_bound(n, ratio, factor):
     assert bound(n, k) <= 8 * elias_fano.nbytes(n, k) <= factor * bound(n, k) + 14
 
 
-@pytest.mark.parametrize("ratio", [0.001, 0.01, 0.1])
-def test_the_size_is_near_the_information_bound_for_every_length(ratio):
-    factor = 1.15 if ratio == 0.1 else 1.10
-    # One n of each power of 2^(1/16): the width of the low part changes once per power of 2.
-    for n in [round(2 ** (power / 16)) for power in range(16 * 17, 16 * 34)]:
-        k = math.ceil(ratio * n)
-        assert 8 * elias_fano.nbytes(n, k) <= factor * bound(n, k) + 14, n
-
-
 @pytest.mark.parametrize("k", [0, 1, 200, 300, 500, 900, 999, 1000])
 def test_it_never_takes_more_than_a_bitmap(k):
     assert elias_fano.nbytes(1000, k) <= (0 if k in (0, 1000) else 125)
@@ -139,14 +100,12 @@ def test_it_never_takes_more_than_a_bitmap(k):
 # --- Sets and intact strings match one to one -----------------------------------------------------
 
 
-TINY = [(n, k) for n in range(9) for k in range(n + 1)] + [(40, 2)]
+TINY = [(n, k) for n in range(9) for k in range(n + 1)]
 
 
-@pytest.mark.thorough
-def test_of_all_strings_exactly_the_codes_are_intact(device):
-    # Only the last shape has a low part. It covers all 65,536 strings of two bytes.
-    assert (elias_fano.nbytes(40, 2), elias_fano.low_bits(40, 2)) == (2, 3)
-    for n, k in TINY[: None if device == "cpu" else -1]:
+@pytest.mark.parametrize("shapes", [TINY, *thorough([[(40, 2)]])], ids=["bitmaps", "low parts"])
+def test_of_all_strings_exactly_the_codes_are_intact(device, shapes):
+    for n, k in shapes:
         sets = map(list, itertools.combinations(range(n), k))
         codes = {bytes(encode(indices(*s, device=device), n).tolist()) for s in sets}
         assert len(codes) == math.comb(n, k)
@@ -155,67 +114,7 @@ def test_of_all_strings_exactly_the_codes_are_intact(device):
         assert intact == codes, (n, k)
 
 
-@st.composite
-def subsets(draw):
-    """Draw (n, ascending indices). In most cases, k is at or next to a limit."""
-    n = draw(st.one_of(st.integers(1, 40), st.integers(41, 3000)))
-    k = draw(st.one_of(st.sampled_from([0, min(1, n), n - 1, n]), st.integers(0, n)))
-    return n, some_of(n, k, draw(st.integers(0, 2**32)))
-
-
-@pytest.mark.parametrize("form", BACKENDS)
-@given(subsets())
-@settings(max_examples=150)
-def test_every_set_survives(form, subset):
-    n, chosen = subset
-    with pytest.MonkeyPatch.context() as patch:
-        use_form(form, "sparse", patch)
-        code = encode(chosen, n)
-        index, intact = decode(code, n, chosen.numel())
-    assert code.numel() == elias_fano.nbytes(n, chosen.numel())
-    assert intact
-    assert index.equal(chosen)
-
-
-@pytest.mark.parametrize(
-    ("n", "k"), [(BIG, 1), (BIG, 5), (BIG, 1000), (2**55, 7), (10**6, 10**4), (10**5, 99_999)]
-)
-def test_large_vectors_survive(device, n, k):
-    chosen = some_of(n, k)
-    chosen[-1] = n - 1
-    index, intact = decode(encode(chosen.to(device), n), n, k)
-    assert intact
-    assert index.cpu().equal(chosen)
-
-
-def check_decoded(content, n, k):
-    """Check that bytes decode to valid indices, and are intact if and only if they are a code."""
-    index, intact = decode(content, n, k)
-    assert (index.dtype, index.numel()) == (torch.int64, k)
-    assert index.min() >= 0
-    assert index.max() < n
-    if intact:
-        assert (index[1:] > index[:-1]).all()
-        assert encode(index, n).equal(content)
-    return index, bool(intact)
-
-
 SHAPES = [(64, 9), (100, 1), (100, 60), (1000, 10), (4096, 64), (70_000, 3), (BIG, 4)]
-
-
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_random_bytes_are_distinguished_from_codes(device, n, k):
-    generator = np.random.default_rng(n + k)
-    for density in [0.05, 0.1, 0.3, 0.5, 0.9] * 20:
-        bits = generator.random(8 * elias_fano.nbytes(n, k)) < density
-        check_decoded(raw(np.packbits(bits).tolist(), device), n, k)
-
-
-@pytest.mark.parametrize(("n", "k"), SHAPES)
-@pytest.mark.parametrize("byte", [0x00, 0xFF])
-def test_equal_bytes_are_not_a_code(device, n, k, byte):
-    _, intact = check_decoded(raw([byte] * elias_fano.nbytes(n, k), device), n, k)
-    assert not intact
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -226,7 +125,10 @@ def test_every_flipped_bit_gives_another_set_or_is_found(device, n, k):
     for bit in range(8 * code.numel()):
         flipped = code.clone()
         flipped[bit // 8] ^= 1 << bit % 8
-        index, intact = check_decoded(flipped, n, k)
+        index, intact = decode(flipped, n, k)
+        assert index.min() >= 0
+        assert index.max() < n
+        assert not intact or encode(index, n).equal(flipped)
         assert not (intact and index.equal(chosen))
         assert not (intact and bit >= low_part), "the number of set bits has changed"
 
@@ -240,39 +142,10 @@ def test_indices_out_of_order_or_range_are_refused(form, monkeypatch, chosen):
         sparse_kernels((100, 100, 2)).encode(torch.zeros(300), indices(*chosen) + 100, None)
 
 
-# --- Backends -------------------------------------------------------------------------------------
-
-
-def both(call):
-    """Return the results of `call` with plain torch and with Numba."""
-    made = []
-    for form in BACKENDS:
-        with pytest.MonkeyPatch.context() as patch:
-            use_form(form, "sparse", patch)
-            made.append(call())
-    return made
-
-
-@given(st.integers(2, 5000), st.data())
-def test_backends_agree_on_any_bytes(n, data):
-    k = data.draw(st.integers(1, n - 1))
-    length = elias_fano.nbytes(n, k)
-    content = raw(data.draw(st.binary(min_size=length, max_size=length)))
-    (index, intact), (other, other_intact) = both(lambda: decode(content, n, k))
-    assert intact.equal(other_intact)
-    if intact:
-        assert index.equal(other)
+# --- Low parts ------------------------------------------------------------------------------------
 
 
 WIDTHS = [(2**14 << low // 2, 2**14 << low // 2 >> low) for low in range(1, 22)]
-
-
-@pytest.mark.parametrize(("n", "k"), WIDTHS)
-def test_low_parts_of_every_width_survive(device, n, k):
-    chosen = some_of(n, k)
-    index, intact = decode(encode(chosen.to(device), n), n, k)
-    assert intact
-    assert index.cpu().equal(chosen)
 
 
 @pytest.mark.parametrize(("n", "k"), [*WIDTHS, (2**32, 1000), (2**32 - 2**27, 1000)])
@@ -289,10 +162,16 @@ def test_entries_swapped_within_a_bucket_are_found(device, n, k):
         assert not decode(raw(np.packbits(swapped, bitorder="little"), device), n, k)[1]
 
 
-@pytest.mark.parametrize(
-    ("n", "k"), [*SHAPES, (10**6, 10**4), (4 * 10**5, 140_000), (10**7, 140_000), (BIG, 140_000)]
-)
-def test_backends_make_the_same_bytes(n, k):
+MANY = [(BIG, 1), (2**55, 7), (10**5, 99_999), (4 * 10**5, 140_000), (BIG, 140_000)]
+
+
+@pytest.mark.parametrize(("n", "k"), [*SHAPES, *MANY, *WIDTHS])
+def test_vectors_of_all_sizes_have_the_code_of_the_reference_and_survive(device, n, k):
     chosen = some_of(n, k)
-    reference, fast = both(lambda: encode(chosen, n))
-    assert reference.equal(fast)
+    chosen[-1] = n - 1
+    code = encode(chosen.to(device), n)
+    (expected,) = elias_fano.encode(chosen, [Segment(0, n, k)])
+    assert code.cpu().equal(expected)
+    index, intact = decode(code, n, k)
+    assert intact
+    assert index.cpu().equal(chosen)

@@ -69,14 +69,6 @@ def test_the_second_launch_goes_to_the_driver(recorded):
     assert len(recorded.slow) == 1
 
 
-def test_before_triton_3_3_constants_are_not_passed(recorded, monkeypatch):
-    monkeypatch.setattr(launch, "_TAKES_CONSTANTS", False)
-    run, table = prepared()
-    for _ in range(2):
-        run(tensor(), tensor(), 0.5)
-    assert recorded.quick[0][-2:] == (table.data_ptr(), 9)
-
-
 @pytest.mark.parametrize("other", [tensor(shift=4), tensor(torch.int32)], ids=["address", "dtype"])
 def test_each_class_of_arguments_has_its_own_form(recorded, other):
     run, _ = prepared()

@@ -1,4 +1,4 @@
-"""Triton kernels without a GPU: interpreted, compiled for three GPUs, and where they cannot run."""
+"""Triton kernels without a GPU: interpreted, compiled for two GPUs, and where they cannot run."""
 
 import ast
 import os
@@ -109,7 +109,7 @@ def launch_counted(form, dtype, n):
 def launch_elementwise(form, dtype, n):
     g, e, rest, noise = empty(n, dtype=dtype), empty(n), empty(n), empty(n)
     frame, rows = empty(8 * n, dtype=torch.uint8), empty(8, 8 * n, dtype=torch.uint8)
-    for fmt, offset in ((None, 16), ("bf16", 17), ("int8", 16), ("int4", 17)):
+    for fmt, offset in (("int8", 16), ("int4", 17)):
         segments = [Segment(0, n, n)]
         kernels = form.ElementwiseTriton(segments, fmt, dtype, empty(0).device, [offset])
         kernels.encode_sum(g, e, rest, frame, noise if fmt == "int8" else None)
@@ -122,8 +122,7 @@ def launch_elementwise(form, dtype, n):
 
 
 def launch_swap(form, dtype, n):
-    form._swaps.clear()
-    form._fills.clear()
+    form._launch_of.cache_clear()
     condition = empty(dtype=torch.bool)
     form.swap_where(condition, empty(n, dtype=dtype), empty(n, dtype=dtype))
     form.fill_where(condition, empty(n, dtype=dtype), 0.0)
@@ -140,7 +139,7 @@ LAUNCHES = {
 }
 
 
-PARTS = {"table", "fields", "selection", "coding", "decoding", "adding", "selecting", "frames"}
+PARTS = {"table", "fields", "selection", "coding", "decoding", "selecting", "frames"}
 """What others launch; and `frames`, which has no kernel of its own."""
 
 
@@ -195,8 +194,8 @@ def resources(kernels, folder):
 CASES = [
     (stem, capability, dtype, n)
     for stem in LAUNCHES
-    for capability in (80, 86, 90)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16)
+    for capability in (80, 90)
+    for dtype in (torch.float32, torch.bfloat16)
     for n in (N, N - 1)
 ]
 
@@ -331,11 +330,3 @@ def test_a_launch_that_fails_is_found_before_training(dtype, caplog):
     assert ["Triton" in message for message in messages_of("kernels.backend", caplog)] == [True]
     assert backend.fast_form("sparse", "cpu") is None
     assert sparse_kernels((0, 1000, 3)).select(torch.arange(1000.0)).tolist() == [997, 998, 999]
-
-
-@pytest.mark.usefixtures("on_triton")
-def test_the_rehearsal_reaches_the_kernels(compiled):
-    # What the selection returns here is arbitrary: nothing has run.
-    method, cpu = torchcomp.parse("ef(topk(0.01))"), torch.device("cpu")
-    kernels = compiled(80, rehearse, method, torch.float32, cpu)
-    assert {kernel.metadata.name for kernel in kernels} >= SELECT

@@ -4,7 +4,6 @@ import math
 from fractions import Fraction
 from itertools import product
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,9 +13,9 @@ from torchcomp.engine.bucket import BucketShape
 from torchcomp.exchange.traffic import Load
 from torchcomp.routes import wire
 from torchcomp.routes.codec import nbytes_of
+from torchcomp.routes.searches import search_load
 from torchcomp.routes.sharded_load import sharded_load
 from torchcomp.routes.shards import direction
-from torchcomp.routes.threshold import search_load
 
 SELECTING = [TopK(0.1), TopK(k=3, scope="tensor"), TopK(0.5, scope="tensor", values="int4")]
 OTHERS = [Identity(), Cast("bf16"), Quantize("int8"), RandK(0.3, scope="tensor")]
@@ -31,7 +30,7 @@ def frames(each):
     """The expected bytes of every owner's frame."""
     if not each.exact:
         return [framed(vectors) for vectors in each.fixed]
-    sizes = [sum(widths) for widths in each.widths]
+    sizes = each.sizes
     return [
         expected_frame(
             each,
@@ -126,13 +125,6 @@ def test_fewer_entries_than_shards_send_what_random_entries_send_on_average():
     dense = 9 * wire.framed(400)
     frame = framed(entry.counted(0, [1]))
     assert sent == counts + round(0.9 * frame) - dense
-
-
-@pytest.mark.parametrize("world_size", [1, 3, 70])
-def test_a_shard_is_one_of_the_shards(world_size):
-    shape = BucketShape(("a", "b", "c"), ((10,), (0,), (57,)), torch.float32)
-    shards = shape.shards(world_size)
-    assert tuple(shape.shard(world_size, rank) for rank in range(world_size)) == shards
 
 
 def test_an_empty_bucket_sends_nothing():

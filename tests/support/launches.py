@@ -125,6 +125,8 @@ class Count:
         taken.by_kind, self.by_kind = self.by_kind, taken.by_kind
         return taken
 
+    reset = take
+
     def add(self, other: "Count") -> None:
         for kind, counter in other.by_kind.items():
             self.by_kind[kind].update(counter)

@@ -57,14 +57,6 @@ class Vectors(tuple[Vector, ...]):
         vectors: the vectors. Their compressors can differ in the number of entries only.
         device: the device of the tensor.
         dtype: dtype of the values in the messages, as in the layouts.
-
-    Attributes:
-        compressor: that of the first vector, which handles them all.
-        segments: where each vector is, and how many of its entries are sent.
-        drawing: draws random numbers for the device.
-        frames: the frames of the message, if it has any.
-        fields: where the fields of each vector lie in the frames to send, if that is known. A
-            compressor can write there and return these very tensors.
     """
 
     def __new__(
@@ -150,11 +142,7 @@ class Compressor(Component):
         return (0,)
 
     def at(self, step: int) -> "Compressor":
-        """Return the compressor to use at a step: itself, unless it changes during a run.
-
-        Args:
-            step: index of the exchange, counted from 0.
-        """
+        """Return the compressor to use in the exchange with this index, usually itself."""
         # A function of the step alone, so that ranks agree without a message. Few stages, because
         # each one prepares all buckets again.
         return self
@@ -241,18 +229,9 @@ class Compressor(Component):
             out.div_(divisor)
 
     def round_trips(self, rows: Tensor, names: Sequence[str], keys: Sequence[Key]) -> Tensor:
-        """Return what the receivers decode from the message of each vector, for simulations.
+        """Return what receivers decode from the message of each row of `rows`, for simulations.
 
-        It equals :meth:`encode` and :meth:`mean` of each row. A subclass can compute it without
-        building messages.
-
-        Args:
-            rows: the vectors; (count, n).
-            names: the name of each vector.
-            keys: the key of each vector.
-
-        Returns:
-            A new tensor, shaped like `rows`.
+        It equals :meth:`encode` and :meth:`mean` of each row, with its name and key.
         """
         out = torch.empty_like(rows)
         for row, name, key, decoded in zip(rows, names, keys, out, strict=True):

@@ -1,6 +1,5 @@
 """Identity: send the vector unchanged."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +28,6 @@ class Identity(Dense):
     def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
         # No copy: the message shares the memory of `x`.
         return Encoded([(part(x, segment),) for segment in vectors.segments])
-
-    def round_trips(self, rows: Tensor, names: Sequence[str], keys: Sequence[Key]) -> Tensor:
-        return rows.clone()
 
     def alpha(self, numel: int) -> float:
         return 1.0

@@ -9,7 +9,7 @@ from torch import Tensor
 from torchcomp.compressors.base import Compressor, Encoded, Messages, Vectors
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
-from torchcomp.kernels.quantizer import Quantizer, quantizer_for
+from torchcomp.kernels.quantize import Quantizer, quantizer_for
 from torchcomp.routes.wire import Layout
 from torchcomp.specs.component import Choices
 

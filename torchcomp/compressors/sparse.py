@@ -85,10 +85,7 @@ class Selector(Sparsifier):
 
     @abstractmethod
     def select(self, x: Tensor, vectors: Vectors) -> Tensor:
-        """Return the indices within `x` to keep of each vector, vector by vector.
-
-        They are 1-D int64, and ascend strictly in each vector.
-        """
+        """Return the indices within `x` to keep, int64, vector by vector, ascending in each."""
 
     @abstractmethod
     def select_sum(self, g: Tensor, e: Tensor, out: Tensor, vectors: Vectors) -> Tensor:
@@ -96,16 +93,10 @@ class Selector(Sparsifier):
 
     @abstractmethod
     def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        """Encode the entries `index` of `x`, which :meth:`select` returned.
-
-        The values are rounded to ``vectors.dtype`` first.
-        """
+        """Encode the entries `index` of `x`, rounded to ``vectors.dtype`` first."""
 
     def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
-        """Return a module for messages whose number of entries only the device knows, if any.
-
-        Also return the format of the values.
-        """
+        """Return the module and format for messages whose entries only a device counts."""
         return None, None
 
     def exactly(self, count: int) -> "Selector":

@@ -22,21 +22,11 @@ class Buckets:
     """Averages the buckets of one model over all ranks, one backward pass after another.
 
     The job of a bucket calls :meth:`average` on the first of the executors; that of the first
-    bucket calls :meth:`begin` before it, and that of the last one :meth:`finish` after it.
-
-    Args:
-        averager: the engine. With two levels, its ranks are those of equal position in all nodes,
-            and its parameters pieces.
-        everyone: exchange among all ranks over the user's group, for between two steps.
-        place: where this rank is.
-        parameters: of the model, by name.
-        executors: where jobs run, from the first to the last that a bucket passes.
-
-    Attributes:
-        gathers: whether `everyone` is all ranks. With a manager, it is this rank alone.
+    bucket calls :meth:`begin` before it, and that of the last one :meth:`finish` after it. The
+    exchange `everyone` is over the user's group, for between two steps.
     """
 
-    gathers = True
+    gathers = True  # whether `everyone` is all ranks; with a manager, it is this rank alone
     _one_order = False  # whether ranks can have different DDP buckets, and need one order of groups
 
     def __init__(
@@ -47,22 +37,17 @@ class Buckets:
         parameters: Mapping[str, Tensor],
         executors: Sequence[Executor] = (),
     ) -> None:
-        self.averager = averager
-        self.everyone = everyone
-        self.place = place
-        self.parameters = parameters
-        self.executors = executors
+        self.averager, self.everyone, self.place = averager, everyone, place
+        self.parameters, self.executors = parameters, executors
         self._reordering: Reordering | None = None
         self._changes = -1  # `averager.changes` when it was made
 
     def shape_of(self, names: Names) -> BucketShape:
-        """Return the shape of a bucket of these parameters."""
         return self.averager.shape_of(names)
 
     # One step, in the thread or on the stream of the first executor.
 
     def begin(self, scale: float, lrs: dict[str, float] | None) -> None:
-        """Begin a step with this loss scale and these learning rates."""
         averager = self.averager
         averager.begin(scale, lrs)
         if averager.changes != self._changes:  # a swap or a loaded checkpoint changes the groups
@@ -74,21 +59,19 @@ class Buckets:
             self._reordering.begin()
 
     def average(self, bucket: Bucket) -> None:
-        """Average a bucket of DDP in place, now or when the rest of its group has come."""
         if self._reordering is None:
             self.averager.average(bucket)
             return
-        for group in self._reordering.add(bucket):
+        for group in self._reordering.add(bucket):  # those that the bucket completes
             self.averager.average(group)
 
     def finish(self, end: Callable[..., bool]) -> None:
-        """End the step, after its last bucket, with :meth:`.Averager.finish`."""
         end()
 
     # Around a step, in the thread of the backward pass.
 
     def start(self) -> None:
-        """Prepare for a step, before its first bucket: forget the failure of an earlier one."""
+        """Prepare for a step, before its first bucket."""
         for executor in self.executors:
             executor.failure = None
 
@@ -116,12 +99,7 @@ class Buckets:
 
     # Between two steps.
 
-    def use(self, aggregator: Aggregator) -> str:
-        """Change the method; see :meth:`.Averager.use`."""
-        return self.averager.use(aggregator)
-
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of this rank; see :meth:`.Averager.state_dict`."""
         state = self.averager.state_dict()
         if self.place.node_size == 1:
             return state
@@ -129,7 +107,6 @@ class Buckets:
         return {**state, **own, "two_levels": two_levels(self.place, layout_of(self.parameters))}
 
     def load_state_dict(self, state: Any, method: Aggregator | None = None) -> None:
-        """Restore the state of this rank; see :meth:`.Averager.load_state_dict`."""
         method = method or self.averager.aggregator
         checkpoint.check_header(state, str(method), self.everyone, checkpoint.ADVICE)
         check_place(state, self.place)
@@ -137,7 +114,6 @@ class Buckets:
         self.averager.load_state_dict({**state, **own}, method)
 
     def leave(self) -> None:
-        """Hand the residual of this rank to the others at the end of the next step."""
         raise RuntimeError(
             "leave() is for torchcomp.register(..., manager=manager). Without a manager, the ranks "
             "change between two runs: torchcomp.redistribute(states, world_size) converts states"
@@ -145,14 +121,13 @@ class Buckets:
 
     @property
     def left(self) -> bool:
-        """Whether the residual was handed over, in a step that counts."""
         return False
 
     def close(self, timeout: float | None = None) -> None:
         """End threads and connections. Can be called more than once.
 
-        With a timeout in seconds, it waits no longer for jobs. Connections then remain, because a
-        job that another rank never joins would keep them, and this call, waiting.
+        With a timeout in seconds, wait no longer for jobs. Connections then remain: a job that
+        another rank never joins would keep them, and this call, waiting.
         """
         end = None if timeout is None else time.monotonic() + timeout
         # The last one first: each waits for the stream of the one before it.

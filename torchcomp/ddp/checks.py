@@ -1,6 +1,6 @@
 """Checks of a DDP model before training, and the settings that torchcomp reads from it.
 
-Each check raises UnsupportedModelError, or SpecError for an argument.
+Each check raises UnsupportedModelError.
 """
 
 from collections.abc import Container
@@ -35,18 +35,7 @@ def check_is_ddp(model: object) -> None:
     if not isinstance(model, DistributedDataParallel) or torchfts:
         raise UnsupportedModelError(
             "expected a torch.nn.parallel.DistributedDataParallel model, not "
-            f"{type(model).__name__}{_how_to_wrap(model)}"
-        )
-
-
-def check_one_rank(model: DistributedDataParallel) -> None:
-    """Require that DDP itself averages over no other rank, because a manager's ranks change."""
-    ranks = model.process_group.size()
-    if ranks != 1:
-        raise UnsupportedModelError(
-            "with a manager, the ranks of its quorum exchange, but the model's own process group "
-            f"has {ranks} ranks. With torchft, build torch.nn.parallel.DistributedDataParallel("
-            "module, process_group=ProcessGroupDummy(0, 1))"
+            f"{type(model).__name__}. {_how_to_wrap(model)}"
         )
 
 
@@ -60,9 +49,8 @@ def check_not_joined(model: DistributedDataParallel | None) -> None:
     """Require that DDP's ``join`` is not in use. None stands for a model that was deleted."""
     if model is not None and model._join_config.enable:
         raise UnsupportedModelError(
-            "model.join() is not supported: it lets ranks run out of batches at different steps, "
-            "and every exchange of torchcomp needs all ranks. Give every rank the same number of "
-            "batches"
+            "model.join() is not supported: every exchange needs all ranks. Give every rank the "
+            "same number of batches"
         )
 
 
@@ -81,8 +69,7 @@ def check_model(model: DistributedDataParallel, *, or_registered: bool = False) 
         listed = ", ".join(f"'{name}' on {device}" for device, name in first_on.items())
         raise UnsupportedModelError(
             f"the model's parameters are on {len(first_on)} devices ({listed}), and an exchange "
-            "runs on the stream of one. Put the whole model on one device, with one process per "
-            "device, or use plain DDP"
+            "runs on the stream of one. Put the whole model on one device, or use plain DDP"
         )
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -121,9 +108,9 @@ def check_not_sharded(model: nn.Module) -> None:
     """Require that ``fully_shard`` has not taken parameters from DDP."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedModelError(
-            "fully_shard was called on a module of this DDP model after torchcomp.register. DDP "
-            "no longer sees its gradients, and the replicas would drift apart. Leave out DDP: "
-            "shard the module, then call torchcomp.register(module, spec, replicate=...)"
+            "fully_shard was called on a module of this DDP model after torchcomp.register, so "
+            "DDP no longer sees its gradients. Leave out DDP: shard the module, then call "
+            "torchcomp.register(module, spec, replicate=...)"
         )
 
 
@@ -141,11 +128,8 @@ def named(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, nn
     """Return all (name, parameter) pairs but those that are ignored, in registration order."""
     # torch.compile puts `_orig_mod.` into the names. Remove it: a checkpoint then fits both the
     # compiled and the plain model.
-    return [
-        (name.replace("_orig_mod.", ""), parameter)
-        for name, parameter in module.named_parameters()
-        if name not in ignored
-    ]
+    pairs = module.named_parameters()
+    return [(name.replace("_orig_mod.", ""), each) for name, each in pairs if name not in ignored]
 
 
 def device_of(model: DistributedDataParallel) -> torch.device:
@@ -164,32 +148,31 @@ def bucket_caps(model: DistributedDataParallel) -> Caps:
     return listed_bucket_caps(model) or (*first, int(model.bucket_bytes_cap))
 
 
-_FRAMEWORKS = "For Lightning, Accelerate and other frameworks, see docs/integrations/README.md"
-
-
 def _how_to_wrap(model: object) -> str:
-    """Return advice on how to get a DDP model, as the end of an error message."""
     # From the most specific class to the least: all of these are nn.Modules.
     if isinstance(getattr(model, "_orig_mod", None), DistributedDataParallel):
-        return ". Call this on the DDP model, before torch.compile"
+        return "Call this on the DDP model, before torch.compile"
     if isinstance(model, nn.Module) and any(isinstance(m, FSDPModule) for m in model.modules()):
         return (
-            ". FSDP2 reduces gradients over its shards itself. To compress what its replicas "
-            'exchange, call fully_shard on the whole model with mesh["shard"] of a mesh of two '
-            'dimensions, and torchcomp.register(model, spec, replicate=mesh["replicate"])'
+            "To compress what replicas of FSDP2 exchange, call fully_shard on the whole model with "
+            'mesh["shard"] of a mesh of two dimensions, and torchcomp.register(model, spec, '
+            'replicate=mesh["replicate"])'
         )
     if isinstance(model, FullyShardedDataParallel):
         return (
-            ". FSDP1 shards the model and reduces gradients itself. Use fully_shard (FSDP2) and "
-            "torchcomp.register(model, spec, replicate=...), or DistributedDataParallel"
+            "FSDP1 reduces gradients itself. Use fully_shard (FSDP2) and torchcomp.register(model, "
+            "spec, replicate=...), or DistributedDataParallel"
         )
     if isinstance(model, nn.DataParallel):
         return (
-            ". DataParallel runs all devices in one process. Start one process per device with "
+            "DataParallel runs all devices in one process. Start one process per device with "
             "torchrun, and wrap DistributedDataParallel(model.module)"
         )
     wrap = "Wrap it first: model = DistributedDataParallel(model). "
-    return f". {wrap if isinstance(model, nn.Module) else ''}{_FRAMEWORKS}"
+    return (
+        f"{wrap if isinstance(model, nn.Module) else ''}For Lightning, Accelerate and other "
+        "frameworks, see docs/integrations/README.md"
+    )
 
 
 def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
@@ -201,30 +184,29 @@ def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
         return
     if owner is not None:
         raise UnsupportedModelError(
-            f"{owner} is already installed on this model, and a model can have only one method. "
-            "Use handle.swap(spec) to change the method of a registered model, or sync.close() to "
-            "end local steps. To compress gradients inside the groups of LocalSGD(..., "
-            "process_group=...), call torchcomp.register before LocalSGD"
+            f"{owner} is already installed on this model, which can have only one method. To "
+            "change the method, use handle.swap(spec); to end local steps, sync.close(). To "
+            "compress gradients inside the groups of LocalSGD(..., process_group=...), call "
+            "torchcomp.register before LocalSGD"
         )
     if model._comm_hooks:
         hook = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
         raise UnsupportedModelError(
-            f"the model already has the communication hook '{hook}', and DDP allows only one. Do "
-            "not register another hook together with torchcomp"
+            f"the model already has the communication hook '{hook}', and DDP allows only one"
         )
 
 
 def _check_options(model: DistributedDataParallel) -> None:
     # Each of these makes gradients bypass the hook, or changes them outside of it.
     problems = {
-        "DDP's mixed_precision installs its own hooks, which replace the gradients. Use "
-        "torch.autocast in the forward pass instead": model.mixed_precision is not None,
+        "DDP's mixed_precision replaces the gradients. Use torch.autocast in the forward pass "
+        "instead": model.mixed_precision is not None,
         "torch._dynamo.config.optimize_ddp = 'python_reducer' reduces gradients without "
         "buckets. Set it to 'ddp_optimizer', the default": model._use_python_reducer,
-        "delay_all_reduce_named_params reduces these parameters without calling the hook. Do not "
-        "use this option": model._delay_all_reduce_params,
-        "skip_all_reduce_unused_params hides gradients from the hook. Do not use this "
-        "option": skips_unused_parameters(model),
+        "delay_all_reduce_named_params reduces parameters without calling the hook. Leave it "
+        "out": model._delay_all_reduce_params,
+        "skip_all_reduce_unused_params hides gradients from the hook. Leave it "
+        "out": skips_unused_parameters(model),
         "an optimizer runs inside the backward pass (_apply_optimizer_in_backward), before the "
         "gradients are exchanged. Step the optimizer after the backward pass": any(
             hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()

@@ -1,11 +1,9 @@
 """Discarded: whether the gradients of a step were thrown away before an optimizer used them.
 
-In a GAN, the backward pass of the generator's loss also reaches the discriminator, and `zero_grad`
-then erases the gradients there. SAM does so with its first pass, and a script may drop a step whose
-loss is a spike. Plain DDP forgets such gradients; a residual would keep the part that was not sent,
-and apply it later. Therefore a step does not count if its gradients were cleared before an
-optimizer of these parameters stepped. Unless one has stepped, as usual, the next backward pass
-looks whether they were, just before it accumulates its first gradient.
+So do GANs with those of the generator's loss in the discriminator, SAM with its first pass, and
+scripts that drop a step. A residual would keep the part that was not sent, and apply it later, so
+such a step does not count. Unless an optimizer of these parameters has stepped, as usual, the next
+backward pass looks whether they were cleared, just before it accumulates its first gradient.
 """
 
 import logging
@@ -27,6 +25,7 @@ from torch.optim.optimizer import (
 from torchcomp.engine import host
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.nonfinite import largest_magnitudes
+from torchcomp.engine.settlement import Status
 
 _log = logging.getLogger(__name__)
 _PARAMETERS = itemgetter("params")
@@ -37,18 +36,12 @@ class Discarded:
 
     Where no optimizer of the parameters is seen to step, such as with an update written by hand or
     in a CUDA graph, every step counts. A rank that `speaks` logs the first step that is taken back.
-
-    Attributes:
-        open: whether the last step can have been thrown away: it counts, and no optimizer has
-            stepped on its gradients.
     """
 
     def __init__(
-        self,
-        averager: Averager,
-        parameters: Mapping[str, Tensor],
-        speaks: bool = False,
+        self, averager: Averager, parameters: Mapping[str, Tensor], speaks: bool = False
     ) -> None:
+        # Whether the last step counts, and no optimizer has stepped on its gradients.
         self.open = False
         self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
         # Weak, because the averager refers to this object.
@@ -99,11 +92,7 @@ class Discarded:
             self._cleared = not _any_nonzero(gradients)
 
     def settle(self, *, in_backward: bool) -> None:
-        """Take the last step back if it was thrown away. All ranks do so before the same step.
-
-        A backward pass that has begun the next step has called :meth:`look` already, unless it has
-        computed no gradient of a parameter yet.
-        """
+        """Take the last step back if it was thrown away. All ranks do so before the same step."""
         if self._hooks or not in_backward:
             self.look()
         averager = self._averager()
@@ -117,7 +106,7 @@ class Discarded:
                 self._last = averager.step, averager.changes
                 self.open = averager.steps_kept > 0
                 raise
-        skipped = not averager.counted and not averager.steps_kept
+        skipped = averager.status is not Status.COUNTED and not averager.steps_kept
         if skipped or self._last != (averager.step, averager.changes):
             # Another one was loaded, or the step does not count for another reason.
             self.open = False
@@ -179,7 +168,6 @@ _trained = weakref.WeakKeyDictionary[Optimizer, tuple[int, _Models]]()
 
 
 def _listen(discarded: Discarded) -> None:
-    """Tell an object from now on when an optimizer of its parameters steps."""
     global _hears_optimizers
     with _lock:
         _models.add(discarded)

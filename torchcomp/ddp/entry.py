@@ -7,10 +7,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.ddp.arguments import Options
 from torchcomp.ddp.handle import Handle
-from torchcomp.ddp.optimizer_lrs import Optimizers
-from torchcomp.ddp.register import register_ddp
+from torchcomp.ddp.loop import Optimizers
+from torchcomp.ddp.register import Options, register_ddp
 from torchcomp.fsdp.register import register_fsdp
 from torchcomp.specs.component import Component
 
@@ -43,37 +42,32 @@ def register(
         model: a DDP model on CPU (gloo) or CUDA (NCCL) with floating-point parameters, or the root
             module of FSDP2, sharded by ``fully_shard(module, mesh=mesh["shard"])``.
         spec: the method, such as ``"ef(topk(0.01))"``; see :func:`torchcomp.parse`. ``"auto"``, or
-            a :class:`torchcomp.Auto`, times several in the first steps and goes on with the best;
-            only for DDP.
+            a :class:`torchcomp.Auto`, times several in the first steps (DDP only).
         seed: seed of all random choices of the method, an integer of at least 0.
         scaler: the ``GradScaler`` of the training loop, if it has one. The residual then follows
             the loss scale, and does not change in steps that the scaler skips. Without a scaler, a
             NaN or infinity in a gradient raises an error.
         check: when a step with a NaN, an infinity or a damaged message raises. "now": at the end
             of its backward pass, and nothing has changed. "late": in the next backward pass, swap,
-            ``state_dict()`` or ``close()``, so that the host does not wait for the device at the
-            end of a step.
-            The device then replaces the gradients of such a step: by zeros, or with a scaler by
-            infinity, so that the scaler skips it. "auto": "late" on an accelerator, and "now" on
-            the CPU. A step with ``find_unused_parameters=True`` is always checked at its
-            end, and so is one with a manager: "late" is refused there.
+            ``state_dict()`` or ``close()``, so that the host does not wait for the device. The
+            device then replaces the gradients of such a step: by zeros, or with a scaler by
+            infinity, so that the scaler skips it. "auto": "late" on an accelerator, "now" on the
+            CPU, with a manager and with ``find_unused_parameters=True``.
         lr_inside: the optimizer of the training loop, or a list of all that train the model. The
             residual is then in the unit of the update, the learning rate times the gradient: what
             is sent late is applied at the learning rate of the step that it comes from. By default,
-            it is in the unit of the gradients, and applied at the learning rate of the step that
-            sends it. While the learning rate is constant, both are the same. Meant for SGD without
-            momentum: any other optimizer logs a warning. docs/usage.md has the details.
+            it is applied at that of the step that sends it. Meant for SGD without momentum: any
+            other optimizer logs a warning. docs/usage.md has the details.
         nodes: which ranks share a network card, to exchange in two levels. The ranks of a node
             average their gradients uncompressed; the method then runs between the nodes, and each
-            rank keeps the residual of its share of the model. "auto" reads from torchrun how many
-            ranks a node has. Otherwise, pass that number, or a DeviceMesh with two dimensions,
-            nodes and their ranks. By default, all ranks exchange with all others.
-        inside: "bf16" halves the bytes inside a node: its ranks then exchange gradients, and their
-            means, rounded to bfloat16. By default, they exchange them as they are.
+            rank keeps the residual of its share of the model. Pass how many ranks a node has,
+            "auto" to read that from torchrun, or a DeviceMesh with two dimensions, nodes and their
+            ranks. By default, all ranks exchange with all others.
+        inside: "bf16" halves the bytes inside a node: gradients and means are then rounded to
+            bfloat16 there.
         replicate: for FSDP2, the mesh dimension of the replicas, such as ``mesh["replicate"]`` of
             ``mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("replicate", "shard"))``.
-            FSDP2 averages gradients over the shards of a replica; the method then runs between
-            replicas, and each rank keeps the residual of its shard.
+            The method then runs between replicas, and each rank keeps the residual of its shard.
         manager: the ``torchft.Manager`` of the training loop, to go on without a restart when a
             rank dies, joins or leaves. The exchange is then among the ranks of its quorum, and the
             model is ``DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))``
@@ -89,13 +83,11 @@ def register(
         A handle for statistics, checkpoints and changes of the method.
 
     Raises:
-        SpecError: on every rank, if the spec, the seed, the scaler, `check`, `lr_inside` or the
-            settings of the manager are invalid, or if a parameter of the model is in no optimizer
-            of `lr_inside` or in several.
+        SpecError: on every rank, if an argument is invalid, or if a parameter of the model is in no
+            optimizer of `lr_inside` or in several.
         UnsupportedModelError: if the model is neither DDP nor FSDP2, has a hook, uses an option of
             DDP that bypasses hooks, has complex parameters, sparse gradients or parameters on
-            several devices, or has trained already; or if FSDP2 shards only a part of the model,
-            or averages the replicas itself.
+            several devices, or has trained already; or if FSDP2 shards only a part of it.
         RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
     """
     options = Options(

@@ -15,25 +15,15 @@ Job = Callable[[], object]
 Leave = Callable[[BaseException], None]
 
 AT_EXIT_SECONDS = 2.0
-"""How long a process that ends waits for unfinished jobs.
-
-A collective that another rank never joins would keep it until the timeout of the process group,
-which is 30 minutes by default.
-"""
+"""How long a process that ends waits for jobs: another rank may never join their collectives."""
 
 
 class Executor:
-    """Runs jobs in the order of submission, until one raises; this base class without overlap.
-
-    Args:
-        leave: called with an error that other ranks may not have, and who would wait for this one.
-
-    Attributes:
-        failure: the exception of the job that raised, or None. The owner reads and resets it.
-    """
+    """Runs jobs in the order of submission, until one raises; this base class without overlap."""
 
     def __init__(self, leave: Leave | None = None) -> None:
-        self.failure: BaseException | None = None
+        self.failure: BaseException | None = None  # of a job; the owner reads and resets it
+        # Called with an error that other ranks may not have, and who would wait for this one.
         self._leave = leave
 
     def submit(self, job: Job, *, always: bool = False) -> None:
@@ -64,20 +54,13 @@ class Executor:
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream for an exchange, of high priority.
-
-    Otherwise, the many small kernels of an exchange would queue behind the large ones of the
-    backward pass, and the exchange would end after it.
-    """
+    """Return a new stream for an exchange, of high priority."""
+    # Otherwise, the many small kernels of an exchange would end after the backward pass.
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
 class StreamExecutor(Executor):
-    """Enqueues each job on a side stream of one CUDA device, from the calling thread.
-
-    The host returns to the backward pass immediately, and its kernels run in parallel with the
-    exchange.
-    """
+    """Enqueues each job on a side stream of one CUDA device, from the calling thread."""
 
     def __init__(self, device: torch.device, leave: Leave | None = None) -> None:
         super().__init__(leave)
@@ -102,9 +85,8 @@ class StreamExecutor(Executor):
 class ThreadExecutor(Executor):
     """Runs jobs in one worker thread. For gloo, this is the only safe way to overlap collectives.
 
-    A gloo collective blocks the calling thread, which is the one of the backward pass. A collective
-    issued from a future's callback can pair with the wrong collective of another rank. A single
-    worker thread with a queue has neither problem.
+    One blocks the thread that calls it, and from a future's callback, it can pair with the wrong
+    one of another rank.
     """
 
     def __init__(self, leave: Leave | None = None) -> None:
@@ -157,6 +139,6 @@ def _in_thread(exchange: ProcessGroupExchange) -> bool:
 
 def after_backward(callback: Callable[[], None]) -> None:
     """Call `callback` at the end of the current backward pass, after callbacks queued earlier."""
-    # torch has no public function for this. DDP queues its final callback in the same way.
+    # There is no public function for this. DDP queues its final callback in the same way.
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

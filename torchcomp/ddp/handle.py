@@ -17,9 +17,7 @@ from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.discarded import Discarded
 from torchcomp.ddp.executors import AT_EXIT_SECONDS
-from torchcomp.ddp.loss_scale import LossScale
-from torchcomp.ddp.one_process import OfOneProcess
-from torchcomp.ddp.optimizer_lrs import OptimizerLRs
+from torchcomp.ddp.loop import LossScale, OfOneProcess, OptimizerLRs
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange
 from torchcomp.specs.component import Component
@@ -61,7 +59,10 @@ class Handle(OfOneProcess, Gatherable):
         self.guard: Any = buckets.averager.observer or _NO_GUARD
         self._closed = False
         self.seconds_waited = 0.0
-        self._loss_scale, self._lrs = LossScale.of(scaler, model), lrs
+        self._loss_scale: LossScale | None = None
+        self._lrs = lrs
+        if scaler is not None and scaler.is_enabled():
+            self._loss_scale = LossScale(scaler, model)
         # Replaces the gradients of a step that does not count, if only the device knows that. A
         # scaler skips the step because of the infinity. Without one, the optimizer gets zeros.
         self._void_value = 0.0 if self._loss_scale is None else math.inf
@@ -94,9 +95,7 @@ class Handle(OfOneProcess, Gatherable):
         return self.averager.stats
 
     def residual_norms(self, slot: str = "error") -> dict[str, float]:
-        """Return the Euclidean norm of this rank's residual, by parameter name.
-
-        This waits for the device.
+        """Return the Euclidean norm of this rank's residual, by parameter name; this waits.
 
         Args:
             slot: "error" for the residual of this rank's gradients, or "server_error" for its
@@ -115,7 +114,7 @@ class Handle(OfOneProcess, Gatherable):
             spec: the new method.
 
         Returns:
-            A sentence that describes what happens to the residual.
+            A sentence on what happens to the residual.
 
         Raises:
             SpecError: if the spec is invalid.
@@ -132,11 +131,10 @@ class Handle(OfOneProcess, Gatherable):
 
         if self.averager.settling:
             # No collective over the user's group, where others can be running: the step compares.
-            return self._buckets.use(self._parse(spec))
-        return self._buckets.use(self._buckets.everyone.build("handle.swap", {"spec": spec}, make))
+            return self.averager.use(self._parse(spec))
+        return self.averager.use(self._buckets.everyone.build("handle.swap", {"spec": spec}, make))
 
     def _parse(self, spec: str | Component) -> Aggregator:
-        """Return a method that can average the gradients of this model."""
         aggregator = parse_aggregator(spec)
         self._check_method(aggregator)
         rehearse_all(aggregator, self.averager.parameters.values())
@@ -145,9 +143,9 @@ class Handle(OfOneProcess, Gatherable):
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's state: tensors, numbers and strings, keyed by parameter name.
 
-        Every rank must save its own state, which loads with ``torch.load(..., weights_only=True)``.
-        If one rank writes the checkpoint for all, save :meth:`gather_state_dict` instead.
-        After a backward pass that raised, this is the state before that step.
+        Every rank saves its own, which loads with ``torch.load(..., weights_only=True)``. If one
+        rank writes the checkpoint for all, save :meth:`gather_state_dict` instead. After a backward
+        pass that raised, this is the state before that step.
 
         Raises:
             RuntimeError: during a backward pass.
@@ -159,12 +157,8 @@ class Handle(OfOneProcess, Gatherable):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the state that :meth:`state_dict` returned on this rank.
 
-        The checkpoint also contains the groups of parameters that are compressed together. The
-        resumed run is therefore bit-identical, even if DDP now has another bucket size. Nothing
-        changes if an error is raised.
-
-        Args:
-            state: the state of this rank.
+        With it, the groups of parameters that are compressed together: the resumed run is
+        bit-identical, even if DDP now has another bucket size. On error, nothing changes.
 
         Raises:
             CheckpointError: if the state is of another model, method, rank or world size, or
@@ -178,9 +172,8 @@ class Handle(OfOneProcess, Gatherable):
     def leave(self) -> None:
         """Say that the next step of this rank is its last one, with ``register(manager=...)``.
 
-        At the end of that step, its residual passes to the ranks that stay, in equal parts, with
-        one dense all-reduce. The rank goes on training until :attr:`left` is True: a step that the
-        manager does not count is repeated.
+        At its end, its residual passes to the ranks that stay, with one dense all-reduce. Go on
+        until :attr:`left` is True: a step that the manager does not count is repeated.
 
         Raises:
             RuntimeError: without a manager, or after :meth:`close`.
@@ -243,14 +236,12 @@ class Handle(OfOneProcess, Gatherable):
         self.close()
 
     def _method_of(self, state: Any) -> Aggregator | None:
-        """Return the method that a state must have; None if it is the one in use."""
         return None
 
     def _check_method(self, aggregator: Aggregator) -> None:
         """Raise SpecError if the method cannot run on this kind of model."""
 
     def _enter_pass(self) -> None:
-        """Note that a backward pass begins."""
         if self._running:
             self._abandon()
         if self.averager.abandoned:
@@ -263,7 +254,6 @@ class Handle(OfOneProcess, Gatherable):
         self._step_before, self._running = self.averager.step, True
 
     def _begin_step(self) -> tuple[float, dict[str, float] | None]:
-        """Settle the last step; return the loss scale and the learning rates of this one."""
         if self._discarded is not None and self._discarded.open:
             self._discarded.settle(in_backward=True)
             self._step_before = self.averager.step
@@ -271,17 +261,12 @@ class Handle(OfOneProcess, Gatherable):
         return scale, None if self._lrs is None else self._lrs.read()
 
     def _abandon(self) -> None:
-        """Discard the step of a backward pass that raised.
-
-        The thread of the exchange can still be in that step, or have ended it.
-        """
         self._running = False
         if self._discarded is not None:
             self._discarded.interrupted()
         self._buckets.abandon(self._step_before)
 
     def _take_back_discarded(self) -> None:
-        """Take the last step back, between two steps, if its gradients were thrown away."""
         if self._discarded is not None and self._discarded.open:
             self._discarded.settle(in_backward=False)
 

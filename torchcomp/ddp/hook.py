@@ -5,6 +5,7 @@
 import threading
 import time
 import weakref
+from collections.abc import Iterable, Mapping
 from functools import partial
 from operator import is_
 
@@ -18,8 +19,7 @@ from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
 from torchcomp.ddp.executors import after_backward
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
-from torchcomp.ddp.optimizer_lrs import OptimizerLRs
-from torchcomp.ddp.unused import UnusedWatch
+from torchcomp.ddp.loop import OptimizerLRs
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.profiling import OFF, span
@@ -29,11 +29,7 @@ Future = torch.futures.Future[Tensor]
 
 
 class DDPHandle(Handle):
-    """The handle of a DDP model.
-
-    The hook submits the job of every bucket to a thread (gloo) or a side stream (CUDA), which
-    averages it in parallel with the backward pass. The job of the last bucket ends the step.
-    """
+    """The handle of a DDP model."""
 
     _after_close = AFTER_CLOSE
 
@@ -109,7 +105,6 @@ class DDPHandle(Handle):
         return future
 
     def _begin_pass(self) -> tuple[float, dict[str, float] | None]:
-        """Prepare for a step; return its loss scale and its learning rates."""
         model = self._model()
         if model is not None and model._join_config.enable:
             check_not_joined(model)
@@ -147,13 +142,52 @@ class DDPHandle(Handle):
         raise failure
 
 
+class UnusedWatch:
+    """Tracks which parameters a step uses, and restores DDP's buckets for those of no rank.
+
+    DDP does not change the gradient of such a parameter, whatever the hook writes to its bucket. If
+    error feedback sent its residual in that step, the residual would be lost. The engine therefore
+    keeps its state.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        # For which this rank has accumulated a gradient since the last exchange, also in no_sync.
+        self.used: set[str] = set()
+        self._before: dict[str, tuple[Tensor, Tensor]] = {}
+        # The gradients do not show it: a used parameter's can be zero, and without zero_grad an
+        # unused parameter still has an old one.
+        for name, parameter in parameters.items():
+            # The hook refers to the set only, so it does not keep this object and its copies alive.
+            note = partial(_note, self.used, name)
+            parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+
+    def before(self, bucket: Bucket) -> None:
+        """Copy one of DDP's buckets, for the parameters that this rank did not use."""
+        # Other ranks can have used them. That is known only at the end of the step.
+        for name, part in bucket.parts().items():
+            if name not in self.used:
+                self._before[name] = (part, part.clone())
+
+    def end(self, unused: Iterable[str]) -> None:
+        """Restore the buckets' parts of parameters that no rank used, and begin the next step."""
+        # A step that failed before it began knows only what was unused in the last one.
+        for name in self._before.keys() & unused:
+            part, before = self._before[name]
+            part.copy_(before)
+        self.used.clear()
+        self._before.clear()
+
+
+def _note(used: set[str], name: str, parameter: Tensor) -> None:
+    used.add(name)
+
+
 def _complete(
     received: list[tuple[Tensor, Future]],
     averager: Averager,
     unused: UnusedWatch | None,
     void_value: float,
 ) -> None:
-    """Pass the buckets of a backward pass back to DDP, averaged or as a failed step left them."""
     if unused is not None:
         unused.end(averager.unused)
     if averager.void is not None:

@@ -3,29 +3,24 @@
 import logging
 
 from torchcomp.aggregators import Mean
-from torchcomp.ddp.optimizer_lrs import OptimizerLRs
-from torchcomp.engine.averager import Averager
+from torchcomp.ddp.buckets import Buckets
+from torchcomp.ddp.loop import OptimizerLRs
 from torchcomp.engine.stats import sent_instead
 from torchcomp.exchange.traffic import Traffic
 
 _log = logging.getLogger(__name__)
 
 
-def log_method(
-    averager: Averager, elements: int, planned: Traffic, between: str, lrs: OptimizerLRs | None
-) -> None:
-    """Log what was registered, and warnings if the method or `lr_inside` does not fit training.
-
-    `elements` are those of the trained parameters, `planned` the bytes of this rank in a step.
-    `between` says what exchanges, if it is not all ranks.
-    """
+def log_method(buckets: Buckets, planned: Traffic, between: str, lrs: OptimizerLRs | None) -> None:
+    """Log what was registered, and warn if the method or `lr_inside` does not fit training."""
+    averager = buckets.averager
     aggregator = averager.aggregator
     warmup_steps = aggregator.stages[-1]
     _log.info(
         "registered %s: %d parameters with %s elements, groups: %d, per step%s%s %s",
         aggregator,
         len(averager.parameters),
-        f"{elements:,}",
+        f"{sum(each.numel() for each in buckets.parameters.values()):,}",
         len(averager.buckets),
         f" after the first {warmup_steps:,}" if warmup_steps else "",
         f" between {between}" if between else "",

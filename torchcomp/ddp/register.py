@@ -1,41 +1,122 @@
-"""register_ddp: install compressed gradient exchange on a DDP model."""
+"""register_ddp: install compressed gradient exchange on a DDP model; the options of all models."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.redistribution import Place
-from torchcomp.ddp.arguments import Options, late_does_not_fit
+from torchcomp.ddp import checks
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.checks import (
-    OWNER,
-    REGISTERED,
-    bucket_caps,
-    check_before_backward,
-    check_is_ddp,
-    check_model,
-    check_one_rank,
-    device_of,
-    named,
-    trained_parameters,
-)
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.hook import DDPHandle, hook
 from torchcomp.ddp.log import log_method
-from torchcomp.ddp.managed import Managed
-from torchcomp.ddp.optimizer_lrs import OptimizerLRs
+from torchcomp.ddp.loop import OptimizerLRs, Optimizers
+from torchcomp.ddp.managed import Managed, check_manager, check_one_rank
 from torchcomp.ddp.two_level import Levels, TwoLevel
+from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Group, partition
+from torchcomp.engine.keys import check_seed
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
 from torchcomp.exchange.nodes import Nodes
 from torchcomp.routes import wire
 from torchcomp.specs.auto import Auto
+from torchcomp.specs.checks import check_choice, check_flag
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError
 from torchcomp.specs.spec import candidates, parse_registered
+
+if TYPE_CHECKING:
+    from torchcomp.guard import Guard
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """The keyword arguments of :func:`torchcomp.register`, which describes them."""
+
+    seed: int = 0
+    scaler: "torch.amp.GradScaler | None" = None
+    check: str = "auto"
+    lr_inside: Optimizers | None = None
+    nodes: str | int | DeviceMesh | None = None
+    inside: str | None = None
+    replicate: DeviceMesh | None = None
+    manager: Any = None
+    guard: "Guard | bool" = False
+    checksum: bool = False
+
+    def compared(self, spec: str | Component) -> dict[str, Any]:
+        """Return what must match on all ranks."""
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        del values["scaler"]
+        for name in ("lr_inside", "replicate", "manager"):  # each rank has its own
+            values[name] = "none" if values[name] is None else "set"
+        if isinstance(self.nodes, DeviceMesh):
+            values["nodes"] = "a DeviceMesh"
+        return {"spec": spec, **values}
+
+    def require_valid(self) -> None:
+        """Require valid values that fit together."""
+        check_seed(self.seed)
+        check_scaler(self.scaler)
+        if self.guard is not None and self.guard is not False:
+            from torchcomp.guard import Guard
+
+            Guard.of(self.guard)
+        check_flag("checksum", self.checksum)
+        # "step" is the name that "now" had before.
+        check_choice("check", self.check, ("auto", "now", "late", "step"))
+        if self.inside is not None:
+            check_choice("inside", self.inside, ("bf16",))
+            if self.nodes is None:
+                raise SpecError("inside is for the exchange inside a node: pass nodes", "inside")
+        if self.manager is not None:
+            check_manager(self.manager)
+            if self.check == "late":
+                raise late_does_not_fit("a manager, which decides on a step when it ends")
+            for name in ("nodes", "replicate"):
+                if getattr(self, name) is not None:
+                    problem = "does not fit manager, whose ranks come and go. Leave one of them out"
+                    raise SpecError(f"{name} {problem}", name)
+
+    def late(self, device: torch.device) -> bool:
+        """Return whether the host checks a step of gradients on `device` when the next begins."""
+        if self.check == "auto":
+            return device.type != "cpu" and self.manager is None
+        return self.check == "late"
+
+    def averager_of(self, aggregator: Aggregator, device: torch.device) -> Callable[..., Averager]:
+        """Return what makes an averager of an exchange, parameters by name, and groups."""
+        return partial(
+            Averager,
+            aggregator,
+            seed=self.seed,
+            late=self.late(device),
+            checksum=self.checksum,
+            takes_back=self.manager is None,
+        )
+
+    def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
+        """Return the learning rates of the parameters, or None without `lr_inside`."""
+        return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
+
+
+def check_scaler(scaler: object) -> None:
+    """Require a GradScaler, or None."""
+    if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
+        raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
+
+
+def late_does_not_fit(needs: str) -> SpecError:
+    """Return the error for an option that needs the result of a step in the same step."""
+    return SpecError(f"check='late' does not fit {needs}. Use check='now'", "check")
+
 
 _Checked = tuple[
     Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None
@@ -49,14 +130,12 @@ Everyone = ProcessGroupExchange | InProcessExchange
 
 
 def register_ddp(
-    model: DistributedDataParallel,
-    spec: str | Component,
-    options: Options,
+    model: DistributedDataParallel, spec: str | Component, options: Options
 ) -> DDPHandle:
     """Install compressed gradient exchange on a DDP model; see :func:`torchcomp.register`."""
     # Without DDP there is no process group in which the ranks could verify anything.
-    check_is_ddp(model)
-    device = device_of(model)
+    checks.check_is_ddp(model)
+    device = checks.device_of(model)
     everyone: Everyone
     if options.manager is None:
         # Verify in DDP's own group. Creating one would hang if another rank has already raised.
@@ -74,9 +153,8 @@ def register_ddp(
         from torchcomp.guard import watch
 
         # All parameters that the ranks have in common, frozen ones as well.
-        watch(
-            buckets.averager, options.guard, dict(named(model.module, model.parameters_to_ignore))
-        )
+        common = dict(checks.named(model.module, model.parameters_to_ignore))
+        watch(buckets.averager, options.guard, common)
     if auto is None:
         handle = DDPHandle(model, buckets, options.scaler, lrs)
     else:
@@ -85,15 +163,14 @@ def register_ddp(
         handle = AutoHandle(methods, auto.steps, model, buckets, options.scaler, lrs)
     # A plain function with the handle as its state: DDP refuses partials and callable objects.
     model.register_comm_hook(handle, hook)
-    setattr(model, OWNER, f"{REGISTERED}('{auto or aggregator}')")
+    setattr(model, checks.OWNER, f"{checks.REGISTERED}('{auto or aggregator}')")
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         size = 1 if nodes is None else nodes.size
         shapes = [buckets.shape_of(group) for group in buckets.averager.buckets]
         planned = planned_two_levels(aggregator, shapes, everyone.world_size, size)
-        elements = sum(shape.numel for shape in shapes)
         nodes_of = f"nodes of {size} ranks" if size > 1 else ""
-        log_method(buckets.averager, elements, planned, nodes_of, lrs)
+        log_method(buckets, planned, nodes_of, lrs)
     return handle
 
 
@@ -105,46 +182,43 @@ def _buckets(
     nodes: Nodes | None,
     everyone: Everyone,
 ) -> Buckets:
-    """Return what averages the buckets of a model."""
-    device, parameters = everyone.device, dict(trained_parameters(model))
+    device, parameters = everyone.device, dict(checks.trained_parameters(model))
     make = options.averager_of(aggregator, device)
     if isinstance(everyone, InProcessExchange):
         return Managed(make, parameters, groups, options.manager, device)
     if nodes is not None:
-        return TwoLevel.of(make, parameters, groups, Levels(nodes, everyone), options.inside_dtype)
+        inside = None if options.inside is None else torch.bfloat16
+        return TwoLevel(make, parameters, groups, Levels(nodes, everyone), inside)
     exchange, executor = transport(model.process_group, device)
     averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
     return Buckets(averager, everyone, place, parameters, [executor])
 
 
 def _check(
-    model: DistributedDataParallel,
-    spec: str | Component,
-    options: Options,
-    ranks: Sequence[int],
+    model: DistributedDataParallel, spec: str | Component, options: Options, ranks: Sequence[int]
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
     if options.replicate is not None:
-        raise SpecError(
-            "replicate is for a model of fully_shard. With DistributedDataParallel, all ranks of "
-            "its group are replicas: leave it out",
-            "replicate",
-        )
+        raise SpecError("replicate is for a model of fully_shard: leave it out", "replicate")
     options.require_valid()
     if options.manager is not None:
         check_one_rank(model)
-    check_model(model)
+    checks.check_model(model)
     if options.check == "late" and model.find_unused_parameters and not model.static_graph:
         raise late_does_not_fit(
             "find_unused_parameters=True, which leaves unused parameters as they are"
         )
-    check_before_backward(model)
-    methods, auto = _methods(spec, options)
-    trained = trained_parameters(model)
+    checks.check_before_backward(model)
+    parsed = parse_registered(spec)
+    auto = parsed if isinstance(parsed, Auto) else None
+    if auto is not None and options.manager is not None:
+        raise SpecError("auto times methods among ranks that stay: register one with a manager")
+    methods = [parsed] if not isinstance(parsed, Auto) else candidates(parsed)
+    trained = checks.trained_parameters(model)
     # An error in it must be raised on all ranks.
     for method in methods:
         rehearse_all(method, [parameter for _, parameter in trained])
-    groups = partition(trained, bucket_caps(model))
+    groups = partition(trained, checks.bucket_caps(model))
     lrs = options.lrs(dict(trained))
     divided = None if options.nodes is None else Nodes.of(options.nodes, ranks)
     values = {
@@ -158,16 +232,3 @@ def _check(
     # One rank on each node: there is nothing to average inside.
     two_levels = divided if divided is not None and divided.size > 1 else None
     return (methods, groups, lrs, two_levels, auto), values
-
-
-def _methods(spec: str | Component, options: Options) -> tuple[Sequence[Aggregator], Auto | None]:
-    """Return the method, or those of ``auto``."""
-    parsed = parse_registered(spec)
-    if not isinstance(parsed, Auto):
-        return [parsed], None
-    if options.manager is not None:
-        raise SpecError(
-            "auto times methods among ranks that stay, and a manager's ranks come and go: "
-            "register one method with it"
-        )
-    return candidates(parsed), parsed

@@ -1,12 +1,8 @@
 """Reordering: turn DDP's buckets into the groups of parameters that are compressed together.
 
-DDP rebuilds its buckets after the first iteration. The result of some methods, such as TopK of a
-bucket, depends on which parameters share a bucket, and a resumed run starts with the first buckets
-again. These methods therefore work on groups that never change. All others use DDP's buckets.
-
-After the rebuild, most buckets still contain one group, in which small neighbours have swapped
-positions, such as the weight and bias of a normalisation layer. These are reordered in place. A
-group that is spread over several buckets is copied to one tensor.
+DDP rebuilds its buckets after the first iteration, and a resumed run starts with the first ones
+again. Methods whose result depends on which parameters share a bucket, such as TopK, therefore work
+on groups that never change. All others use DDP's buckets.
 """
 
 from collections import defaultdict
@@ -16,20 +12,16 @@ import torch
 from torch import Tensor
 
 from torchcomp.engine.bucket import Bucket, BucketShape, Group
-from torchcomp.engine.scratch import Scratch
+from torchcomp.engine.host import Scratch
 
 
 class Completed:
-    """Collects the parameters of groups from DDP's buckets. None uses DDP's buckets as the groups.
-
-    Attributes:
-        pending: parts of groups that are not complete yet.
-    """
+    """Collects the parameters of groups from DDP's buckets; None takes these as the groups."""
 
     def __init__(self, groups: Sequence[BucketShape] | None) -> None:
         by_name = {name: shape for shape in groups or () for name in shape.names}
         self._shapes = None if groups is None else by_name
-        self.pending: dict[Group, dict[str, Tensor]] = {}
+        self.pending: dict[Group, dict[str, Tensor]] = {}  # parts of incomplete groups
 
     def add(self, bucket: Bucket) -> Iterator[tuple[BucketShape, dict[str, Tensor]]]:
         """Yield what a bucket completes, in the same order on all ranks: groups and their parts."""
@@ -45,12 +37,10 @@ class Completed:
 
 
 class Reordering:
-    """Yield each group as soon as all of its parameters are in DDP's buckets.
+    """Yields each group as soon as all of its parameters are in DDP's buckets.
 
-    Args:
-        groups: shapes of the groups.
-        in_order: whether to yield them in this order, and not as they are completed. Ranks whose
-            DDP has other buckets then yield them in the same order.
+    With `in_order`, in the order of `groups`: ranks whose DDP has other buckets then yield them in
+    the same order.
     """
 
     def __init__(self, groups: Sequence[BucketShape], in_order: bool = False) -> None:
@@ -58,6 +48,7 @@ class Reordering:
         self._shapes = {shape.names: shape for shape in groups}
         self._shape_of_set = {frozenset(shape.names): shape for shape in groups}
         self._completed = Completed(groups)
+        # Groups are processed one after another, so all of a device share one.
         self._scratch: defaultdict[torch.device, Scratch] = defaultdict(Scratch)
         # With `in_order`: groups that are complete, and those not yielded yet.
         self._ready: dict[Group, Iterator[Bucket]] = {}
@@ -89,38 +80,31 @@ class Reordering:
                 yield from self._ready.pop(self._waiting.pop(0))
 
     def _complete(self, bucket: Bucket) -> Iterator[tuple[Group, Iterator[Bucket]]]:
-        """Yield the groups that a bucket completes, each with what yields it to the caller."""
         if bucket.names in self._shapes:
             yield bucket.names, iter((bucket,))
         elif shape := self._shape_of_set.get(frozenset(bucket.names)):
+            # Small neighbours have swapped positions, such as the weight and bias of a layer.
             yield shape.names, self._in_place(shape, bucket)
         else:
             for shape, parts in self._completed.add(bucket):
                 yield shape.names, self._staged(shape, parts)
 
     def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
-        """Yield a bucket in the order of its group, and restore DDP's order afterwards."""
         # In one order for all ranks, ranks can move other values back before they are checked.
         ordered = Bucket(shape, bucket.flat, bucket.lasts and not self._in_order)
         before, after = bucket.parts(), ordered.parts()
-        moved = [
-            name
-            for name in shape.names
-            if before[name].storage_offset() != after[name].storage_offset()
-        ]
+        moved = [n for n in before if before[n].storage_offset() != after[n].storage_offset()]
         self._move([before[name] for name in moved], [after[name] for name in moved])
         yield ordered
         self._move([after[name] for name in moved], [before[name] for name in moved])
 
     def _move(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        """Copy `sources` to `targets`, which can overlap."""
-        if sources:
+        if sources:  # which can overlap with the targets
             sizes = [source.numel() for source in sources]
             copies = torch.cat(list(sources), out=self._buffer(sum(sizes), sources[0]))
             torch._foreach_copy_(list(targets), list(torch.split(copies, sizes)))
 
     def _staged(self, shape: BucketShape, parts: dict[str, Tensor]) -> Iterator[Bucket]:
-        """Yield a copy of a group's parts as one bucket, and copy it back afterwards."""
         ordered = [parts[name] for name in shape.names]
         flat = self._buffer(shape.numel, ordered[0])
         torch.cat(ordered, out=flat)
@@ -129,6 +113,4 @@ class Reordering:
         torch._foreach_copy_(ordered, list(torch.split(flat, list(shape.sizes))))
 
     def _buffer(self, numel: int, like: Tensor) -> Tensor:
-        """Return a scratch tensor of `numel` elements, with the dtype and device of `like`."""
-        # Groups are processed one after another, so all of a device share one.
         return self._scratch[like.device].take(numel, like.dtype, like.device)

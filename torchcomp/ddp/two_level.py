@@ -23,13 +23,12 @@ from torch import Tensor
 from torchcomp.checkpoints.pieces import Pieces
 from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.executors import Executor, executor_for
+from torchcomp.ddp.executors import executor_for
 from torchcomp.ddp.reordering import Completed
 from torchcomp.engine import host
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape, Group, Names
 from torchcomp.engine.nonfinite import FiniteWatch
-from torchcomp.engine.scratch import Scratch
 from torchcomp.exchange import (
     Exchange,
     InsideExchange,
@@ -42,14 +41,7 @@ from torchcomp.exchange.traffic import Load, sum_bytes
 
 
 class Levels:
-    """The exchanges of this rank: inside its node, and between the nodes.
-
-    Attributes:
-        everyone: exchange among all ranks, over the user's group, for between two steps.
-        nodes: the ranks of every node.
-        place: where this rank is.
-        scatter, between, gather: for lanes 1, 2 and 3. The second is the upper level of two.
-    """
+    """The exchanges of this rank: inside its node for lanes 1 and 3, and between the nodes."""
 
     def __init__(self, nodes: Nodes, everyone: ProcessGroupExchange) -> None:
         rank = dist.get_rank()
@@ -63,73 +55,47 @@ class Levels:
         )
         self.between = PrivateExchange(f"{name}/between/{across[0]}", across, everyone)
         self.between.members = nodes.ranks
-        self._checks = PrivateExchange(f"{name}/checks/{inside[0]}", inside, everyone)
+        self.checks = PrivateExchange(f"{name}/checks/{inside[0]}", inside, everyone)
         # In lane 2, ranks also compare values and combine checks inside the node.
-        Exchange.split(inside=self._checks, between=self.between)
-
-    def close(self) -> None:
-        """End the connections inside the node."""
-        self.scatter.close()
-        self.gather.close()
+        Exchange.split(inside=self.checks, between=self.between)
 
     def leave(self, error: BaseException) -> None:
         """End all connections of this rank after an error, so that no other rank waits for it."""
-        for exchange in (self._checks, self.between, self.scatter, self.gather):
+        for exchange in (self.checks, self.between, self.scatter, self.gather):
             exchange.leave(error)
-
-    def count(self, nbytes: int) -> None:
-        """Count bytes that this rank sends inside its node."""
-        self._checks.count(Load(sent=nbytes))
 
 
 class TwoLevel(Buckets):
     """Averages every bucket inside the nodes, and its pieces between them.
 
-    Args:
-        averager: averages pieces between the nodes.
-        parameters: of the model, by name.
-        levels: the exchanges of this rank.
-        lanes: one for each step.
-        inside: dtype of messages inside the node; None is that of the gradients.
+    `make` makes the averager of an exchange, pieces and groups. `inside` is the dtype of messages
+    inside the node, None that of the gradients.
     """
 
     def __init__(
         self,
-        averager: Averager,
-        parameters: Mapping[str, Tensor],
-        levels: Levels,
-        lanes: Sequence[Executor],
-        inside: torch.dtype | None = None,
-    ) -> None:
-        super().__init__(averager, levels.everyone, levels.place, parameters, lanes)
-        _, self._between, self._gather = lanes
-        self._levels, self._inside, self._pieces = levels, inside, Scratch()
-        nbytes = sum(parameter.nbytes for parameter in parameters.values())
-        # This rank's share of what plain DDP would send through the card of its node.
-        ranks = levels.nodes.size * len(levels.nodes.ranks)
-        card = sum_bytes(nbytes, ranks) if len(levels.nodes.ranks) > 1 else 0
-        self._dense_bytes = card // levels.nodes.size
-        self._watch = FiniteWatch(levels.between)
-        self._groups = Completed(None)
-
-    @classmethod
-    def of(
-        cls,
         make: Callable[[Exchange, Mapping[str, Tensor], Sequence[Group]], Averager],
         parameters: Mapping[str, Tensor],
         groups: Sequence[Group],
         levels: Levels,
-        inside: torch.dtype | None = None,
-    ) -> "TwoLevel":
-        """Return one with lanes, and an averager that `make` makes for pieces of the parameters."""
+        inside: torch.dtype | None,
+    ) -> None:
+        size, nodes = levels.nodes.size, len(levels.nodes.ranks)
         # Views of the parameters, so they take no memory. Only their shapes have a meaning.
         pieces = {
-            name: Pieces(BucketShape.of((name,), parameters), levels.nodes.size).like(parameter)
+            name: Pieces(BucketShape.of((name,), parameters), size).like(parameter)
             for name, parameter in parameters.items()
         }
         averager = make(levels.between, pieces, groups)
         lanes = [executor_for(levels.everyone, levels.leave) for _ in range(3)]
-        return cls(averager, parameters, levels, lanes, inside)
+        super().__init__(averager, levels.everyone, levels.place, parameters, lanes)
+        _, self._between, self._gather = lanes
+        self._levels, self._inside, self._pieces = levels, inside, host.Scratch()
+        nbytes = sum(parameter.nbytes for parameter in parameters.values())
+        # This rank's share of what plain DDP would send through the card of its node.
+        self._dense_bytes = sum_bytes(nbytes, size * nodes) // size if nodes > 1 else 0
+        self._watch = FiniteWatch(levels.between)
+        self._groups = Completed(None)
 
     def shape_of(self, names: Names) -> BucketShape:
         return BucketShape.of(names, self.parameters)
@@ -137,7 +103,8 @@ class TwoLevel(Buckets):
     def close(self, timeout: float | None = None) -> None:
         super().close(timeout)
         if timeout is None:
-            self._levels.close()
+            self._levels.scatter.close()
+            self._levels.gather.close()
 
     # Each job submits what follows it to the next lane, in the same order.
 
@@ -153,7 +120,6 @@ class TwoLevel(Buckets):
         self._between.submit(partial(averager.begin, scale, lrs, self._watch))
 
     def average(self, bucket: Bucket) -> None:
-        """Lane 1: reduce-scatter the groups that a bucket completes."""
         if self.averager.guarded:
             self._watch.before(bucket)
         for shape, parts in self._groups.add(bucket):
@@ -165,11 +131,9 @@ class TwoLevel(Buckets):
         self._between.submit(partial(end, dense_bytes=self._dense_bytes))
 
     def _reduce(self, pieces: Pieces, parts: dict[str, Tensor]) -> Tensor:
-        """Return this rank's piece of the mean over the node."""
         dtype, ranks = pieces.whole.dtype, pieces.ranks
-        out = self._pieces.take(
-            ranks * pieces.piece.numel, self._inside or dtype, self._levels.everyone.device
-        )
+        numel, device = ranks * pieces.piece.numel, self._levels.everyone.device
+        out = self._pieces.take(numel, self._inside or dtype, device)
         pieces.cut(parts, out)
         if out.dtype != torch.float16:
             return self._levels.scatter.reduce_scatter(out, dtype).div_(ranks)
@@ -177,17 +141,15 @@ class TwoLevel(Buckets):
         return self._levels.scatter.reduce_scatter(out.div_(ranks), dtype)
 
     def _average(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
-        """Lane 2: average this rank's piece between the nodes."""
         host.keep_for_this_stream(mine)
-        # Lanes 1 and 3 move a piece to each rank of the node. Counted in this lane, which ends the
-        # step.
+        # Lanes 1 and 3 move a piece to each rank of the node. Counted here, where the step ends.
         itemsize = (self._inside or mine.dtype).itemsize
-        self._levels.count(2 * mine.numel() * itemsize * (pieces.ranks - 1))
+        sent = 2 * mine.numel() * itemsize * (pieces.ranks - 1)
+        self._levels.checks.count(Load(sent=sent))
         self.averager.average(Bucket(pieces.piece, mine))
         self._gather.submit(partial(self._join, pieces, mine, parts))
 
     def _join(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
-        """Lane 3: collect the pieces of a group."""
         host.keep_for_this_stream(mine)
         # This rank takes its own piece from the others' dtype as well: replicas must be equal.
         rows = self._levels.gather.all_gather_rows(mine.to(self._inside or mine.dtype))

@@ -16,9 +16,8 @@ from torchcomp.engine.method_in_use import FLUSH, ClientSlots, MethodInUse
 from torchcomp.engine.nonfinite import FiniteWatch
 from torchcomp.engine.observer import Observer
 from torchcomp.engine.profiling import OFF, span
-from torchcomp.engine.residuals import hand_over, is_sent
+from torchcomp.engine.residuals import LR, by_name, hand_over, is_sent
 from torchcomp.engine.settlement import Reason, Status
-from torchcomp.engine.units import LR, by_name
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.swap import fill_where
 from torchcomp.specs.component import Component
@@ -74,16 +73,17 @@ class Averager(Resumable):
         late: whether a step is checked when the next one begins, so that the host never waits at
             the end of a step; see :meth:`finish`.
         vote: returns whether the last step counts for all ranks, if that is decided after it has
-            finished, such as by torchft's Manager. It is asked when the next step begins, and by
-            :meth:`use`, :meth:`regroup` and :meth:`state_dict`. If not, the state goes back to that
-            before the step.
+            finished, such as by torchft's Manager. It is asked when the next step begins, or the
+            state is read. If not, the state goes back to that before the step.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
-            :attr:`state`. Declaring them adds them to checkpoints.
+            :attr:`state`, to add them to checkpoints.
         checksum: whether frames have a checksum of their payload; see :mod:`torchcomp.routes.wire`.
         takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
             whether they did.
 
     Attributes, beside those of :class:`~torchcomp.checkpoints.resume.Resumable`:
+        groups: names of the parameters that are compressed together.
+        buckets: the groups that the method averages; merged, one for each dtype and device.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
@@ -91,7 +91,7 @@ class Averager(Resumable):
         observer: what watches the steps, or None.
 
     Raises:
-        SpecError: if the method cannot be built, or if an argument is invalid.
+        SpecError: if an argument is invalid.
     """
 
     def __init__(
@@ -132,12 +132,10 @@ class Averager(Resumable):
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Names of the parameters that are compressed together."""
         return self.running.groups
 
     @property
     def buckets(self) -> tuple[Group, ...]:
-        """The groups that the method averages; merged, there is one for each dtype and device."""
         return self.running.buckets
 
     # One step.
@@ -150,26 +148,23 @@ class Averager(Resumable):
             lr: learning rate of this step, or one by parameter name. The residual is then kept in
                 the unit of the update, the learning rate times the gradient: when a learning rate
                 changes from a to b, the residual in the unit of the gradients is multiplied by
-                a / b. At learning rate 0, where the optimizer applies nothing, the state of a
-                parameter does not change. With None, the residual has the unit of the gradients
-                from this step on. Pass it in all steps, or in none.
+                a / b. At learning rate 0, the state of a parameter does not change. With None, the
+                residual has the unit of the gradients. Pass it in all steps, or in none.
             watch: what has checked the values of this rank already, if the caller combines those of
                 several ranks before it averages. Errors then name the ranks with the NaN.
 
         Raises:
             SpecError: if a learning rate is negative, not finite or missing.
             RankMismatchError: if the ranks differ in a value that must match, such as the spec or
-                the step. They are compared at the first step, and again after loading a checkpoint
-                or :meth:`regroup`.
-            NonFiniteError, WireError, RankMismatchError: those of the last step, if they are raised
-                late.
+                the step: compared at the first step, and after a checkpoint or :meth:`regroup`.
+            NonFiniteError, WireError, RankMismatchError: those of the last step, if it was late.
         """
         self.settle()
         with self._lock:
             if self.abandoned:
                 self._require_wanted()
             self._step_lrs = lrs = {} if lr is None else by_name(lr, self.parameters)
-            if not self.counted:
+            if self.status is not Status.COUNTED:
                 self.state.rollback()
                 self.exchange.reset()
                 # Here, and not where it was abandoned: its thread could still report a bucket.
@@ -240,9 +235,9 @@ class Averager(Resumable):
             dense_bytes: bytes that plain DDP would have sent instead. By default, the bytes of one
                 all-reduce of all parameters.
             where: the name of this step, for error messages.
-            advice: what to do about a NaN, for the error message.
-            used: names of the parameters that took part in the step on this rank. The state of a
-                parameter that took part on no rank does not change. By default, all take part.
+            advice: what to do about a NaN, for error messages.
+            used: names of the parameters that took part in the step on this rank, by default all.
+                The state of a parameter that took part on no rank does not change.
             leaving: whether this is the last step of this rank. Its residual then passes to the
                 ranks that stay, in equal parts. None, on all ranks, if no rank ever leaves.
 
@@ -250,10 +245,9 @@ class Averager(Resumable):
             Whether the step counts. True as well if that is decided late.
 
         Raises:
-            NonFiniteError: on all ranks if there is a NaN or an infinity, unless `may_skip`; names
-                the ranks and the parameters.
-            WireError: on all ranks if a message was damaged; names its sender.
-            RankMismatchError: on all ranks if the learning rates of the step differ between them.
+            NonFiniteError: on all ranks, if there is a NaN or an infinity, unless `may_skip`.
+            WireError: on all ranks, if a message was damaged; names its sender.
+            RankMismatchError: on all ranks, if the learning rates of the step differ between them.
         """
         with span("finish") if profiler._is_profiler_enabled else OFF:
             exchange = self.exchange
@@ -304,9 +298,7 @@ class Averager(Resumable):
     def _ask(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
         """Send this rank's part of the message that ends the step, without waiting for the others.
 
-        Returns:
-            A function that waits for the others and says whether the step counts. It raises, on all
-            ranks, what is wrong with the step.
+        The result waits for them, says whether the step counts, and raises what is wrong with it.
         """
         if self.observer is not None:
             # Before the message: what fails here on one rank fails on all.
@@ -342,7 +334,6 @@ class Averager(Resumable):
         return counts
 
     def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the residuals that show a NaN of a gradient, by parameter name."""
         for name, part in () if self._combined else parts:
             if self.running.now.residual_shows_nonfinite(self.parameters[name].dtype):
                 yield name, part
@@ -355,7 +346,6 @@ class Averager(Resumable):
     def _change_commit(
         self, unchanged: Collection[str], leaves: Collection[int], leaving: bool
     ) -> bool:
-        """Change what the step is about to commit; return whether it is the last of a flush."""
         if unchanged:
             self.state.undo(unchanged)
         if any(leaves):
@@ -372,9 +362,6 @@ class Averager(Resumable):
 
         An observer tells what it has found, and may change the method with :meth:`use`. If the last
         step was the last one of a flush, the method that the user chose runs from here on.
-
-        Raises:
-            Exception: what is wrong with the last step, which is then undone.
         """
         self.decide()
         if self.observer is not None:
@@ -389,9 +376,8 @@ class Averager(Resumable):
             self._tell_changed()  # what was seen of this step says nothing
 
     def _tell_changed(self) -> None:
-        """Tell what watches that the next step does not continue the last one."""
         if self.observer is not None:
-            self.observer.changed()
+            self.observer.changed()  # the next step does not continue the last one
 
     def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.
@@ -465,10 +451,7 @@ class Averager(Resumable):
         )
 
     def regroup(self, groups: Sequence[Group]) -> None:
-        """Change which parameters are compressed together, between two steps.
-
-        Each parameter must be in one of the groups.
-        """
+        """Change which parameters are compressed together, between two steps."""
         self.settle()
         self.running.groups = tuple(groups)
         self._flush(self.flushing)
@@ -483,7 +466,6 @@ class Averager(Resumable):
         self.changes += 1
 
     def _flush(self, flushing: bool) -> None:
-        """Run the method that sends what is left of a residual, or the one that the user chose."""
         with self._lock:
             self.flushing = flushing
             method = FLUSH if flushing else self.aggregator
@@ -491,7 +473,6 @@ class Averager(Resumable):
             self._changed()
 
     def _end_flush(self) -> None:
-        """From the next step on, run the method that the user chose, without a residual."""
         with self._lock:
             self.state.drop(self.state.debts())
             self._flushed = False

@@ -36,7 +36,9 @@ class BucketShape:
         names = tuple(names)
         chosen = [parameters[name] for name in names]
         contiguous = all(parameter.is_contiguous() for parameter in chosen)
-        strides = () if contiguous else tuple(map(_strides, chosen))
+        # A tensor on "meta" has strides but no memory.
+        flats = [torch.empty(parameter.numel(), device="meta") for parameter in chosen]
+        strides = () if contiguous else tuple(m.stride() for m in map(memory_order, chosen, flats))
         return cls(names, tuple(tuple(p.shape) for p in chosen), chosen[0].dtype, strides)
 
     def __hash__(self) -> int:
@@ -89,12 +91,6 @@ class BucketShape:
         return Shard(start, stop, *(list(zip(*contents, strict=True)) or [(), (), ()]))
 
 
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a parameter's part of a bucket; see :func:`memory_order`."""
-    # A tensor on "meta" has strides but no memory.
-    return memory_order(parameter, torch.empty(parameter.numel(), device="meta")).stride()
-
-
 @dataclass
 class Bucket:
     """The flat vector that an aggregator works on, with its shape."""
@@ -125,7 +121,6 @@ class Bucket:
 
     @property
     def names(self) -> Names:
-        """Parameter names, in the order of their elements."""
         return self.shape.names
 
     def parts(self) -> dict[str, Tensor]:
@@ -169,16 +164,7 @@ def cut(numel: int, world_size: int, rank: int) -> int:
 
 
 def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Group, ...]:
-    """Group parameters as DDP's documentation describes: in reverse order, up to a size.
-
-    DDP rebuilds its buckets after the first iteration, in the order in which gradients became
-    ready. This partition never changes. A selection within a group therefore depends on the model
-    only, not on the iteration or on whether the run was resumed. A group has one dtype and device.
-
-    Args:
-        parameters: (name, parameter) pairs in registration order.
-        caps: sizes at which a group is full.
-    """
+    """Group parameters as DDP does at first: in reverse order, up to a size."""
     groups: list[Group] = []
     # A bucket is one tensor, so each dtype and device fills a group of its own.
     open_groups: dict[tuple[torch.dtype, torch.device], tuple[list[str], int]] = {}
@@ -206,11 +192,10 @@ def merge(groups: Iterable[Group], parameters: Mapping[str, Tensor]) -> tuple[Gr
 
 
 def memory_order(parameter: Tensor, flat: Tensor) -> Tensor:
-    """View a parameter's part of a flat bucket in the parameter's shape.
+    """View a parameter's part of a flat bucket in the parameter's shape, as DDP stores it.
 
-    DDP stores a dense, non-overlapping parameter (such as one in channels_last) in its own memory
-    order. It stores any other parameter contiguously. `flat` is 1-D, of ``parameter.numel()``
-    elements.
+    That of a dense, non-overlapping parameter, such as one in channels_last, is in its own memory
+    order; that of any other is contiguous.
     """
     # torch's own check for "non-overlapping and dense" is private.
     expected = 1

@@ -1,8 +1,7 @@
 """Draws: random numbers of a key, drawn one step ahead where the host must not stop to draw them.
 
-NumPy draws on the host, so that all devices get the same numbers. That takes tens of milliseconds
-for a large bucket. For an accelerator, a thread therefore draws the numbers of the next step while
-this step runs.
+NumPy draws on the host, so that all devices get the same numbers: tens of milliseconds for a large
+bucket. For an accelerator, a thread draws those of the next step while this step runs.
 """
 
 import os
@@ -30,7 +29,6 @@ class Drawing:
         self._device, self._on_host = device, host.can_read(torch.empty(0, device=device))
 
     def __call__(self, draw: Draw, key: Key, *args: Any) -> Tensor:
-        """Return ``draw(key, *args)`` on the device. `draw` has no state; `args` are hashable."""
         # Without it, a cache of `draw` would keep all numbers of an engine alive.
         plain = replace(key, ahead=None)
         if self._on_host:

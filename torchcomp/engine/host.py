@@ -1,7 +1,6 @@
-"""Host: what the host can do with values of a device without waiting for them.
+"""Host: values of a device without a wait for them, and memory without a new allocation.
 
-A wait in the middle of a step costs the overlap with the backward pass: the thread that waits for
-an accelerator is the one that must launch the backward pass.
+The thread that waits for an accelerator is the one that must launch the backward pass.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,11 +10,8 @@ from torch import Tensor
 
 
 def can_read(x: Tensor) -> bool:
-    """Whether the host can read values of `x` without waiting for an accelerator.
-
-    If not, code must not branch on a value. Tests replace this function to run the forms for
-    accelerators on tensors of the CPU.
-    """
+    """Whether the host can read `x` without a wait. If not, do not branch on a value."""
+    # Tests replace this function to run the forms for accelerators on tensors of the CPU.
     return x.is_cpu
 
 
@@ -50,9 +46,22 @@ def wait_for_all_streams(tensors: Iterable[Tensor]) -> None:
 
 
 def keep_for_this_stream(values: Tensor) -> None:
-    """Do not use the memory of `values` again before the current stream has used them.
-
-    Only their own stream, which allocated them, is waited for otherwise.
-    """
+    """Do not use the memory of `values` again before the current stream has used them."""
     if values.is_cuda:
         values.record_stream(torch.cuda.current_stream(values.device))
+
+
+class Scratch:
+    """Memory that one thread or stream uses for one large tensor after another."""
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return a 1-D tensor with values that are not set. Do not use the last one any more."""
+        # The CPU's allocator returns large tensors to the system, and each page that comes back is
+        # filled with zeros first: for 45 MB, that takes longer than the copy into it.
+        nbytes = numel * dtype.itemsize
+        if self._memory.numel() < nbytes or self._memory.device != device:
+            self._memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        return self._memory[:nbytes].view(dtype)

@@ -1,8 +1,7 @@
 """Key: the source of all randomness.
 
-A compressor never uses a global random generator. Its draws are a function of a key. Two ranks with
-the same key therefore draw the same numbers, and a resumed run draws the same numbers as a run
-without interruption.
+The draws of a compressor are a function of a key: two ranks with the same key draw the same
+numbers, and so does a resumed run.
 """
 
 import zlib
@@ -50,8 +49,7 @@ def uniform(key: Key, count: int) -> NDArray[np.float32]:
 
 @lru_cache(maxsize=4096)
 def tensor_id(name: str) -> int:
-    """Return a number for a parameter name."""
-    # Python's `hash` of a string differs between processes.
+    """Return a number for a parameter name, the same in all processes."""
     return zlib.crc32(name.encode())
 
 

@@ -19,10 +19,7 @@ def average_in_place(exchange: Exchange, values: Tensor) -> None:
 
 @torch.no_grad()
 def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the means of tensors over the ranks, as new tensors in float32 or wider.
-
-    Names, shapes and dtypes must be the same on all ranks.
-    """
+    """Return the means of tensors over the ranks, as new tensors in float32 or wider."""
     means: dict[str, Tensor] = {}
     for group in merge(((name,) for name in tensors), tensors):
         bucket = Bucket.read(BucketShape.of(group, tensors).wide(), tensors)

@@ -26,18 +26,7 @@ ClientSlots = Callable[[BucketShape], tuple[Slot, ...]]
 
 
 class MethodInUse:
-    """The method that runs, and the buckets that it averages.
-
-    Args:
-        parameters: by name.
-        groups: names of the parameters that are compressed together.
-        merged: whether a method that works on the whole model gets all groups as one bucket.
-        client_slots: returns further slots of a bucket.
-
-    Attributes:
-        buckets: the groups, or all of them merged.
-        ahead: draws random numbers of the next step.
-    """
+    """The method that runs, and the buckets that it averages."""
 
     method: Aggregator  # with all of its stages
     now: Aggregator  # that of the current stage
@@ -130,10 +119,7 @@ class MethodInUse:
         method: Aggregator | None = None,
         buckets: Sequence[Group] | None = None,
     ) -> Iterator[Slot]:
-        """Iterate over the slots of all buckets: the method's, then the client's.
-
-        By default, of the method that is in use and of its buckets.
-        """
+        """Iterate over the slots of all buckets: the method's, then the client's."""
         for group in self.buckets if buckets is None else buckets:
             shape = self.shape_of(group)
             yield from (method or self.method).slots(shape, exchange.world_size, exchange.rank)

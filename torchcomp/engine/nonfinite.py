@@ -14,11 +14,7 @@ from torchcomp.specs.errors import NonFiniteError
 
 
 def largest_magnitudes(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return the largest magnitude in each tensor with any elements: a vector on `device`.
-
-    The dtype is that of the tensors, which may be on several devices. Of a sparse tensor, only the
-    values count, and the host waits for it.
-    """
+    """Return the largest magnitude in each tensor with any elements: a vector on `device`."""
     values = [each.coalesce().values() if each.is_sparse else each for each in tensors]
     filled = [each for each in values if each.numel()]
     if not filled:
@@ -33,12 +29,7 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
 
 
 class FiniteWatch:
-    """Checks the buckets of one step before and after the exchange, without a host sync.
-
-    Args:
-        exchange: the ranks that average the buckets.
-        where: what precedes a rank's number in errors.
-    """
+    """Checks the buckets of one step before and after the exchange, without a host sync."""
 
     def __init__(self, exchange: Exchange, where: str = "on rank") -> None:
         self._exchange, self._where = exchange, where
@@ -63,16 +54,13 @@ class FiniteWatch:
             # At least one value: a message with an invalid code makes all of them NaN.
             begin = rank * numel // ranks
             mean = mean[begin : max(begin + 1, (rank + 1) * numel // ranks)]
-        # On a CPU now, while the mean is in the cache. On an accelerator, all means that stay where
-        # they are at the end of the step: one launch for all of them.
+        # On a CPU now, while the mean is in the cache. On an accelerator at the end of the step:
+        # one launch for all means that are still there.
         at_end = bucket.lasts and not mean.is_cpu
         self._means.append(mean if at_end else finite_if_all(mean))
 
     def finite(self) -> Tensor | None:
-        """Return whether the means that this rank watched are finite, None if it watched none.
-
-        A scalar bool on their device.
-        """
+        """Return whether the means that this rank watched are finite, None if it watched none."""
         means = self._means
         if means and means[0].is_cpu:
             return torch.stack(means).isfinite().all()
@@ -81,13 +69,7 @@ class FiniteWatch:
     def error(
         self, where: str, advice: str, traces: Iterable[tuple[str, Tensor]] = ()
     ) -> NonFiniteError:
-        """Return the error that names ranks and parameters. All ranks must call this and raise it.
-
-        Args:
-            where: what contains the NaN or infinity.
-            advice: what to do about it.
-            traces: tensors by parameter name, not finite where this rank caused the error.
-        """
+        """Return the error that names ranks and parameters. All ranks call this and raise it."""
         norms = [each for bucket in self._local for each in zip(*bucket, strict=True)]
         # A residual shows the same as the norms, for methods that need no norms.
         own = [name for name, values in (*norms, *traces) if not values.isfinite().all()]

@@ -17,13 +17,6 @@ class Prepared:
 
     It is made again whenever one of them changes. A step only reads it, except for workspaces,
     which never change a result.
-
-    Attributes:
-        device: device of the gradients.
-        route: how its messages travel, if the method has a route.
-        work: anything else that the method has prepared.
-        shows_nonfinite: whether the residual shows which gradients of this rank were not finite.
-            Gradients are then not checked before the exchange.
     """
 
     def __init__(
@@ -36,8 +29,10 @@ class Prepared:
     ) -> None:
         self.shape, self.exchange, self.state, self.device = shape, exchange, state, device
         self.slots = {slot.name: slot for slot in slots}
-        self.route: Any = None
-        self.work: Any = None
+        self.route: Any = None  # how its messages travel, if the method has a route
+        self.work: Any = None  # what else the method has prepared
+        # Whether the residual shows which gradients of this rank were not finite. They are then not
+        # checked before the exchange.
         self.shows_nonfinite = False
 
     def open(self, slot: str) -> tuple[Tensor, Tensor]:
@@ -48,10 +43,7 @@ class Prepared:
         return self.state.open(self.slots[slot], self.device)
 
     def write_mean(self, g: Tensor, e: Tensor) -> None:
-        """Write the route's mean to `g`, and add what rounding it to the dtype of `g` loses to `e`.
-
-        Both are 1-D: the gradients, which become the mean, and the residual after this step.
-        """
+        """Write the route's mean to the gradients `g`, and add what rounding loses to `e`."""
         wide = torch.promote_types(g.dtype, e.dtype)
         if wide == g.dtype:
             # Nothing is rounded here, so the mean needs no tensor of its own.

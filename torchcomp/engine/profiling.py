@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
@@ -17,24 +17,13 @@ OFF = nullcontext()
 """For a block without a label."""
 
 
-def span(name: str, bucket: int | None = None) -> AbstractContextManager[None]:
-    """Label a block: "torchcomp::encode bucket 3" in a trace.
-
-    In a step, write ``with span("encode") if profiler._is_profiler_enabled else OFF:``, which makes
-    no call while no profiler runs. The number of the bucket is for all labels inside the block, in
-    this thread: routes and collectives do not know which bucket they work on.
-    """
-    # torch's record_function takes 7 us even if no profiler runs.
-    return _span(name, bucket) if profiler._is_profiler_enabled else OFF
-
-
 def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Label a function, as :func:`span` does. One call if no profiler runs."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @wraps(function)
         def labelled(*args: P.args, **kwargs: P.kwargs) -> R:
-            with _span(name, None) if profiler._is_profiler_enabled else OFF:
+            with span(name) if profiler._is_profiler_enabled else OFF:
                 return function(*args, **kwargs)
 
         return labelled
@@ -43,7 +32,16 @@ def label(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 @contextmanager
-def _span(name: str, bucket: int | None) -> Iterator[None]:
+def span(name: str, bucket: int | None = None) -> Iterator[None]:
+    """Label a block: "torchcomp::encode bucket 3" in a trace.
+
+    In a step, write ``with span("encode") if profiler._is_profiler_enabled else OFF:``, which makes
+    no call while no profiler runs. The number of the bucket is for all labels inside the block, in
+    this thread: routes and collectives do not know which bucket they work on.
+    """
+    if not profiler._is_profiler_enabled:  # torch's record_function takes 7 us even then
+        yield
+        return
     outer = getattr(_current, "bucket", None)
     _current.bucket = outer if bucket is None else bucket
     number = "" if _current.bucket is None else f" bucket {_current.bucket}"

@@ -1,4 +1,4 @@
-"""What becomes of a residual in its last step: all of it was sent, or other ranks take it over."""
+"""The unit of a residual, and what becomes of it in its last step."""
 
 from collections.abc import Iterable, Mapping
 from functools import reduce
@@ -9,6 +9,66 @@ from torch import Tensor
 from torchcomp.engine.bucket import Shard
 from torchcomp.engine.state import State
 from torchcomp.exchange import Exchange
+from torchcomp.specs.checks import check_at_least_0
+
+LR = float | Mapping[str, float] | None
+"""Learning rate of a step: one for all parameters, or one by name. None: not given."""
+
+
+class Units:
+    """The units in which a state is kept: the loss scale, and maybe the learning rates."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0  # loss scale of the gradients
+        # The learning rates in the residual, by parameter name: its unit is then that of an update.
+        self.lrs: dict[str, float] = {}
+        self.before = self.scale, self.lrs  # before the step in flight, or before the last one
+
+    def follow(
+        self, state: State, scale: float, lrs: Mapping[str, float], names: Iterable[str]
+    ) -> Mapping[str, float]:
+        """Convert a state to the units of the step that begins.
+
+        Without learning rates, `lrs` is empty. Return the factors by which the residual of each of
+        the `names` has changed, if any has.
+        """
+        ratio = scale / self.scale
+        self.rescale(state, scale)
+        changed = self._follow_lrs(state, lrs) if lrs or self.lrs else {}
+        if ratio == 1:
+            return changed
+        return {name: ratio * changed.get(name, 1.0) for name in names}
+
+    def go_back(self, state: State) -> None:
+        """Convert a state to the units :attr:`before`."""
+        scale, lrs = self.before
+        self.rescale(state, scale)
+        self._follow_lrs(state, lrs)
+        self.lrs = lrs
+
+    def rescale(self, state: State, scale: float) -> None:
+        """Convert residuals and estimates, which have the unit of the scaled gradients."""
+        if scale != self.scale:
+            state.scale(scale / self.scale)
+            self.scale = scale
+
+    def _follow_lrs(self, state: State, lrs: Mapping[str, float]) -> Mapping[str, float]:
+        nonzero = {name: lr for name, lr in lrs.items() if lr}
+        ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
+        changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}
+        if changed:
+            state.scale_debts(changed)
+        # Without learning rates, what is unsent comes from steps whose learning rate is not known.
+        self.lrs = self.lrs | nonzero if lrs else {}
+        return changed
+
+
+def by_name(lr: float | Mapping[str, float], parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the learning rate of each parameter."""
+    lrs = lr if isinstance(lr, Mapping) else dict.fromkeys(parameters, lr)
+    for name in parameters:
+        check_at_least_0(f"lr of '{name}'", lrs.get(name))
+    return {name: float(lrs[name]) for name in parameters}
 
 
 def is_sent(state: State, exchange: Exchange, parameters: Mapping[str, Tensor]) -> bool:
@@ -35,8 +95,7 @@ def hand_over(
     """Add the residuals of the ranks that leave to those of the others, in equal parts.
 
     The sum over the ranks of what is unsent does not change. All ranks make this call before they
-    commit the step, with the names of all parameters in the same order. `owned` has this rank's
-    shard of each bucket.
+    commit the step. `owned` has this rank's shard of each bucket.
     """
     if leaving:
         state.unshard_pending(owned, exchange.world_size)

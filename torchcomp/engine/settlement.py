@@ -1,7 +1,7 @@
 """Settlement: does the last step count? What decides it, and what follows from it."""
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 
@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from torchcomp.engine import host
+from torchcomp.engine.residuals import Units
 from torchcomp.engine.state import State
 from torchcomp.engine.stats import Meter, Stats
-from torchcomp.engine.units import Units
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Traffic
 
@@ -35,32 +35,23 @@ class Steps:
     such as a check whose result is on its way, or the vote of a manager: :meth:`decide` asks. A
     step that has ended can also be undone because no optimizer has used its gradients
     (:meth:`take_back`), or because its backward pass raised (:meth:`abandon`).
-
-    Attributes:
-        state: the slots of this rank.
-        status: what is known of the last step.
-        step: number of steps that finished without an error.
-        void: whether the last step does not count, a scalar bool on the device, if it ended without
-            a decision of the host. The caller then replaces the means where this is true.
-        abandoned: whether the step in flight was abandoned; see :meth:`abandon`. Set it to False
-            before the next one.
-        steps_kept: number of steps before the last one that count or not together with it; see
-            :meth:`keep_before`.
-        units: the loss scale and the learning rates that the state follows.
-        meter: counts the bytes.
     """
 
     def __init__(self) -> None:
-        # A step can run in another thread than that of the user, who can abandon it at any time.
+        # The step in flight was abandoned. Its owner sets this to False before the next one.
         self.abandoned = False
+        # A step can run in another thread than that of the user, who can abandon it at any time.
         self._lock = threading.RLock()  # held while the state changes
         # Held while reasons are asked, which can wait for ranks. A thread whose backward pass was
         # abandoned can still be in there.
         self._asking = threading.RLock()
         self._reasons: tuple[Reason, ...] = ()
-        self.status = Status.COUNTED
+        self.status = Status.COUNTED  # of the last step
         self.state = State(self._lock)
-        self.step = self.steps_kept = 0
+        self.step = 0  # number of steps that finished without an error
+        self.steps_kept = 0  # before the last one, that count or not together with it
+        # Whether the last step does not count, a scalar bool on the device, if it ended without a
+        # decision of the host. The caller then replaces the means where this is true.
         self.void: Tensor | None = None
         self.units = Units()
         self.meter = Meter()
@@ -75,29 +66,13 @@ class Steps:
         self._settling: int | None = None  # the thread that tells what it has settled
 
     @property
-    def scale(self) -> float:
-        """Loss scale of the gradients of the last step, which the state follows."""
-        return self.units.scale
-
-    @property
-    def lrs(self) -> Mapping[str, float]:
-        """Learning rates in the residual, by name; empty if it has the unit of the gradients."""
-        return self.units.lrs
-
-    @property
     def stats(self) -> Stats:
         """Counters after the last step; see :class:`torchcomp.Stats`. Any thread can read them."""
         return self.meter.stats
 
     @property
     def undecided(self) -> bool:
-        """Whether it is still open if the last step counts."""
         return self.status is Status.OPEN
-
-    @property
-    def counted(self) -> bool:
-        """Whether the last step counts."""
-        return self.status is Status.COUNTED
 
     @property
     def settling(self) -> bool:
@@ -118,13 +93,7 @@ class Steps:
             self._settling, self._verified = before, False
 
     def decide(self) -> None:
-        """Ask all reasons whether the last step counts: undo it if not.
-
-        The step counter and the state then are those before the step.
-
-        Raises:
-            Exception: what a reason raises. The step is then undone as well.
-        """
+        """Ask all reasons whether the last step counts. If not, or if one raises, undo it."""
         if self.status is not Status.OPEN:  # without the lock, which can be held for long
             return
         with self._asking:
@@ -145,25 +114,22 @@ class Steps:
     def take_back(self) -> None:
         """Undo the last step, because its gradients were cleared before an optimizer stepped.
 
-        Steps before it that :meth:`keep_before` has joined to it are undone as well. All ranks must
-        make the same call; if they do not, the end of the next step raises on all of them.
+        Steps that :meth:`keep_before` has joined to it are undone as well. All ranks must make the
+        same call; if they do not, the end of the next step raises on all of them.
         """
         self.decide()
         with self._lock:
             self._taken_back = True
-            if self.counted:
+            if self.status is Status.COUNTED:
                 self._undo()
             self.state.restore_before()
             self.step, self.steps_kept = self.step - self.steps_kept, 0
 
     def keep_before(self) -> None:
-        """Let :meth:`take_back` undo the last step together with the next one.
-
-        For gradients that no optimizer has used, and that the next step adds to.
-        """
+        """Join the last step, whose gradients no optimizer has used, to the one that adds to it."""
         self.decide()
         with self._lock:
-            if self.counted:
+            if self.status is Status.COUNTED:
                 self.state.keep_before()
                 self.steps_kept += 1
 
@@ -175,10 +141,9 @@ class Steps:
                 self.steps_kept = 0
 
     def abandon(self, step: int) -> None:
-        """Discard the step in flight, which began when :attr:`step` was `step`.
+        """Discard the step that began when :attr:`step` was `step`, also if it has just ended.
 
-        Another thread may still be running it: from here on, it changes nothing. A step that has
-        just ended is taken back.
+        Another thread may still be running it: from here on, it changes nothing.
         """
         with self._lock:
             self.abandoned = True
@@ -237,7 +202,6 @@ class Steps:
         self.status, self._reasons = Status.TAKEN_BACK, ()
 
     def _undo(self) -> None:
-        """Undo the last step."""
         self._flushed = False
         if self.void is not None:
             # The host undoes the step from here on, and not the device.
@@ -250,5 +214,5 @@ class Steps:
             self.meter.record(Traffic(), self.step)
 
     def _record(self, exchange: Exchange, dense_bytes: int) -> None:
-        """Count the bytes of a step. A step that is discarded has sent its bytes all the same."""
+        # A step that is discarded has sent its bytes all the same.
         self.meter.record(exchange.take_traffic(dense_bytes), self.step)

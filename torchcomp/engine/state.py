@@ -1,10 +1,8 @@
 """State: the values that a method keeps between steps, in named slots and by parameter name.
 
-Parameter names are the only stable keys. DDP renumbers its buckets after the first iteration,
-parameter ids differ between processes, and a checkpoint can come from a run with other buckets.
-
-Every slot has two copies: its values before the step in flight, and its values after that step. A
-commit makes the second copy current. A roll-back discards it, so a discarded step changes nothing.
+Names are the only keys that DDP's rebuilt buckets, other processes and checkpoints share. A slot
+has two copies: its values before the step in flight, and those after it. A commit makes the second
+one current; a roll-back discards it.
 """
 
 import threading
@@ -25,17 +23,16 @@ from torchcomp.kernels.swap import swap_where
 class Kind(Enum):
     """The kind of a slot, which determines what a swap or a new number of ranks does to its values.
 
-    * A *debt* is unsent gradient, such as the residual of error feedback. When methods are swapped,
-      it is sent if the next method has no slot for it. When the number of ranks changes, every rank
-      gets the mean, which keeps the mean over the ranks unchanged.
-    * An *estimate* is an estimate of the gradients, such as a momentum. A swap drops it unless the
-      next method has the slot as well. When the number of ranks changes, every rank gets the mean.
-    * A *cache* saves work and never changes a result. A swap treats it like an estimate. A change
-      of the number of ranks drops it.
+    * A *debt* is unsent gradient, such as the residual of error feedback. After a swap, it is sent
+      if the next method has no slot for it. With another number of ranks, each gets the mean.
+    * An *estimate* is one of the gradients, such as a momentum. A swap drops it unless the next
+      method has the slot as well. With another number of ranks, each gets the mean.
+    * A *cache* saves work and never changes a result. A swap treats it like an estimate, and
+      another number of ranks drops it.
 
-    The values of a sharded slot are split into new shards when the number of ranks changes. Debts
-    and estimates are in the unit of the gradients, so they are rescaled with the loss scale. Debts
-    can be in the unit of the update instead, the learning rate times the gradient.
+    A sharded slot is split into new shards for another number of ranks. Debts and estimates are in
+    the unit of the gradients, so they are rescaled with the loss scale. Debts can be in the unit of
+    the update instead, the learning rate times the gradient.
     """
 
     DEBT = "debt"
@@ -60,14 +57,11 @@ class Slot:
 
     @property
     def numel(self) -> int:
-        """Total number of elements."""
         return sum(self.sizes)
 
 
 @dataclass(eq=False)
 class _Flat:
-    """Both copies of the values of a slot, for the parameters of one bucket: 1-D."""
-
     slot: Slot
     before: Tensor
     after: Tensor
@@ -78,8 +72,6 @@ class _Flat:
 
 @dataclass
 class _Store:
-    """All values of one slot, in the layout of a bucket, or by parameter until it is opened."""
-
     kind: Kind
     sharded: bool
     flats: dict[Names, _Flat] = field(default_factory=dict)
@@ -104,12 +96,7 @@ class State:
         self._committed: set[_Flat] = set()  # by the last commit
 
     def open(self, slot: Slot, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Return the values of a slot before this step, and a tensor for those after it.
-
-        Both are 1-D, on `device`, in the slot's order. The caller must write all of the second one,
-        and must not write the first. Values in another dtype are converted. A parameter whose size
-        has changed gets its initial values.
-        """
+        """Return the values of a slot before this step, and a tensor for those after it."""
         with self._lock:
             store = self._stores.get(slot.name)
             if store is None:
@@ -135,10 +122,7 @@ class State:
         self._committed = set()
 
     def revert_where(self, void: Tensor) -> None:
-        """Undo the last commit if `void`, a scalar bool on the device, is true.
-
-        The host does not wait. A second call cancels the first.
-        """
+        """Undo the last commit if `void`, a scalar bool on the device, is true."""
         for flat in self._committed:
             # A cache can be on the CPU. It never changes a result.
             if flat.before.device == void.device:
@@ -183,17 +167,19 @@ class State:
         for store in self._stores.values():
             store.kept.clear()
 
+    # Of a slot: parameter names and 1-D views.
+
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over a slot: parameter name and 1-D values (a view)."""
+        """Iterate over the current values."""
         if name in self._stores:
             yield from self._stores[name].items()
 
     def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the values that the step in flight has written; see :meth:`items`."""
+        """Iterate over what the step in flight has written."""
         return _after(self._in_flight, name)
 
     def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the values of a slot that :meth:`revert_where` has put aside."""
+        """Iterate over what :meth:`revert_where` has put aside."""
         return _after(self._committed, name)
 
     def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
@@ -247,10 +233,7 @@ class State:
         self._multiply({Kind.DEBT, Kind.ESTIMATE}, lambda name: factor)
 
     def scale_debts(self, factors: Mapping[str, float]) -> None:
-        """Multiply the debts of each parameter by its factor, the ratio of two learning rates.
-
-        The debts of parameters without a factor do not change.
-        """
+        """Multiply the debts of each parameter by its factor, the ratio of two learning rates."""
         self._multiply({Kind.DEBT}, factors.get)
 
     def _multiply(self, kinds: set[Kind], factor_of: Callable[[str], float | None]) -> None:
@@ -265,7 +248,6 @@ class State:
             torch._foreach_mul_(parts, factor)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
-        """Move the values of a slot into the layout of a new bucket."""
         # A parameter is in one bucket at a time: dissolve every old bucket that shares one with
         # the new bucket. Its step in flight is discarded, as `before` is the committed copy.
         for names in [names for names in store.flats if not set(slot.names).isdisjoint(names)]:
@@ -297,7 +279,6 @@ def _after(flats: Iterable[_Flat], name: str) -> Iterator[tuple[str, Tensor]]:
 def _add_shards(
     own: dict[str, Tensor], server: dict[str, Tensor], owned: Iterable[Shard], world_size: int
 ) -> None:
-    """Add a rank's server residual to its own residual, both by parameter name."""
     for shard in owned:
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
             if name in server:

@@ -77,11 +77,7 @@ def sent_instead(sent: int, dense: int) -> str:
 
 
 class Meter:
-    """Counts the traffic of the last step and of the whole run.
-
-    Attributes:
-        stats: the counters after the last step. Other threads can read this attribute.
-    """
+    """Counts the traffic of the last step and of the whole run."""
 
     def __init__(self) -> None:
         self._total = Traffic()

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, PrefixStore
 from torch.distributed import distributed_c10d
 
-from torchcomp.engine.scratch import Scratch
+from torchcomp.engine.host import Scratch
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly

@@ -12,10 +12,10 @@ from torchcomp.aggregators import Aggregator
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import after_backward, side_stream
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
-from torchcomp.ddp.optimizer_lrs import OptimizerLRs
+from torchcomp.ddp.loop import OptimizerLRs
 from torchcomp.engine.bucket import Bucket
 from torchcomp.engine.nonfinite import FiniteWatch
-from torchcomp.fsdp.units import Unit, units_of
+from torchcomp.fsdp.units import Unit, all_parameters, units_of
 from torchcomp.kernels.swap import fill_where
 from torchcomp.specs.errors import ON_ALL_RANKS, SpecError, UnsupportedModelError
 
@@ -24,8 +24,7 @@ class FSDPHandle(Handle):
     """The handle of a model of ``fully_shard``.
 
     FSDP2 averages a unit's gradients over the shards of a replica, with a reduce-scatter, and calls
-    the hook with this rank's shard. The hook averages it over the replicas. On CUDA, it runs on a
-    stream of its own.
+    the hook with this rank's shard. The hook averages it over the replicas.
     """
 
     _after_close = (
@@ -41,7 +40,7 @@ class FSDPHandle(Handle):
         scaler: "torch.amp.GradScaler | None",
         lrs: OptimizerLRs | None = None,
     ) -> None:
-        self._parameters = {name: each for u in units for name, each in u.parameters.items()}
+        self._parameters = all_parameters(units)
         super().__init__(model, buckets, self._parameters, scaler, lrs)
         device = buckets.everyone.device
         self._stream = side_stream(device) if device.type == "cuda" else None
@@ -75,9 +74,8 @@ class FSDPHandle(Handle):
         if unit.awaits_end and torch.is_grad_enabled():
             raise RuntimeError(
                 "the last backward pass raised, and FSDP2 averages no gradients after that. Call "
-                "model.zero_grad() and then model.reset_iter_state(), and take the step again. "
-                "Before torch 2.13, build and register the model again. handle.state_dict() "
-                "returns the state before the step"
+                "model.zero_grad() and then model.reset_iter_state(), and take the step again; "
+                "before torch 2.13, build and register the model again, with handle.state_dict()"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -89,11 +87,8 @@ class FSDPHandle(Handle):
     # --- Called in the backward pass, in the same order on all ranks ---
 
     def _enter(self, gradient: Tensor | None = None) -> None:
-        """Note that a backward pass has reached the outputs of the model.
-
-        Reentrant activation checkpointing runs a backward pass of its own for each checkpoint,
-        inside this one. All of them are one step.
-        """
+        # Reentrant activation checkpointing runs a backward pass of its own for each checkpoint,
+        # inside this one. All of them are one step.
         if self._pass != torch._C._current_graph_task_id():
             self._pass, self._begun = torch._C._current_graph_task_id(), False
             if self._discarded is not None and self._discarded.open:
@@ -101,7 +96,6 @@ class FSDPHandle(Handle):
             after_backward(self._finish_backward)
 
     def _reduce(self, model: nn.Module, unit: Unit, flat: Tensor) -> None:
-        """Average this rank's shard of a unit's gradients over the replicas, in place."""
         if not unit.exchanges:
             # FSDP2 adds `flat` to the gradients after the hook. Keep it until the exchange instead.
             kept = self._unsent.get(unit.names[0])
@@ -142,11 +136,10 @@ class FSDPHandle(Handle):
         if self._checked:
             return
         # Units that were made after `register` have no hook.
-        here = {name for unit in units_of(model) for name in unit.names}
-        if here != set(self.averager.parameters):
+        if all_parameters(units_of(model)).keys() != self.averager.parameters.keys():
             raise UnsupportedModelError(
-                "fully_shard was called on a module of the model after torchcomp.register, or "
-                "parameters were frozen or added. Shard and freeze first, then register"
+                "modules were sharded, or parameters frozen or added, after torchcomp.register. "
+                "Shard and freeze first, then register"
             )
         self._checked = True
 
@@ -154,10 +147,9 @@ class FSDPHandle(Handle):
         shape = self.averager.shape_of(unit.names)
         if flat.numel() != shape.numel:
             raise UnsupportedModelError(
-                f"FSDP2 reduces {flat.numel()} elements of a unit with {shape.numel}, because some "
-                f"of its parameters ({unit.names[0]}, ...) got no gradient, or were frozen after "
-                "torchcomp.register. Freeze these parameters before it, or call "
-                "set_reduce_scatter_unused_params(True) on the model"
+                f"FSDP2 reduces {flat.numel()} elements of a unit with {shape.numel} "
+                f"({unit.names[0]}, ...): some parameters got no gradient. Freeze them before "
+                "torchcomp.register, or call set_reduce_scatter_unused_params(True) on the model"
             )
         if flat.dtype != shape.dtype:
             raise UnsupportedModelError(
@@ -190,26 +182,17 @@ class FSDPHandle(Handle):
             self.averager.finish(may_skip=self._loss_scale is not None, advice=SCALER_ADVICE)
             if self.averager.void is not None:
                 # On the stream on which FSDP2 has written the gradients after the hook.
-                self._fill_where(self.averager.void)
+                gradients: Any = (each.grad for each in self._parameters.values())
+                for gradient in gradients:
+                    if gradient is not None:
+                        fill_where(self.averager.void, gradient.to_local(), self._void_value)
         if caller is not None and stream is not None:
             caller.wait_stream(stream)
         self._running = False
 
-    def _fill_where(self, void: Tensor) -> None:
-        for parameter in self._parameters.values():
-            gradient: Any = parameter.grad
-            if gradient is not None:
-                local = gradient.to_local()
-                # With CPU offload, the gradients are in the memory of the host.
-                fill_where(void.to(local.device), local, self._void_value)
-
 
 def check_method(aggregator: Aggregator) -> None:
-    """Require a method that can average one unit after another.
-
-    Raises:
-        SpecError: if it needs all gradients at once.
-    """
+    """Require a method that can average one unit after another."""
     if aggregator.whole_model:
         raise SpecError(
             f'{aggregator} selects over the whole model (scope="model"), but FSDP2 needs the mean '

@@ -13,13 +13,13 @@ from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.checkpoint import digest_of
 from torchcomp.checkpoints.redistribution import Place
-from torchcomp.ddp.arguments import Options
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.log import log_method
-from torchcomp.ddp.optimizer_lrs import OptimizerLRs
+from torchcomp.ddp.loop import OptimizerLRs
+from torchcomp.ddp.register import Options
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
-from torchcomp.fsdp.units import Unit, units_of
+from torchcomp.fsdp.units import Unit, all_parameters, units_of
 from torchcomp.routes import wire
 from torchcomp.specs.auto import Auto
 from torchcomp.specs.component import Component
@@ -34,28 +34,24 @@ _Checked = tuple[Aggregator, OptimizerLRs | None]
 
 
 def register_fsdp(
-    model: FSDPModule,
-    spec: str | Component,
-    replicate: DeviceMesh,
-    options: Options,
+    model: FSDPModule, spec: str | Component, replicate: DeviceMesh, options: Options
 ) -> FSDPHandle:
     """Install compressed exchange between the replicas; see :func:`torchcomp.register`."""
     module: Any = model
     units, shards, replicas = _levels(module, replicate)
-    parameters = {name: each for unit in units for name, each in unit.parameters.items()}
     aggregator, lrs = replicas.build(
         "torchcomp.register",
         options.compared(spec),
         lambda: _check(units, spec, options, shards, replicas),
     )
+    parameters = all_parameters(units)
     # DDP broadcasts the parameters of rank 0; FSDP2 does not know of replicas.
     local = {name: each.to_local() for name, each in parameters.items()}
     replicas.verify("torchcomp.register", {}, _SAME_START, {"parameters": digest_of(local)})
     everyone = _everyone(replicas)
     pieces = {name: p for unit in units for name, p in unit.like_pieces(shards.world_size).items()}
-    groups = [unit.names for unit in units]
     make = options.averager_of(aggregator, replicas.device)
-    averager = make(replicas, pieces, groups, merged=False)
+    averager = make(replicas, pieces, [unit.names for unit in units], merged=False)
     if options.guard:
         from torchcomp.guard import Replicas, watch
 
@@ -67,10 +63,9 @@ def register_fsdp(
     handle = FSDPHandle(module, units, buckets, options.scaler, lrs)
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
-        shapes = [averager.shape_of(names) for names in groups]
+        shapes = [averager.shape_of(names) for names in averager.buckets]
         planned = planned_traffic(aggregator, shapes, replicas.world_size)
-        elements = sum(each.numel() for each in whole.values())
-        log_method(averager, elements, planned, f"{replicas.world_size} replicas", lrs)
+        log_method(buckets, planned, f"{replicas.world_size} replicas", lrs)
     return handle
 
 
@@ -113,18 +108,11 @@ def _levels(
 
 
 def _check(
-    units: list[Unit],
-    spec: str | Component,
-    options: Options,
-    shards: Exchange,
-    replicas: Exchange,
+    units: list[Unit], spec: str | Component, options: Options, shards: Exchange, replicas: Exchange
 ) -> tuple[_Checked, dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
     if options.nodes is not None:
-        raise SpecError(
-            "nodes is for DDP: in FSDP2, the shards of a replica are its node. Leave it out",
-            "nodes",
-        )
+        raise SpecError("nodes is for DDP: in FSDP2, the shards of a replica are a node", "nodes")
     if options.inside is not None:
         raise SpecError(
             "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
@@ -142,13 +130,10 @@ def _check(
     options.require_valid()
     aggregator = parse_registered(spec)
     if isinstance(aggregator, Auto):
-        raise SpecError(
-            "auto is for DDP: with FSDP2, register one method, such as 'ef(topk(0.01))'. The "
-            "command torchcomp doctor predicts which one is fast"
-        )
+        raise SpecError("auto is for DDP: `torchcomp doctor` predicts which method is fast")
     check_method(aggregator)
     _check_free(units)
-    trained = {name: each for unit in units for name, each in unit.parameters.items()}
+    trained = all_parameters(units)
     rehearse_all(aggregator, [each.to_local() for each in trained.values()])
     values = {
         "spec": aggregator,
@@ -171,11 +156,11 @@ def _check_free(units: Iterable[Unit]) -> None:
                 )
         elif hook is not None:
             raise UnsupportedModelError(
-                "a module of the model already has an all-reduce hook, and FSDP2 allows only one. "
-                "Do not call set_all_reduce_hook together with torchcomp"
+                "a module of the model already has an all-reduce hook (set_all_reduce_hook), and "
+                "FSDP2 allows only one"
             )
         if unit.offloads:
             raise UnsupportedModelError(
-                "the model has CPUOffloadPolicy, which is not supported: the parameters are on the "
-                "CPU, and the gradients that are exchanged are not. Leave out offload_policy"
+                "CPUOffloadPolicy is not supported: the parameters are on the CPU, and the "
+                "gradients that are exchanged are not. Leave out offload_policy"
             )

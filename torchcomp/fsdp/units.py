@@ -29,32 +29,22 @@ _HOW_TO_SHARD = (
 
 @dataclass(frozen=True)
 class Unit:
-    """The trained parameters of one FSDP2 module, without those of FSDP2 modules inside it.
-
-    Attributes:
-        module: the module.
-        parameters: by name, in the order in which FSDP2 reduces them.
-        dtype: in which FSDP2 reduces the gradients.
-    """
+    """The trained parameters of one FSDP2 module, without those of FSDP2 modules inside it."""
 
     module: FSDPModule
-    parameters: dict[str, DTensor]
-    dtype: torch.dtype
+    parameters: dict[str, DTensor]  # in the order in which FSDP2 reduces them
+    dtype: torch.dtype  # in which FSDP2 reduces the gradients
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the parameters."""
         return tuple(self.parameters)
-
-    def pieces(self, ranks: int) -> Pieces:
-        """How the parameters are cut into shards: as FSDP2 does, padded to equal sizes."""
-        shapes = tuple(tuple(parameter.shape) for parameter in self.parameters.values())
-        return Pieces(BucketShape(self.names, shapes, self.dtype), ranks)
 
     def like_pieces(self, ranks: int) -> dict[str, Tensor]:
         """Return tensors with the shape, dtype and device of this rank's shards."""
+        shapes = tuple(tuple(parameter.shape) for parameter in self.parameters.values())
         found = {}
-        for chunk in self.pieces(ranks).chunks:
+        # FSDP2 pads the shards to equal sizes.
+        for chunk in Pieces(BucketShape(self.names, shapes, self.dtype), ranks).chunks:
             local = self.parameters[chunk.name].to_local().detach()
             memory = local.untyped_storage()
             if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
@@ -88,14 +78,11 @@ class Unit:
         return bool(state._state_ctx.post_backward_final_callback_queued)
 
     def divisor(self, ranks: int) -> float:
-        """Return by what FSDP2 divides a gradient after the hook.
-
-        It divides sums of 16-bit and 64-bit gradients in two parts, one of them after the hook.
-        """
+        """Return by what FSDP2 divides a gradient after the hook."""
         group = _group_of(self.module)
-        in_two_parts = self.dtype not in (torch.float32, torch.bfloat16)
         factor = float(group.gradient_divide_factor or ranks)
-        if in_two_parts:
+        # Sums of 16-bit and 64-bit gradients are divided in two parts, one of them after the hook.
+        if self.dtype not in (torch.float32, torch.bfloat16):
             before = 1.0
             while factor % before == 0 and factor / before > before:
                 before *= 2
@@ -105,17 +92,21 @@ class Unit:
 
 
 def _group_of(module: FSDPModule) -> Any:
-    """Return FSDP2's own object for the parameters of a module; None if it has none."""
+    # FSDP2's own object for the parameters of a module; None if it has none.
     state: Any = module._get_fsdp_state()
     return state._fsdp_param_group
 
 
-def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, in the order of its modules.
+def all_parameters(units: Iterable[Unit]) -> dict[str, DTensor]:
+    """Return the parameters of all units, by name."""
+    return {name: each for unit in units for name, each in unit.parameters.items()}
 
-    Raises:
-        UnsupportedModelError: if a trained parameter is not sharded by FSDP2 along its first
-            dimension over a mesh of one dimension, the same for all.
+
+def units_of(model: nn.Module) -> list[Unit]:
+    """Return the units of a model, in the order of its modules, or raise UnsupportedModelError.
+
+    All trained parameters must be sharded along their first dimension, over one mesh of one
+    dimension.
     """
     names = {id(parameter): name for name, parameter in trained(model)}
     units, seen = [], set()
@@ -130,12 +121,11 @@ def units_of(model: nn.Module) -> list[Unit]:
         if own:
             parameters = {name: each.sharded_param for name, each in own.items()}
             units.append(Unit(module, parameters, _reduce_dtype(group, own.values())))
-    _check(model, units)
+    _check(model, all_parameters(units))
     return units
 
 
 def _reduce_dtype(group: Any, trained: Iterable[Any]) -> torch.dtype:
-    """Return in which dtype FSDP2 reduces the gradients of a group, from its trained parameters."""
     dtypes = [each.sharded_param.dtype for each in trained]
     one_policy: MixedPrecisionPolicy | None = getattr(group, "mp_policy", None)
     if one_policy is not None:
@@ -147,15 +137,13 @@ def _reduce_dtype(group: Any, trained: Iterable[Any]) -> torch.dtype:
 
 
 def _name(parameter: Any, names: dict[int, str]) -> str | None:
-    """Return the name of a parameter of FSDP2, or None if it is not trained."""
     # While a unit is gathered, its modules have other parameters: in a forward or backward pass,
     # and for the root module also after an evaluation.
     gathered = getattr(parameter, "unsharded_param", None)
     return names.get(id(parameter.sharded_param)) or names.get(id(gathered))
 
 
-def _check(model: nn.Module, units: Iterable[Unit]) -> None:
-    managed = {name: each for unit in units for name, each in unit.parameters.items()}
+def _check(model: nn.Module, managed: dict[str, DTensor]) -> None:
     meshes = set()
     for name, _ in trained(model):
         parameter = managed.get(name)
@@ -167,9 +155,8 @@ def _check(model: nn.Module, units: Iterable[Unit]) -> None:
         mesh = parameter.device_mesh
         if mesh.ndim > 1:
             raise UnsupportedModelError(
-                f"parameter '{name}' is on a mesh of {mesh.ndim} dimensions, {tuple(mesh.shape)}. "
-                "With the replicas in it, FSDP2 averages them itself, before any hook. Pass it the "
-                f"shard dimension only: {_HOW_TO_SHARD}"
+                f"parameter '{name}' is on a mesh of {mesh.ndim} dimensions, {tuple(mesh.shape)}, "
+                f"over which FSDP2 averages before any hook. Shard over one: {_HOW_TO_SHARD}"
             )
         if parameter.placements != (Shard(0),):
             raise UnsupportedModelError(
@@ -179,12 +166,11 @@ def _check(model: nn.Module, units: Iterable[Unit]) -> None:
         check_real(name, parameter)
         if parameter.is_meta:
             raise UnsupportedModelError(
-                f"parameter '{name}' is on the meta device. Call model.to_empty(device=...) and "
-                "initialise or load the parameters, before torchcomp.register"
+                f"parameter '{name}' is on the meta device: call model.to_empty(device=...) and "
+                "initialise the parameters before torchcomp.register"
             )
         meshes.add(mesh)
     if len(meshes) != 1:
         raise UnsupportedModelError(
-            f"the trained parameters are on {len(meshes)} meshes, expected one: shard all modules "
-            f"on the same mesh. {_HOW_TO_SHARD}"
+            f"the trained parameters are on {len(meshes)} meshes, expected one. {_HOW_TO_SHARD}"
         )

@@ -13,9 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.gathering import Gatherable
-from torchcomp.ddp.arguments import Options, check_scaler
 from torchcomp.ddp.checks import OWNER, check_is_ddp, check_model, device_of, trained_parameters
-from torchcomp.ddp.register import register_ddp
+from torchcomp.ddp.register import Options, check_scaler, register_ddp
 from torchcomp.engine.keys import Key, check_seed
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange, ProcessGroupExchange
@@ -255,7 +254,7 @@ class JointSpar(Gatherable):
         if not committed:
             sampler.reset()
             return
-        sampler.learn(self._handle.averager.scale)
+        sampler.learn(self._handle.averager.units.scale)
         sampler.draw()
         self._skip()
 

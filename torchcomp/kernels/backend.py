@@ -28,12 +28,7 @@ _print = builtins.print if isinstance(builtins.print, BuiltinFunctionType) else 
 
 @functools.cache
 def fast_form(stem: str, device: str) -> ModuleType | None:
-    """Return the module that runs a kernel faster than torch on a device type, or None.
-
-    Args:
-        stem: name of the kernel. "select" on "cpu" gives the module ``select_numba``.
-        device: device type, such as "cpu" or "cuda".
-    """
+    """Return the module ``STEM_numba`` or ``STEM_triton`` for a device type, or None."""
     if device not in _LIBRARY or device in _failed:
         return None
     # Imported here, not at the top: importing Numba takes long, and it is an optional dependency.
@@ -52,10 +47,7 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
 
 
 def host_form(stem: str, like: Tensor) -> ModuleType | None:
-    """Return the fast form of a kernel for tensors like `like` if the host can read them, or None.
-
-    Kernels are chosen when they are prepared, not in a step.
-    """
+    """Return the fast form of a kernel for tensors like `like` that the host can read, or None."""
     numba = _LIBRARY.get(like.device.type) == "numba" and host.can_read(like)
     return fast_form(stem, like.device.type) if numba else None
 
@@ -76,11 +68,7 @@ def without_fast_forms(device: str, reason: str) -> None:
 
 
 def attempt(work: Callable[[], object], device: str) -> None:
-    """Run `work` before training, to load and compile the kernels that it uses.
-
-    If one fails, all kernels of this device type run in plain torch from now on, and one warning is
-    logged. Results are the same bit for bit.
-    """
+    """Run `work` before training, to load and compile its kernels; in plain torch if that fails."""
     try:
         work()
     except Exception as error:  # a compiler can raise any type of exception

@@ -7,18 +7,9 @@ from torchcomp.engine import host
 
 
 def narrow(x: Tensor, dtype: torch.dtype, out: Tensor | None = None, share: float = 1.0) -> Tensor:
-    """Convert `x` to `dtype`, clamping finite values to the range of `dtype`.
+    """Convert `x` to `dtype`, clamping finite values to `share` of the range of `dtype`.
 
-    NaN and infinities stay. If `dtype` has at least the range of `x`, this is ``x.to(dtype)``.
-
-    Args:
-        x: floating-point tensor.
-        dtype: floating-point dtype of the result.
-        out: optional tensor to write the result to.
-        share: fraction of the range of `dtype` that finite values are clamped to.
-
-    Returns:
-        `out` if given, `x` itself if it already has this dtype, otherwise a new tensor.
+    NaN and infinities stay. Without `out`, `x` itself is returned if it already has this dtype.
     """
     # With error feedback, clamping loses nothing: the residual keeps the difference.
     if x.dtype == dtype and out is None:
@@ -33,10 +24,7 @@ def saturate(x: Tensor, dtype: torch.dtype, share: float = 1.0) -> Tensor:
 
 
 def finite_if_all(x: Tensor) -> Tensor:
-    """Return a scalar tensor that is finite if and only if every element of `x` is.
-
-    This takes one pass and no host synchronization.
-    """
+    """Return a scalar that is finite only if all elements of `x` are. The host does not wait."""
     if not x.numel():
         return torch.zeros((), dtype=x.dtype, device=x.device)
     if not x.is_cpu:  # on a CPU, a norm takes many times as long

@@ -2,40 +2,17 @@
 
 import triton.language as tl
 
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.fields_triton import written
-from torchcomp.kernels.table_triton import (
-    CODE,
-    CODED,
-    CODES,
-    END,
-    FILL_PROGRAM,
-    FILL_PROGRAMS,
-    FIRST,
-    HIGH,
-    LOW_BITS,
-    START,
-    VALUES,
-    K,
-    column,
-    segment_of,
-)
+from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel, narrowed, number, rounded
 
 
 @kernel()
-def set_bits(
-    row: tl.tensor, frame: tl.tensor, i: tl.tensor, local: tl.tensor, mask: tl.tensor
-) -> None:
-    """Set the bits of entries in the index code of their segment.
-
-    Args:
-        row: the segment's.
-        frame: begins at a multiple of 4 bytes.
-        i: the number of each entry in its segment.
-        local: its index in the segment.
-        mask: the entries.
-    """
-    low, high_part, low_part = column(row, LOW_BITS), tl.load(row + HIGH), tl.load(row + CODE)
+def set_bits(row, frame, i, local, mask):
+    """Set the bits of entries in the index code of their segment."""
+    low, high_part = column(row, col.LOW_BITS), tl.load(row + col.HIGH)
+    low_part = tl.load(row + col.CODE)
     # If there is no low part, the high part is a bitmap of the indices.
     bit = (local >> low) + tl.where(low > 0, i, 0) + 8 * (high_part & 3).to(tl.int32)
     words = (frame + (high_part & -4)).to(tl.pointer_type(tl.int32))
@@ -51,56 +28,36 @@ def set_bits(
 
 
 @kernel("rows")
-def clear(
-    frame: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    CHUNK: tl.constexpr,
-) -> None:
+def clear(frame, table, rows, CHUNK: tl.constexpr):
     """Set the bytes of the index codes to zero."""
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    own = tl.program_id(0) - column(row, FILL_PROGRAM)
-    begin, end, programs = tl.load(row + CODE), tl.load(row + END), column(row, FILL_PROGRAMS)
-    size = (end - begin).to(tl.int32)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    own = tl.program_id(0) - column(row, col.FILL_PROGRAM)
+    begin, programs = tl.load(row + col.CODE), column(row, col.FILL_PROGRAMS)
+    size = (tl.load(row + col.END) - begin).to(tl.int32)
     for first in range(own * CHUNK, size, programs * CHUNK):
         at = first + tl.arange(0, CHUNK)
         tl.store(frame + begin + at, tl.zeros((CHUNK,), tl.uint8), mask=at < size)
 
 
 @kernel("rows", "frames")
-def code(
-    frame: tl.tensor,
-    index: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    headers: tl.tensor,
-    frames: tl.tensor,
-    BLOCK: tl.constexpr,
-    FRAMES: tl.constexpr,
-) -> None:
-    """Set the bits of indices in the index codes, whose bytes are zero.
-
-    Also write the headers of the frames, if FRAMES, which is at least `frames`. `headers` has for
-    each frame where it begins, or -1 if it is empty, and two words.
-    """
+def code(frame, index, table, rows, headers, frames, BLOCK: tl.constexpr, FRAMES: tl.constexpr):
+    """Set the bits of indices in the index codes, and write the headers of the frames if FRAMES."""
     if FRAMES > 0:  # noqa: SIM102, as the compiler decides it
         if tl.program_id(0) == 0:
             begin, first, second = header(headers, frames, FRAMES)
             words = frame.to(tl.pointer_type(tl.int64)) + (begin >> 3)
             tl.store(words, first, mask=begin >= 0)
             tl.store(words + 1, second, mask=begin >= 0)
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    own, k = tl.program_id(0) - column(row, FILL_PROGRAM), column(row, K)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    own, k = tl.program_id(0) - column(row, col.FILL_PROGRAM), column(row, col.K)
     i = own * BLOCK + tl.arange(0, BLOCK)
-    inside = (i < k) & (column(row, CODED) > 0)
-    local = tl.load(index + column(row, FIRST) + i, mask=inside, other=0).to(tl.int32)
-    set_bits(row, frame, i, tl.maximum(local - column(row, START), 0), inside)
+    inside = (i < k) & (column(row, col.CODED) > 0)
+    local = tl.load(index + column(row, col.FIRST) + i, mask=inside, other=0).to(tl.int32)
+    set_bits(row, frame, i, tl.maximum(local - column(row, col.START), 0), inside)
 
 
 @kernel()
-def header(
-    headers: tl.tensor, frames: tl.tensor, FRAMES: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
+def header(headers, frames, FRAMES: tl.constexpr):
     """Return for each frame where it begins, and the two words of its header."""
     i = tl.arange(0, FRAMES)
     begin = tl.load(headers + 3 * i, mask=i < frames, other=-1)
@@ -111,43 +68,15 @@ def header(
 
 @kernel("rows", "largest_scale")
 def fill(
-    x: tl.tensor,
-    frame: tl.tensor,
-    index: tl.tensor,
-    noise: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    largest_scale: tl.tensor,
-    SUBTRACT: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SOURCE: tl.constexpr,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> None:
-    """Encode the values of `x` at the indices, and write their fields.
-
-    Args:
-        x: the vector. If SUBTRACT, finite values of the message are subtracted from it.
-        frame: begins at a multiple of 4 bytes.
-        index: the indices within `x`.
-        noise: random numbers, if RANDOM.
-        table: the segments.
-        rows: number of segments.
-        largest_scale: that of LEVELS.
-        SUBTRACT: whether to subtract the message.
-        RANDOM: whether to round at random.
-        SOURCE: dtype that values of `x` are rounded to first.
-        VALUE: dtype of the values of the message, if LEVELS is 0.
-        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
-        ALIGNED: whether fields begin at multiples of the size of their numbers.
-        ROWS: number of blocks of 128 values.
-    """
+    x, frame, index, noise, table, rows, largest_scale,
+    SUBTRACT: tl.constexpr, RANDOM: tl.constexpr, SOURCE: tl.constexpr, VALUE: tl.constexpr,
+    LEVELS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """Encode the values of `x` at the indices, and write their fields."""
     dtype: tl.constexpr = x.dtype.element_ty
-    row = segment_of(tl.program_id(0), table, rows, FILL_PROGRAM)
-    k, first = column(row, K), column(row, FIRST)
-    block = (tl.program_id(0) - column(row, FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    k, first = column(row, col.K), column(row, col.FIRST)
+    block = (tl.program_id(0) - column(row, col.FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
     # Two values at a time, as int4 codes are sent in pairs.
     even = block[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
     odd = even + 1
@@ -161,8 +90,8 @@ def fill(
         drawn_low = tl.load(noise + first + even, mask=even < k, other=0.0)
         drawn_high = tl.load(noise + first + odd, mask=odd < k, other=0.0)
     low, high = written(
-        frame + tl.load(row + VALUES), frame + tl.load(row + CODES), block, even, k, low, high,
-        drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
+        frame + tl.load(row + col.VALUES), frame + tl.load(row + col.CODES), block, even, k,
+        low, high, drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
     )  # fmt: skip
     if SUBTRACT:
         tl.store(x + low_at, less(old_low, low, 1.0, dtype), mask=even < k)
@@ -170,11 +99,8 @@ def fill(
 
 
 @kernel()
-def less(x: tl.tensor, value: tl.tensor, weight: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
-    """Return ``x - weight * value`` in `dtype`, with all steps rounded to it, or `x`.
-
-    That is where the value is not finite.
-    """
+def less(x, value, weight, dtype: tl.constexpr):
+    """Return ``x - weight * value`` in `dtype`, each step rounded; `x` if `value` is not finite."""
     value = number(rounded(value, dtype))
     finite = tl.abs(value) < float("inf")  # not true for NaN
     product = number(rounded(tl.where(finite, value, 0.0) * weight, dtype))

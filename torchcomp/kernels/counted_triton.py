@@ -1,12 +1,12 @@
 """Sparse messages whose numbers of entries only the device knows, in Triton, for CUDA.
 
-`lay_out` computes from the counts what :mod:`.sparse_triton` prepares once from fixed numbers: the
-table of the segments, where the frames begin, and their headers. The same kernels then write and
-read the messages. The host waits for the lengths of the frames, which a collective needs.
+`lay_out` computes from the counts what :mod:`.sparse_triton` prepares once. The same kernels then
+write and read the messages. The host waits for the lengths of the frames, for the collective.
 """
 
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
 import torch
 import triton
@@ -16,32 +16,13 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.fields_triton import Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.selecting_triton import Owners, Search
+from torchcomp.kernels.selecting_triton import Search
 from torchcomp.kernels.sparse_triton import DTYPES, LIMIT, adding_up, filling, subtraction
-from torchcomp.kernels.table_triton import (
-    BIT_PROGRAM,
-    BIT_PROGRAMS,
-    CODE,
-    CODED,
-    CODES,
-    END,
-    FILL_PROGRAM,
-    FIRST,
-    HIGH,
-    LOW_BITS,
-    SIZES,
-    START,
-    TILE_PROGRAM,
-    VALUES,
-    WIDTH,
-    K,
-    N,
-    Table,
-    step_of,
-)
+from torchcomp.kernels.table_triton import SIZES, Table, step_of
 from torchcomp.kernels.triton_jit import kernel
 from torchcomp.routes.wire import HEADER, MARK, Frames
 
@@ -65,25 +46,7 @@ class _Received(Frames):
 
 
 class Counted:
-    """Messages in frames: those that this rank sends, and those that it receives.
-
-    Args:
-        fmt: format of the values; see :mod:`.quantize`. None sends values of `dtype`.
-        sends: the pieces of each frame that this rank sends, in the vector that it encodes; k is
-            how many entries can be there.
-        reads: the pieces of each frame that it receives, in the vector that it decodes. Those of a
-            message cover it.
-        signatures: of all these frames, what their signature begins with.
-        messages: number of messages in the frames that it receives. All have the same pieces.
-        densest: the share of the entries that are expected in a message.
-        dtype: values are first rounded to this one of DTYPES.
-        exchange: the ranks, which send and receive in their order.
-        device: device of the vectors.
-        spaced: whether each piece that is sent has k places in the list of indices. Otherwise, they
-            follow each other.
-
-    Methods and attributes are those of :class:`torchcomp.routes.exact.Messages`.
-    """
+    """Messages in frames: those that this rank sends, and those that it receives."""
 
     search = Search
 
@@ -96,7 +59,7 @@ class Counted:
         messages: int,
         densest: float,
         dtype: torch.dtype,
-        exchange: Owners,
+        exchange: Any,
         device: torch.device,
         spaced: bool,
     ) -> None:
@@ -122,7 +85,7 @@ class Counted:
         placed, framed = (
             host.copy_to(torch.tensor(each, dtype=torch.int64), device) for each in (pieces, frames)
         )
-        whole, ends = self._memory([WIDTH.value * sum(rows), 2 * sum(rows)])
+        whole, ends = self._memory([col.WIDTH.value * sum(rows), 2 * sum(rows)])
         headers, origins = self._memory([3 * len(frames), len(frames)])
         values, power = Format(fmt, dtype), triton.next_power_of_2
         lanes = power(max(*self._sides, 2))
@@ -137,7 +100,7 @@ class Counted:
         # Grids are those of the step.
         programs, self._tiles = {"fill": 1, "tile": max(sum(tiles), 1)}, sum(tiles)
         out = Table(whole, rows[0], programs, step_of(sent))
-        back = Table(whole[WIDTH.value * rows[0] :], rows[1], programs, step_of(read))
+        back = Table(whole[col.WIDTH.value * rows[0] :], rows[1], programs, step_of(read))
         self._code = Launch(
             coding.code, (1,), out.rows, out.count, headers, len(sends),
             BLOCK=SIZES["fill"], FRAMES=lanes,
@@ -196,59 +159,14 @@ class Counted:
             self._add_up(received, work, index, out, float(divisor))
 
 
-# --- The kernel -----------------------------------------------------------------------------------
-
-
 @kernel("rows_sent", "rows_read", "sent", "read")
 def lay_out(
-    mine: tl.tensor,
-    theirs: tl.tensor,
-    numbers: tl.tensor,
-    pieces: tl.tensor,
-    frames: tl.tensor,
-    table: tl.tensor,
-    ends: tl.tensor,
-    headers: tl.tensor,
-    origins: tl.tensor,
-    rows_sent: tl.tensor,
-    rows_read: tl.tensor,
-    sent: tl.tensor,
-    read: tl.tensor,
-    LEVELS: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    FRAMES: tl.constexpr,
-    FILL: tl.constexpr,
-    BYTES: tl.constexpr,
-    WORD: tl.constexpr,
-) -> None:
-    """Lay out the frames to send (program 0), and the frames to receive (program 1).
-
-    Args:
-        mine: number of entries of each piece that is sent.
-        theirs: and of each that is received.
-        numbers: receives the size of each frame; the numbers of programs that fill those to send
-            and decode those to receive, at least 1; and the number of entries to receive.
-        pieces: for each its start, its length, its first entry or -1, its first tile, its frame,
-            and its factor in the signature.
-        frames: for each its first piece, the piece after its last one, and its signature without
-            entries.
-        table: receives the rows of both tables of segments.
-        ends: workspace, two numbers for each piece.
-        headers: receives for each frame where it begins, or -1 if it is empty, and two words.
-        origins: workspace, a number for each frame.
-        rows_sent: number of pieces to send.
-        rows_read: number of pieces to receive.
-        sent: number of frames to send.
-        read: number of frames to receive.
-        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
-        SIZE: bytes of a value, if LEVELS is 0.
-        ROWS: at least the number of pieces.
-        FRAMES: at least the number of frames.
-        FILL: values that a program fills.
-        BYTES: bytes of the high part of an index code that a program decodes.
-        WORD: the lowest 16 bits of a frame.
-    """
+    mine, theirs, numbers, pieces, frames, table, ends, headers, origins, rows_sent, rows_read,
+    sent, read,
+    LEVELS: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, FRAMES: tl.constexpr,
+    FILL: tl.constexpr, BYTES: tl.constexpr, WORD: tl.constexpr,
+):  # fmt: skip
+    """Lay out the frames to send (program 0), and the frames to receive (program 1)."""
     side = tl.program_id(0)
     rows, count = tl.where(side > 0, rows_read, rows_sent), tl.where(side > 0, read, sent)
     i = tl.arange(0, ROWS)
@@ -284,22 +202,22 @@ def lay_out(
     bits = tl.where(coded, code + code_bytes - high, (k + 7) // 8)
     fills, bits = (k + FILL - 1) // FILL, (bits + BYTES - 1) // BYTES
     given = tl.load(piece + 2, mask=inside, other=0)
-    row = table + WIDTH * (side * rows_sent + i)
-    tl.store(row + START, tl.load(piece, mask=inside, other=0), mask=inside)
-    tl.store(row + N, n, mask=inside)
-    tl.store(row + K, k, mask=inside)
-    tl.store(row + FIRST, tl.where(given < 0, tl.cumsum(k, 0) - k, given), mask=inside)
-    tl.store(row + FILL_PROGRAM, tl.cumsum(fills, 0) - fills, mask=inside)
-    tl.store(row + VALUES, at, mask=inside)
-    tl.store(row + CODES, at + second, mask=inside)
-    tl.store(row + CODE, code, mask=inside)
-    tl.store(row + HIGH, high, mask=inside)
-    tl.store(row + END, code + code_bytes, mask=inside)
-    tl.store(row + LOW_BITS, low, mask=inside)
-    tl.store(row + CODED, coded.to(tl.int64), mask=inside)
-    tl.store(row + BIT_PROGRAM, tl.cumsum(bits, 0) - bits, mask=inside)
-    tl.store(row + BIT_PROGRAMS, bits, mask=inside)
-    tl.store(row + TILE_PROGRAM, tl.load(piece + 3, mask=inside, other=0), mask=inside)
+    row = table + col.WIDTH * (side * rows_sent + i)
+    tl.store(row + col.START, tl.load(piece, mask=inside, other=0), mask=inside)
+    tl.store(row + col.N, n, mask=inside)
+    tl.store(row + col.K, k, mask=inside)
+    tl.store(row + col.FIRST, tl.where(given < 0, tl.cumsum(k, 0) - k, given), mask=inside)
+    tl.store(row + col.FILL_PROGRAM, tl.cumsum(fills, 0) - fills, mask=inside)
+    tl.store(row + col.VALUES, at, mask=inside)
+    tl.store(row + col.CODES, at + second, mask=inside)
+    tl.store(row + col.CODE, code, mask=inside)
+    tl.store(row + col.HIGH, high, mask=inside)
+    tl.store(row + col.END, code + code_bytes, mask=inside)
+    tl.store(row + col.LOW_BITS, low, mask=inside)
+    tl.store(row + col.CODED, coded.to(tl.int64), mask=inside)
+    tl.store(row + col.BIT_PROGRAM, tl.cumsum(bits, 0) - bits, mask=inside)
+    tl.store(row + col.BIT_PROGRAMS, bits, mask=inside)
+    tl.store(row + col.TILE_PROGRAM, tl.load(piece + 3, mask=inside, other=0), mask=inside)
     if side == 0:
         tl.store(numbers + sent + read, tl.maximum(tl.sum(fills, 0), 1))
     else:
@@ -309,15 +227,8 @@ def lay_out(
 
 @kernel()
 def lay_out_frames(
-    ends: tl.tensor,
-    numbers: tl.tensor,
-    frames: tl.tensor,
-    headers: tl.tensor,
-    origins: tl.tensor,
-    count: tl.tensor,
-    FRAMES: tl.constexpr,
-    WORD: tl.constexpr,
-) -> None:
+    ends, numbers, frames, headers, origins, count, FRAMES: tl.constexpr, WORD: tl.constexpr
+):
     """Lay out `count` frames. `ends` has the sums of bytes, and of signatures, up to each piece."""
     f = tl.arange(0, FRAMES)
     live = f < count
@@ -339,9 +250,7 @@ def lay_out_frames(
 
 
 @kernel()
-def value_bytes(
-    k: tl.tensor, LEVELS: tl.constexpr, SIZE: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def value_bytes(k, LEVELS: tl.constexpr, SIZE: tl.constexpr):
     """Return the bytes of the first field of `k` values, and of all their fields."""
     if LEVELS == 0:
         return k * SIZE, k * SIZE
@@ -351,7 +260,7 @@ def value_bytes(
 
 
 @kernel()
-def code_size(n: tl.tensor, k: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
+def code_size(n, k):
     """Return the width of low parts and the bytes of an index code; see :mod:`.elias_fano`."""
     low, fewest = tl.zeros_like(n), (n + 7) // 8
     # The smallest of several best widths, as the format requires.

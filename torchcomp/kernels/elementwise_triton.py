@@ -1,9 +1,7 @@
 """Messages of all elements of a vector in Triton, for CUDA; prepared once, one launch each.
 
-Results equal those of plain torch bit for bit.
-
-Bytes moved per float32 element: encoding a sum reads two summands, and writes the rest and the
-message: 13 for int8 and 14 for bf16. A mean reads all messages and writes 4.
+Results equal those of plain torch bit for bit. Bytes moved per float32 element: encoding reads two
+summands and writes rest and message, 13 for int8. A mean reads all messages and writes 4.
 """
 
 from collections.abc import Sequence
@@ -44,17 +42,11 @@ DTYPES = tuple(TYPES)
 
 
 class ElementwiseTriton:
-    """Messages of the segments of a vector, with all of their elements.
+    """Messages of all elements of some segments of a vector, which cover it.
 
-    A message is a run of bytes, 1-D uint8, that begins at a multiple of 4 bytes.
+    `offsets` has the byte of a message at which the fields of each segment begin.
 
-    Args:
-        segments: the parts of the vector, with k = n, in ascending order. They cover it.
-        fmt: format of the values; see :mod:`.quantize`. None sends values of `dtype`.
-        dtype: values are first rounded to this one of DTYPES.
-        device: device of the vector.
-        offsets: for each segment, the byte of a message at which its fields begin. By default they
-            follow each other from 0 on.
+    A message is 1-D uint8, and begins at a multiple of 4 bytes.
     """
 
     def __init__(
@@ -80,31 +72,20 @@ class ElementwiseTriton:
         self._table, self._rows = torch.tensor(rows, dtype=torch.int64).to(device), len(rows)
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
-    def encode_sum(
-        self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
-    ) -> None:
-        """Write the message of ``g + e`` to `frame`, and the sum less the message to `rest`.
-
-        Args:
-            g: 1-D, contiguous, of one of DTYPES.
-            e: likewise.
-            rest: likewise.
-            frame: what is not part of a field stays.
-            noise: None rounds to nearest. Otherwise a float32 number in [0, 1) for each value.
-        """
-        self._encode(g, e, rest, frame, noise)
-
     def encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
-        """Write the message of `x` to `frame`; see :meth:`encode_sum`."""
-        self._encode(x, x, x, frame, noise)
+        """Write the message of `x` to `frame`."""
+        self.encode_sum(x, x, x, frame, noise)
 
-    def _encode(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None) -> None:
+    def encode_sum(
+        self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None = None
+    ) -> None:
+        """Write the message of ``g + e`` to `frame`, and the sum less the message to `x`."""
         kind = "encode", g is not x, noise is not None
         launch = self._launches.get(kind)
         if launch is None:
             levels = self._format.levels
             launch = self._prepared(
-                kind, _encode, largest_scale(levels) if levels else 0.0, ADD=kind[1],
+                kind, _encode, largest_scale(levels), ADD=kind[1],
                 RANDOM=kind[2], SOURCE=TYPES[self._format.dtype],
             )  # fmt: skip
         if self._programs:
@@ -115,14 +96,7 @@ class ElementwiseTriton:
         self._add_up(frame[None], x, -weight, False)
 
     def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`.
-
-        Args:
-            messages: a row of uint8 for each message. Rows are contiguous.
-            out: 1-D, contiguous, of one of DTYPES. Receives the mean. Every sum is rounded to its
-                dtype.
-            divisor: usually the number of messages.
-        """
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         self._add_up(messages, out, divisor, True)
 
     def _add_up(self, messages: Tensor, out: Tensor, factor: float, mean: bool) -> None:
@@ -153,15 +127,7 @@ class ElementwiseTriton:
 
 
 class CastSum:
-    """Messages of a cast that are summed by an all-reduce.
-
-    Args:
-        gradient: dtype of the gradients; one of DTYPES.
-        dtype: dtype of the messages; bfloat16 or float16.
-        world_size: number of ranks.
-        shares: fractions of the ranges of both dtypes that finite values are clamped to, before
-            they are converted from a wider one.
-    """
+    """Messages of a cast that are summed by an all-reduce."""
 
     def __init__(
         self,
@@ -175,14 +141,7 @@ class CastSum:
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def add(self, g: Tensor, e: Tensor, rest: Tensor, message: Tensor) -> None:
-        """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`.
-
-        Args:
-            g: 1-D, contiguous, of the gradients' dtype.
-            e: 1-D, contiguous, of one of DTYPES.
-            rest: like `e`. Receives the sum less the message times the number of ranks.
-            message: 1-D, contiguous, of the messages' dtype.
-        """
+        """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`."""
         kind = "add", g.numel(), rest.dtype
         launch = self._launches.get(kind)
         if launch is None:
@@ -214,27 +173,12 @@ def _limit(source: torch.dtype, dtype: torch.dtype, share: float) -> float:
     return largest * share if largest < torch.finfo(source).max else float("inf")
 
 
-# --- Kernels --------------------------------------------------------------------------------------
-
-
 @kernel("rows", "largest_scale")
 def _encode(
-    g: tl.tensor,
-    e: tl.tensor,
-    x: tl.tensor,
-    frame: tl.tensor,
-    noise: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    largest_scale: tl.tensor,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    ADD: tl.constexpr,
-    RANDOM: tl.constexpr,
-    SOURCE: tl.constexpr,
-) -> None:
+    g, e, x, frame, noise, table, rows, largest_scale,
+    VALUE: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    ADD: tl.constexpr, RANDOM: tl.constexpr, SOURCE: tl.constexpr,
+):  # fmt: skip
     """Encode, and write what the message lacks to `x` if ADD."""
     dtype: tl.constexpr = x.dtype.element_ty
     row = row_of(tl.program_id(0), table, rows, 5)
@@ -260,34 +204,19 @@ def _encode(
         drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
     )  # fmt: skip
     if ADD:
-        tl.store(x + low_at, _less(low, sent_low, dtype, LEVELS), mask=even < k)
-        tl.store(x + high_at, _less(high, sent_high, dtype, LEVELS), mask=odd < k)
-
-
-@kernel()
-def _less(x: tl.tensor, value: tl.tensor, dtype: tl.constexpr, LEVELS: tl.constexpr) -> tl.tensor:
-    """Return ``x - value`` in `dtype`. Values with scales are first rounded to it."""
-    if LEVELS > 0:
-        value = number(rounded(value, dtype))
-    return rounded(x - value, dtype)
+        # Values are first rounded to the dtype that they are subtracted in, as in plain torch.
+        low -= number(rounded(sent_low, dtype))
+        high -= number(rounded(sent_high, dtype))
+        tl.store(x + low_at, rounded(low, dtype), mask=even < k)
+        tl.store(x + high_at, rounded(high, dtype), mask=odd < k)
 
 
 @kernel("rows", "count", "stride")
 def _add_up(
-    messages: tl.tensor,
-    out: tl.tensor,
-    factor: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    count: tl.tensor,
-    stride: tl.tensor,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    ALIGNED: tl.constexpr,
-    ROWS: tl.constexpr,
-    MEAN: tl.constexpr,
-    STEP: tl.constexpr,
-) -> None:
+    messages, out, factor, table, rows, count, stride,
+    VALUE: tl.constexpr, LEVELS: tl.constexpr, ALIGNED: tl.constexpr, ROWS: tl.constexpr,
+    MEAN: tl.constexpr, STEP: tl.constexpr,
+):  # fmt: skip
     """Add the messages in order. `factor` is a divisor if MEAN, otherwise a factor on values."""
     dtype: tl.constexpr = out.dtype.element_ty
     row = row_of(tl.program_id(0), table, rows, 5)
@@ -303,8 +232,7 @@ def _add_up(
     second = tl.multiple_of(tl.load(row + 4), STEP)
     for _ in range(0, count):
         value = values_of(raw + first, raw + second, i, inside, LEVELS, VALUE, ALIGNED)
-        if LEVELS > 0:
-            value = number(rounded(value, dtype))
+        value = number(rounded(value, dtype))
         if not MEAN:
             value = value * factor
         total = number(rounded(total + value, dtype))
@@ -316,17 +244,8 @@ def _add_up(
 
 @kernel()
 def _cast_sum(
-    g: tl.tensor,
-    e: tl.tensor,
-    rest: tl.tensor,
-    message: tl.tensor,
-    n: tl.tensor,
-    share: tl.tensor,
-    ranks: tl.tensor,
-    gradient_limit: tl.tensor,
-    message_limit: tl.tensor,
-    BLOCK: tl.constexpr,
-) -> None:
+    g, e, rest, message, n, share, ranks, gradient_limit, message_limit, BLOCK: tl.constexpr
+):
     """Send the sum times `share`, and keep what `-ranks` times the message lacks."""
     gradient: tl.constexpr = g.dtype.element_ty
     memory: tl.constexpr = rest.dtype.element_ty
@@ -347,7 +266,7 @@ def _cast_sum(
 
 
 @kernel()
-def _decode_cast(message: tl.tensor, out: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr) -> None:
+def _decode_cast(message, out, n, BLOCK: tl.constexpr):
     """Convert the sum of the messages to the dtype of `out`."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = number(tl.load(message + at, mask=at < n, other=0.0))

@@ -1,14 +1,8 @@
 """Elias-Fano coding in Numba, for the CPU. The results equal those of plain torch bit for bit.
 
-Encoding many entries uses several threads. Decoding is serial and releases the GIL. It can start at
-any word of the high part, so that the caller can decode parts of a code in parallel. It has three
-steps:
-
-1. write the positions of the set bits of the high part;
-2. turn the positions into indices by adding the low parts;
-3. check that the indices ascend.
-
-Each step is a short loop, of which the processor overlaps several iterations.
+Decoding can start at any word of the high part, so that parts of a code are decoded in parallel. It
+writes the positions of the set bits, turns them into indices with the low parts, and checks that
+they ascend. Each step is a short loop, of which the processor overlaps several iterations.
 """
 
 from typing import Any
@@ -26,20 +20,9 @@ Array = NDArray[Any]
 trailing_zeros: Any = numbers.trailing_zeros
 """Zeros below the lowest set bit of a word."""
 
-_USUAL = 32
-"""Typical number of set bits in a 64-bit word of the high part. It rarely exceeds two thirds."""
-
-# Four low parts of at most 14 bits are at most 56 bits. A group starts at any of the 8 bits of a
-# byte, so one 64-bit read covers it.
-_GROUP = 4
-_NARROW = 14
-
 
 def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
-    """Write the code of 0 < k < n indices to `out`. Both tensors are contiguous.
-
-    Return False if the indices do not ascend strictly within [0, n). Then `out` is undefined.
-    """
+    """Write the code of 0 < k < n indices to `out`; False if they do not ascend within [0, n)."""
     chunks = 1 if index.numel() <= pool.INLINE else pool.chunks(index.numel())
     ascending = np.empty(chunks, np.bool_)
     task = index.numpy(), n, low, out.numpy(), ascending
@@ -50,35 +33,25 @@ def encode(index: Tensor, n: int, low: int, out: Tensor) -> bool:
     return bool(ascending.all())
 
 
-# --- Words ----------------------------------------------------------------------------------------
-
-
 # LLVM compiles each loop over 8 bytes, and `ones`, to one instruction. For the loops it does so
 # only if no index can be negative. This is why the indices below are np.uint64.
 
 
 @kernel(inline="always")
-def _whole_word_at(raw: Array, byte: int) -> Any:
-    """Read 64 bits starting at a byte. All 8 bytes must exist."""
-    at, word = np.uint64(byte), np.uint64(0)
-    for i in range(np.uint64(8)):
-        word |= np.uint64(raw[at + i]) << (i << np.uint64(3))
-    return word
-
-
-@kernel(inline="always")
-def _word_at(raw: Array, byte: int) -> Any:
+def _word_at(raw, byte):
     """Read 64 bits starting at a byte, with zeros beyond the end."""
+    at, word = np.uint64(byte), np.uint64(0)
     if byte + 8 <= raw.size:
-        return _whole_word_at(raw, byte)
-    word = np.uint64(0)
+        for i in range(np.uint64(8)):
+            word |= np.uint64(raw[at + i]) << (i << np.uint64(3))
+        return word
     for i in range(raw.size - byte):
         word |= np.uint64(raw[byte + i]) << np.uint64(8 * i)
     return word
 
 
 @kernel(inline="always")
-def _put_word(out: Array, byte: int, word: Any) -> None:
+def _put_word(out, byte, word):
     """Write 64 bits starting at a byte."""
     at = np.uint64(byte)
     for i in range(np.uint64(8)):
@@ -86,7 +59,7 @@ def _put_word(out: Array, byte: int, word: Any) -> None:
 
 
 @kernel(inline="always")
-def ones(word: Any) -> Any:
+def ones(word):
     """Return the number of set bits."""
     # Add neighbouring counts of 1, 2 and 4 bits in place. The product sums the 8 bytes.
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -96,11 +69,8 @@ def ones(word: Any) -> Any:
     return np.int64((word * np.uint64(0x0101010101010101)) >> np.uint64(56))
 
 
-# --- Encode and decode ----------------------------------------------------------------------------
-
-
 @kernel()
-def ascends(index: Array) -> bool:
+def ascends(index):
     """Return whether each element is larger than the one before."""
     lower, upper = index[:-1], index[1:]
     wrong = 0
@@ -110,7 +80,7 @@ def ascends(index: Array) -> bool:
 
 
 @kernel()
-def _encode(index: Array, n: int, low: int, out: Array, ascending: Array, chunk: int) -> None:
+def _encode(index, n, low, out, ascending, chunk):
     """Write one of ``ascending.size`` parts of the code, and check as many indices."""
     # No two parts have a byte in common, so threads need no locks.
     k, chunks = index.size, ascending.size
@@ -126,7 +96,7 @@ def _encode(index: Array, n: int, low: int, out: Array, ascending: Array, chunk:
 
 
 @kernel()
-def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
+def _encode_entries(chosen, low, out, start, stop):
     """Write the low parts of entries `start` to `stop`; `start` is a multiple of 64."""
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
     byte, word, filled = (start * low) >> 3, np.uint64(0), 0
@@ -148,7 +118,7 @@ def _encode_entries(chosen: Array, low: int, out: Array, start: int, stop: int) 
 
 
 @kernel()
-def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) -> None:
+def _encode_words(chosen, low, out, start, stop):
     """Write words `start` to `stop` of the high part, as far as they exist."""
     k, nbytes = chosen.size, out.size
     cut, step = (k * low + 7) >> 3, 1 if low else 0
@@ -176,34 +146,21 @@ def _encode_words(chosen: Array, low: int, out: Array, start: int, stop: int) ->
 
 
 @kernel()
-def last_word(raw: Array, k: int, low: int) -> int:
+def last_word(raw, k, low):
     """Return the number of the high part's last 64-bit word, counted from 0."""
     return (raw.size - ((k * low + 7) >> 3) - 1) >> 3
 
 
 @kernel()
-def padding_is_zero(raw: Array, k: int, low: int) -> bool:
+def padding_is_zero(raw, k, low):
     """Return whether the low part's last byte is padded with zeros."""
     bits = k * low
     return bits & 7 == 0 or raw[bits >> 3] >> (bits & 7) == 0
 
 
 @kernel()
-def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> Any:
-    """Find where to start decoding the entries whose index is at least `begin`.
-
-    Args:
-        raw: the code, contiguous.
-        k: number of entries of the code.
-        low: width of a low part in bits.
-        begin: an index, a multiple of 2^low.
-        word: where to start the search: the result for an earlier `begin`, or 0.
-        rank: number of entries in the words before it.
-
-    Returns:
-        A word of the high part, and the number of entries in the words before it. All entries
-        below `begin` are in these words or in this one.
-    """
+def start_of(raw, k, low, begin, word, rank):
+    """Find where to start decoding the entries whose index is at least `begin`."""
     cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
     while word < last:
         after = rank + ones(_word_at(raw, cut + 8 * word))
@@ -215,23 +172,8 @@ def start_of(raw: Array, k: int, low: int, begin: int, word: int, rank: int) -> 
 
 
 @kernel()
-def decode_below(raw: Array, k: int, low: int, end: int, word: int, rank: int, index: Array) -> Any:
-    """Decode the entries whose index is below `end`, and all others of the last word with any.
-
-    Args:
-        raw: the code, contiguous.
-        k: number of entries of the code.
-        low: width of a low part in bits.
-        end: an index, a multiple of 2^low or the length of the vector.
-        word: the first word of the high part to decode.
-        rank: number of entries in the words before it.
-        index: contiguous int64, for the indices.
-
-    Returns:
-        The number of indices, or -1 if they do not fit or are more than k - rank; the last word
-        that was decoded; and the number of entries in the words before it. Those are the `word` and
-        `rank` to go on with: a word can have entries on both sides of `end`.
-    """
+def decode_below(raw, k, low, end, word, rank, index):
+    """Decode the entries whose index is below `end`, and all others of the last word with any."""
     cut, step, last = (k * low + 7) >> 3, 1 if low else 0, last_word(raw, k, low)
     count, before, room = 0, 0, min(index.size, k - rank)
     while word <= last and (64 * word - (rank + count) * step) << low < end:
@@ -240,13 +182,6 @@ def decode_below(raw: Array, k: int, low: int, end: int, word: int, rank: int, i
         # A damaged code can have more set bits than entries.
         if after > room:
             return -1, word, rank
-        # Use a fixed number of iterations. The end of a loop that depends on the bits would be
-        # mispredicted for every word. The next words overwrite what this writes in excess.
-        if count + _USUAL <= room:
-            for i in range(np.uint64(count), np.uint64(count + _USUAL)):
-                index[i] = base + np.int64(trailing_zeros(bits))
-                bits &= bits - np.uint64(1)
-            count += _USUAL
         for i in range(count, after):
             index[np.uint64(i)] = base + np.int64(trailing_zeros(bits))
             bits &= bits - np.uint64(1)
@@ -257,21 +192,11 @@ def decode_below(raw: Array, k: int, low: int, end: int, word: int, rank: int, i
 
 
 @kernel()
-def _add_low_parts(raw: Array, low: int, first: int, index: Array) -> None:
+def _add_low_parts(raw, low, first, index):
     """Turn the positions of bits in the high part into indices. `first` is the first one's rank."""
     # Bit (x_i div 2^l) + i is set for entry i, so x_i = ((position - i) << l) | low part.
     mask = (np.uint64(1) << np.uint64(low)) - np.uint64(1)
-    groups = 0
-    if low <= _NARROW:
-        groups = min(index.size, (raw.size - 8) * 8 // low - first) // _GROUP
-    for group in range(groups):
-        bit = (first + _GROUP * group) * low
-        word = _whole_word_at(raw, bit >> 3) >> np.uint64(bit & 7)
-        for j in range(_GROUP):
-            i = np.uint64(_GROUP * group + j)
-            part = (word >> np.uint64(j * low)) & mask
-            index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part
-    for rank in range(max(groups, 0) * _GROUP, index.size):
+    for rank in range(index.size):
         i, bit = np.uint64(rank), (first + rank) * low
         part = (_word_at(raw, bit >> 3) >> np.uint64(bit & 7)) & mask
         index[i] = (np.uint64(index[i]) - np.uint64(first) - i) << np.uint64(low) | part

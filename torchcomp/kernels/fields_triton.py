@@ -15,12 +15,7 @@ TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: 
 
 
 class Format:
-    """Constants of kernels for the values of messages.
-
-    Args:
-        fmt: one of the formats of :mod:`.quantize`, or None for values of `dtype`.
-        dtype: dtype that a value is rounded to before it is encoded; one of TYPES.
-    """
+    """Constants of kernels for the values of messages."""
 
     def __init__(self, fmt: str | None, dtype: torch.dtype) -> None:
         self.fmt, self.dtype = fmt, dtype
@@ -47,9 +42,7 @@ def aligned(messages: Tensor) -> Tensor:
 
 
 @kernel()
-def put(
-    field: tl.tensor, i: tl.tensor, bits: tl.tensor, mask: tl.tensor, ALIGNED: tl.constexpr
-) -> None:
+def put(field, i, bits, mask, ALIGNED: tl.constexpr):
     """Store the bits of numbers, int16 or int32, as the numbers `i` of a field."""
     if ALIGNED:
         tl.store(field.to(tl.pointer_type(bits.dtype)) + i, bits, mask=mask)
@@ -60,9 +53,7 @@ def put(
 
 
 @kernel()
-def get(
-    field: tl.tensor, i: tl.tensor, mask: tl.tensor, dtype: tl.constexpr, ALIGNED: tl.constexpr
-) -> tl.tensor:
+def get(field, i, mask, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the numbers `i` of a field of floating-point numbers, in float32."""
     if ALIGNED:
         return number(tl.load(field.to(tl.pointer_type(dtype)) + i, mask=mask, other=0.0))
@@ -79,7 +70,7 @@ def get(
 
 
 @kernel()
-def bits_of(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def bits_of(x, dtype: tl.constexpr):
     """Return the bits of float32 values that `dtype` can represent, in `dtype`."""
     if dtype == tl.bfloat16:
         return (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16)
@@ -91,21 +82,15 @@ def bits_of(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 @kernel()
 def values_of(
-    first: tl.tensor,
-    second: tl.tensor,
-    i: tl.tensor,
-    mask: tl.tensor,
-    LEVELS: tl.constexpr,
-    VALUE: tl.constexpr,
-    ALIGNED: tl.constexpr,
-) -> tl.tensor:
+    first, second, i, mask, LEVELS: tl.constexpr, VALUE: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Return the values `i` of a message in float32, from both of its fields."""
     if LEVELS == 0:
         return get(first, i, mask, VALUE, ALIGNED)
     else:
         if LEVELS == 7:
             pair = tl.load(second + i // 2, mask=mask, other=0).to(tl.int32)
-            code = extended((pair >> (4 * (i & 1)).to(tl.int32)) & 15)
+            code = (((pair >> (4 * (i & 1)).to(tl.int32)) & 15) ^ 8) - 8  # with its sign
         else:
             code = tl.load(second + i, mask=mask, other=0).to(tl.int8, bitcast=True).to(tl.int32)
         scale = get(first, i // 128, mask, tl.float32, ALIGNED)
@@ -113,15 +98,7 @@ def values_of(
 
 
 @kernel()
-def extended(nibble: tl.tensor) -> tl.tensor:
-    """Extend the sign of 4-bit two's complement numbers."""
-    return (nibble ^ 8) - 8
-
-
-@kernel()
-def scale_of(
-    low: tl.tensor, high: tl.tensor, largest_scale: tl.tensor, LEVELS: tl.constexpr
-) -> tl.tensor:
+def scale_of(low, high, largest_scale, LEVELS: tl.constexpr):
     """Return the scale of each row of values, of which `low` and `high` are two halves."""
     # The largest magnitude by its bits: those of NaN and infinity are the largest.
     bits = low.to(tl.int32, bitcast=True) & 0x7FFFFFFF
@@ -135,13 +112,7 @@ def scale_of(
 
 
 @kernel()
-def code_of(
-    value: tl.tensor,
-    drawn: tl.tensor,
-    scale: tl.tensor,
-    RANDOM: tl.constexpr,
-    LEVELS: tl.constexpr,
-) -> tl.tensor:
+def code_of(value, drawn, scale, RANDOM: tl.constexpr, LEVELS: tl.constexpr):
     """Return the codes of values; `scale` has one row for each row of values."""
     # Division by a zero or NaN scale would give infinities and NaN, which have no integer.
     divisor = tl.where(scale > 0, scale, 1.0) + tl.zeros_like(value)
@@ -158,41 +129,11 @@ def code_of(
 
 @kernel()
 def written(
-    first: tl.tensor,
-    second: tl.tensor,
-    block: tl.tensor,
-    even: tl.tensor,
-    k: tl.tensor,
-    low: tl.tensor,
-    high: tl.tensor,
-    drawn_low: tl.tensor,
-    drawn_high: tl.tensor,
-    largest_scale: tl.tensor,
-    SOURCE: tl.constexpr,
-    VALUE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    RANDOM: tl.constexpr,
+    first, second, block, even, k, low, high, drawn_low, drawn_high, largest_scale,
+    SOURCE: tl.constexpr, VALUE: tl.constexpr, LEVELS: tl.constexpr, RANDOM: tl.constexpr,
     ALIGNED: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Encode values and write their fields. Return the decoded values, in float32.
-
-    Args:
-        first: where the first field begins.
-        second: where the second field begins, if there is one.
-        block: numbers of the blocks of 128 values, 1-D.
-        even: numbers of the values in `low`, a row for each block. Those in `high` follow them.
-        k: number of values of the message.
-        low: values in float32, zero from the end of the message on.
-        high: likewise.
-        drawn_low: random numbers for `low`, if RANDOM.
-        drawn_high: likewise for `high`.
-        largest_scale: that of LEVELS.
-        SOURCE: dtype of the values.
-        VALUE: dtype of the values of the message, if LEVELS is 0.
-        LEVELS: 127 for int8, 7 for int4, 0 if there are no scales.
-        RANDOM: whether values are rounded at random.
-        ALIGNED: whether fields begin at multiples of the size of their numbers.
-    """
+):  # fmt: skip
+    """Encode values and write their fields. Return the decoded values, in float32."""
     if LEVELS == 0:
         low = narrowed(low, SOURCE, VALUE)
         high = narrowed(high, SOURCE, VALUE)

@@ -1,8 +1,6 @@
 """Kernels in Triton that write the frames to send, and read frames as they were received.
 
-Nothing is packed or unpacked: a message is written where it is sent from, and all ranks' messages
-are decoded where they arrived. Vectors in a dtype that Triton's kernels do not support, such as
-float64, run in plain torch.
+Vectors in a dtype that Triton's kernels do not support, such as float64, run in plain torch.
 """
 
 from abc import abstractmethod
@@ -13,29 +11,25 @@ from torch import Tensor
 
 from torchcomp.kernels import elementwise_triton, sparse_triton
 from torchcomp.kernels.elementwise_triton import ElementwiseTriton
-from torchcomp.kernels.quantizer import Quantizer
+from torchcomp.kernels.quantize import Quantizer
+from torchcomp.kernels.segments import Prepared
 from torchcomp.kernels.sparse import Sparse
 from torchcomp.kernels.sparse_triton import SparseTriton
-from torchcomp.kernels.vectors import Kernels, Prepared
 from torchcomp.routes.wire import Frames, Parts
 
 
-class _InFrames(Kernels):
+class _InFrames:
     """Kernels that read frames where they arrived."""
 
     reads_frames = True
     form: Any
     """The module with Triton's kernels."""
     _made: Any = None
+    vectors: Prepared
+    accumulate: Any
 
     def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
-        """Write the sum of received messages, in order, divided by `divisor`, to `out`.
-
-        Args:
-            received: (count, nbytes) uint8, the frames of each message.
-            out: 1-D.
-            divisor: at least 1.
-        """
+        """Write the sum of received messages, in order, divided by `divisor`, to `out`."""
         kernels = self._for(out)
         if kernels is None:
             self.accumulate(self._frames.unpack(received), out.zero_())
@@ -117,7 +111,7 @@ class SparseFrames(_InFrames, Sparse):
 
 
 class QuantizedFrames(_InFrames, Quantizer):
-    """The kernels of quantized messages; see :class:`.quantizer.Quantizer`."""
+    """The kernels of quantized messages; see :class:`.quantize.Quantizer`."""
 
     form = elementwise_triton
 

@@ -1,9 +1,7 @@
 """Launch: one kernel of Triton, prepared once and launched in every step.
 
-Every launch of a prepared kernel goes through this file. Triton's own way, ``kernel[grid](...)``,
-sorts the arguments into classes at every launch and takes 20 to 50 us of the host. Here, only the
-first launch with arguments of the same classes does so. It returns the compiled kernel, which later
-launches hand to the driver directly.
+Triton's own way, ``kernel[grid](...)``, sorts the arguments into classes at every launch and takes
+20 to 50 us of the host. Here, only the first launch with arguments of the same classes does so.
 """
 
 import logging
@@ -52,13 +50,7 @@ class Launch:
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
     def __call__(self, x: Tensor, *changing: Any, programs: int | None = None) -> None:
-        """Launch the kernel on the device of `x`, its first argument.
-
-        Args:
-            x: a tensor.
-            changing: the other arguments that change: tensors, and floating-point numbers.
-            programs: number of programs along the first axis, if it changes.
-        """
+        """Launch the kernel on the device of `x`, its first argument."""
         grid = self._grid if programs is None else (programs, *self._grid[1:])
         address = x.data_ptr()
         # Triton compiles one form for pointers to multiples of 16 bytes, and one for others.

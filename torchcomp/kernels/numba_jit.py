@@ -12,11 +12,7 @@ _log = logging.getLogger(__name__)
 
 
 def kernel(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function without the GIL, and keep the result on disk where that is possible.
-
-    Args:
-        options: further options of :func:`numba.njit`.
-    """
+    """Compile a function without the GIL, and keep the result on disk where that is possible."""
 
     def compile_kernel(function: Callable[..., Any]) -> Any:
         try:

@@ -1,9 +1,7 @@
 """A thread pool that all kernels share.
 
-Numba's own parallel loops crash when several Python threads run them concurrently. That happens
-when ranks are threads, and when a worker thread runs the exchange. Here the calling thread does
-part of the work and uses pool threads only when they are free. Any number of threads can call this
-concurrently, and none waits for a busy pool.
+Numba's own parallel loops crash when several Python threads run them concurrently, as ranks that
+are threads do. Here the calling thread does part of the work, and none waits for a busy pool.
 """
 
 import functools

@@ -1,39 +1,27 @@
-"""Quantize the values of a message to 16, 8 or 4 bits.
+"""Quantize the values of a message to 16, 8 or 4 bits, in the formats of docs/wire.md.
 
-"bf16" and "fp16" round each value separately. "int8" and "int4" split the values into blocks of
-128; the last block can be shorter. For each block they send
+"int8" and "int4" split the values into blocks of 128; the last block can be shorter:
 
     scale = max |v| / L       in float32, L = 127 for int8 and 7 for int4
     code  = round(v / scale)  an integer in [-L, L]; int8 has one code per byte, int4 has two
 
-int4 codes are in two's complement. The first code of a pair is in the low four bits. An odd count
-is padded with a zero code. A message decodes to code * scale in float32, which depends on nothing
-else. Sender and receiver therefore agree on the residual of error feedback, v - decode(encode(v)).
+A scale below 2^-126 counts as 0: float32 has no full accuracy there, and the result must not depend
+on whether the processor flushes subnormal numbers. A NaN or an infinity makes the whole block NaN.
 
-Special values:
-
-- A NaN or an infinity in a block makes its scale NaN, so the whole block decodes to NaN.
-- A scale below 2^-126 counts as 0, so a block with all values below L 2^-126 decodes to zeros.
-  float32 has no full accuracy there. The result must not depend on whether the processor flushes
-  subnormal numbers.
-- bf16 and fp16 clamp finite values to their largest finite value (3.39e38 and 65,504). NaN and
-  infinities stay.
-
-Blocks are independent, and the values of a block depend on each other only through their maximum.
 On a CPU with Numba, :mod:`.quantize_numba` runs. On CUDA with Triton, :mod:`.elementwise_triton`
 and :mod:`.sparse_triton` run, and everywhere else plain torch, with the same results.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import joined, split
+from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, part, split
 from torchcomp.routes.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -59,36 +47,10 @@ def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
     return (scale, Field("codes", torch.int8, count))
 
 
-class Form(NamedTuple):
-    """What encodes and decodes values on a device: :func:`encode` and :func:`decode`, or faster."""
-
-    encode: Callable[[Tensor, Sequence[int], str | None, Tensor | None], Sequence[Parts]]
-    decode: Callable[[Sequence[Sequence[Tensor]], Sequence[int], torch.dtype], Sequence[Tensor]]
-
-
-def form_for(device: torch.device) -> Form:
-    """Return Numba's form, or plain torch. Their results are equal bit for bit."""
-    if numba := backend.host_form("quantize", torch.empty(0, device=device)):
-        return Form(numba.encode, numba.decode)
-    return Form(encode, decode)
-
-
 def encode(
     values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
 ) -> Sequence[Parts]:
-    """Encode the values of messages as the fields that :func:`layout` describes.
-
-    Args:
-        values: 1-D, of any floating-point dtype: the values of all messages, one after another.
-        counts: number of values of each message.
-        fmt: one of FORMATS, or None for the values' own dtype.
-        noise: None rounds to the nearest level, half to even. For "int8" and "int4", 1-D float32
-            numbers, uniform in [0, 1), round up or down at random. The mean is then the value, to
-            within 2^-24 of a level.
-
-    Returns:
-        The fields of each message.
-    """
+    """Encode the values of messages as the fields that :func:`layout` describes."""
     if fmt not in LEVELS:
         narrowed = values if fmt is None else narrow(values, CASTS[fmt])
         return [(each,) for each in split(narrowed, counts)]
@@ -125,18 +87,7 @@ def _encode_blocks(
 def decode(
     messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
 ) -> Sequence[Tensor]:
-    """Decode several messages at once.
-
-    The product of code and scale is computed in float32 and then converted.
-
-    Args:
-        messages: the fields of each message, in one format and of any contents.
-        counts: number of values of each message.
-        dtype: dtype of the result.
-
-    Returns:
-        The values of each message, 1-D.
-    """
+    """Decode several messages at once: code times scale in float32, then converted to `dtype`."""
     fields = list(zip(*messages, strict=True))
     if len(fields) == 1:
         if fields[0][0].dtype == dtype:
@@ -214,3 +165,57 @@ def error_bound(fmt: str | None, count: int) -> float:
     # `exact` is the solution d of the docstring. 2^-20 is the bound on float32's own rounding.
     exact = (math.sqrt(1 + others / LEVELS[fmt] ** 2) - 1) / 2
     return (math.sqrt(exact) + 2.0**-20) ** 2
+
+
+def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
+    """Return the fastest kernels for the vectors of a tensor."""
+    if backend.device_form("elementwise", torch.empty(0, device=vectors.device)):
+        from torchcomp.kernels import frames_triton  # it imports Triton
+
+        if frames_triton.applies(vectors):
+            return frames_triton.QuantizedFrames(vectors, fmt)
+    return Quantizer(vectors, fmt)
+
+
+class Quantizer:
+    """The kernels in plain torch or, on a CPU, in Numba."""
+
+    reads_frames = False
+
+    def __init__(self, vectors: Prepared, fmt: str) -> None:
+        self.vectors, self.fmt = vectors, fmt
+        self._counts = [segment.n for segment in vectors.segments]
+        form: Any = backend.host_form("quantize", torch.empty(0, device=vectors.device))
+        self._encode: Any = form.encode if form else encode
+        self._decode: Any = form.decode if form else decode
+
+    def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
+        """Return the fields of each vector of `x`."""
+        values = joined([part(x, segment) for segment in self.vectors.segments])
+        parts: Sequence[Parts] = self._encode(values, self._counts, self.fmt, noise)
+        return parts
+
+    def encode_sum(
+        self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
+    ) -> Sequence[Parts]:
+        """Encode ``g + e``, and write to `rest` what the message does not contain."""
+        torch.add(g, e, out=rest)
+        parts = self.encode(narrow(rest, self.vectors.dtype), noise)
+        self.subtract(parts, rest, 1.0)
+        return parts
+
+    def subtract(self, parts: Sequence[Parts], x: Tensor, weight: float) -> None:
+        """Subtract `weight` times the decoded message from `x`."""
+        self.accumulate((parts,), x, -weight)
+
+    def accumulate(
+        self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
+    ) -> None:
+        segments = [segment for _ in messages for segment in self.vectors.segments]
+        parts = [own for message in messages for own in message]
+        counts = self._counts * len(messages)
+        # As many at once as memory allows: each launch on an accelerator delays the backward pass.
+        for run in batches(counts, TOGETHER):
+            decoded = self._decode(parts[run], counts[run], out.dtype)
+            for segment, values in zip(segments[run], decoded, strict=True):
+                part(out, segment).add_(values, alpha=weight)

@@ -1,7 +1,4 @@
-"""Block quantization in Numba, for the CPU. The results equal those of plain torch bit for bit.
-
-The kernels are serial and release the GIL.
-"""
+"""Block quantization in Numba, for the CPU. Results equal those of plain torch bit for bit."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -63,7 +60,7 @@ def decode(
 
 
 @kernel(error_model="numpy")
-def _encode(x: Array, levels: int, cap: float, uniform: Any, scales: Array, codes: Array) -> None:
+def _encode(x, levels, cap, uniform, scales, codes):
     singles = np.empty(BLOCK, np.int8)  # codes that are not yet paired
     for number in range(scales.size):
         start, stop = number * BLOCK, min((number + 1) * BLOCK, x.size)
@@ -79,11 +76,13 @@ def _encode(x: Array, levels: int, cap: float, uniform: Any, scales: Array, code
         else:
             _at_random(part, step, np.float32(levels), uniform[start:stop], line)
         if levels == 7:
-            _store_pairs(singles, codes[start >> 1 : (stop + 1) >> 1])
+            pairs = codes[start >> 1 : (stop + 1) >> 1]
+            for i in range(pairs.size):
+                pairs[i] = (singles[2 * i] & 15) | ((singles[2 * i + 1] & 15) << 4)
 
 
 @kernel(error_model="numpy")
-def _scale(values: Array, levels: Any, cap: Any) -> Any:
+def _scale(values, levels, cap):
     # Without the sign, the bits of floats order as the magnitudes do, with NaN above infinity.
     # Comparing integers, which have no NaN, lets LLVM vectorize the search.
     bits = values.view(np.uint32)
@@ -97,7 +96,7 @@ def _scale(values: Array, levels: Any, cap: Any) -> Any:
 
 
 @kernel(error_model="numpy")
-def _to_nearest(values: Array, step: Any, line: Array) -> None:
+def _to_nearest(values, step, line):
     # No clamp here: a quotient exceeds the last level by at most a rounding error, which rint
     # removes.
     for i in range(values.size):
@@ -105,7 +104,7 @@ def _to_nearest(values: Array, step: Any, line: Array) -> None:
 
 
 @kernel(error_model="numpy")
-def _at_random(values: Array, step: Any, levels: Any, uniform: Array, line: Array) -> None:
+def _at_random(values, step, levels, uniform, line):
     for i in range(values.size):
         # Clamp: with floor, a rounding error beyond the last level could give a code beyond it.
         quotient = min(max(values[i] / step, -levels), levels)
@@ -113,22 +112,8 @@ def _at_random(values: Array, step: Any, levels: Any, uniform: Array, line: Arra
         line[i] = np.int8(lower) + (uniform[i] < quotient - lower)
 
 
-@kernel()
-def _store_pairs(line: Array, codes: Array) -> None:
-    for i in range(codes.size):
-        codes[i] = (line[2 * i] & 15) | ((line[2 * i + 1] & 15) << 4)
-
-
 def value_at(values: Any, scale: Any, i: Any) -> Any:
-    """Return value `i` of a message: decoded to float32 if sent as a code, otherwise unchanged.
-
-    Only compiled functions can call this: :func:`_choose_value` provides the implementation.
-
-    Args:
-        values: int8 codes, uint8 pairs of codes, or float values.
-        scale: scale of each block; not read for float values.
-        i: position of the value.
-    """
+    """Return value `i` of a message, decoded to float32 if sent as a code; for compiled code."""
     raise NotImplementedError
 
 
@@ -150,6 +135,6 @@ def _choose_value(values: Any, scale: Any, i: Any) -> Any:
 
 
 @kernel()
-def _decode(scale: Array, codes: Array, out: Array) -> None:
+def _decode(scale, codes, out):
     for i in range(out.size):
         out[i] = value_at(codes, scale, i)

@@ -1,18 +1,18 @@
 """Segments: parts of a vector of which entries are chosen and sent separately.
 
-The forms for accelerators handle all segments of a call at once: the number of kernels that they
-launch does not grow with the number of segments. Entries are stored flat, one segment after
-another, in the order of the segments.
+The forms for accelerators handle all segments of a call at once, to launch few kernels. Entries are
+stored flat, one segment after another.
 """
 
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from torchcomp.engine import host
+from torchcomp.routes.wire import Frames, Parts
 
 TOGETHER = 2**22
 """Number of values that are decoded at once, which limits the memory for it."""
@@ -29,6 +29,16 @@ class Segment(NamedTuple):
     def span(self) -> slice:
         """The segment's elements within the vector."""
         return slice(self.start, self.start + self.n)
+
+
+class Prepared(Protocol):
+    """What kernels know of the vectors of a tensor. Only `fields` and `frames` change later."""
+
+    segments: tuple[Segment, ...]
+    device: torch.device
+    dtype: torch.dtype  # to which values are rounded before they are encoded
+    fields: Sequence[Parts] | None  # where those of each vector lie in the frames to send
+    frames: Frames | None
 
 
 def part(x: Tensor, segment: Segment) -> Tensor:
@@ -50,27 +60,14 @@ def starts(counts: Sequence[int]) -> list[int]:
 
 
 def shape_of(counts: Sequence[int]) -> tuple[int, ...]:
-    """Return the shape of a tensor with one element for each entry of segments.
-
-    Segments with equally many entries are the rows of a matrix, any others lie flat.
-    """
+    """Return the shape of a tensor of all entries: a matrix if all segments have equally many."""
     return (len(counts), counts[0]) if len(set(counts)) == 1 else (sum(counts),)
 
 
 def spread(
     counts: Sequence[int], device: torch.device, *columns: Sequence[int]
 ) -> list[Tensor | int]:
-    """Return numbers of segments as values for each of their entries, with one copy to the device.
-
-    Args:
-        counts: number of entries of each segment.
-        device: device of the result.
-        columns: each has one number for each segment.
-
-    Returns:
-        For each column, an int64 tensor that broadcasts to :func:`shape_of` the entries; or a
-        number, if the numbers of all segments are equal.
-    """
+    """Spread numbers of segments over their entries, with one copy to the device."""
     even = [len(set(column)) == 1 for column in columns]
     uneven = [column for column, alike in zip(columns, even, strict=True) if not alike]
     rows: Iterator[Tensor] = iter(())
@@ -114,10 +111,7 @@ def joined(parts: Sequence[Tensor]) -> Tensor:
 
 
 def within(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return a tensor that contains all of several 1-D tensors, and where each begins in it.
-
-    All have one dtype. They are not copied if they are parts of one tensor and in order there.
-    """
+    """Return a tensor that contains 1-D tensors of one dtype, and where each begins in it."""
     first, sizes = parts[0], [part.numel() for part in parts]
     width, begin = first.element_size(), first.data_ptr()
     at = [(part.data_ptr() - begin) // width for part in parts]
@@ -151,8 +145,5 @@ def batches(counts: Sequence[int], most: int) -> Iterator[slice]:
 
 
 def digit_bits(vectors: int) -> int:
-    """Return how many bits of all magnitudes a search on an accelerator decides in each round.
-
-    Few rounds are fast. For many vectors, large histograms would be more than their messages.
-    """
+    """Return how many bits a search decides in a round: histograms of many vectors are small."""
     return 8 if vectors <= 8 else 4

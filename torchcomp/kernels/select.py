@@ -1,8 +1,7 @@
-"""Exact selection of the k entries of largest magnitude.
+"""Exact selection of the k entries of largest magnitude, by the same rule in every form.
 
-NaN and infinities rank equal, and above every finite number. Among equal magnitudes the lowest
-index wins. The result is therefore the same on every machine and in every form. Plain torch and
-NumPy are the reference, :mod:`.select_numba` is for the CPU and :mod:`.selection_triton` for CUDA.
+NaN and infinities rank equal, and above every finite number. Of equal magnitudes, the lowest index
+wins. :mod:`.select_numba` is for the CPU and :mod:`.selection_triton` for CUDA.
 """
 
 from collections.abc import Sequence
@@ -17,16 +16,7 @@ from torchcomp.kernels.segments import Segment, add, joined, part
 
 
 def largest(x: Tensor, segments: Sequence[Segment]) -> Tensor:
-    """Return the indices of the k entries with the largest magnitude in each segment, with NumPy.
-
-    Args:
-        x: 1-D, fp16, bf16, fp32 or fp64, on the CPU.
-        segments: parts of `x`.
-
-    Returns:
-        1-D int64, indices within `x`: those of the first segment, of the second, and so on.
-        Ascending in each of them.
-    """
+    """Return the ascending indices of the k largest magnitudes of each segment, with NumPy."""
     chosen = [torch.arange(0)]
     for segment in segments:
         magnitude = _magnitude(part(x, segment))
@@ -89,7 +79,7 @@ def _largest_of_group(x: Tensor, segments: Sequence[Segment]) -> Tensor:
             parts += [mask.new_zeros(segment.start - at), row[: segment.n]]
             at = segment.span.stop
         chosen = torch.cat(parts)
-    return add(_positions(chosen, sum(counts)), first)
+    return add(torch.nonzero_static(chosen, size=sum(counts)).view(-1), first)
 
 
 def _largest_of_rows(magnitude: Tensor, k: Sequence[int]) -> Tensor:
@@ -104,8 +94,3 @@ def _largest_of_rows(magnitude: Tensor, k: Sequence[int]) -> Tensor:
     above, tied = magnitude > threshold, magnitude == threshold
     # The running count of ties keeps those with the lowest indices.
     return above | (tied & (tied.cumsum(1) <= room - above.sum(1, keepdim=True)))
-
-
-def _positions(chosen: Tensor, count: int) -> Tensor:
-    """Return the indices of the `count` elements that are true."""
-    return torch.nonzero_static(chosen, size=count).view(-1)

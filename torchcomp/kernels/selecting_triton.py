@@ -1,11 +1,10 @@
 """Selecting: the entries of largest magnitude of the segments of a vector in Triton, for CUDA.
 
-Prepared once, with 8 launches in the first step and 7 in others. The kernels are in
-:mod:`.selection_triton`.
+8 launches in the first step and 7 in others, of kernels of :mod:`.selection_triton`.
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import triton.language as tl
@@ -18,20 +17,13 @@ from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.kernels.table_triton import SIZES, Table, tabled
 from torchcomp.kernels.triton_jit import kernel
-from torchcomp.routes.wire import Frames
 
 _MARGIN = 1 << 20
 """First margin below the last threshold, in units of float32's last place: 6 to 12 %."""
 
 
 class Selecting:
-    """Selection from the segments of a vector. Workspaces are for one stream at a time.
-
-    Args:
-        table: the segments.
-        bits: bits of the magnitudes that a launch decides. Histograms with more than 256 bins are
-            slow before Triton 3.7.
-    """
+    """Selection from the segments of a vector. Workspaces are for one stream at a time."""
 
     shared = False
     """Whether other ranks select from other parts of the same segments."""
@@ -54,26 +46,21 @@ class Selecting:
         ]  # fmt: skip
         memory = torch.empty(sum(lengths), dtype=torch.int32, device=device)
         self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
+        self._sample = [
+            Launch(
+                selection.sample, (rows,), table.rows, rows, self._bound, _MARGIN,
+                ADD=add, SAMPLE=SIZES["sample"], warps=16,
+            )
+            for add in (False, True)
+        ]  # fmt: skip
         self._launches: dict[object, list[Launch]] = {}
 
     def select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
-        """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is.
-
-        Args:
-            g: 1-D, contiguous, fp16, bf16 or fp32.
-            e: likewise.
-            x: likewise.
-            frame: receives the bits of the index codes, if any.
-
-        Returns:
-            1-D int64, within `x`, ascending in each segment: those of the first one, and so on.
-        """
+        """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is."""
         if not self._table.programs["block"]:
             return self._empty()
         if not self._bounded:
-            kind = "sample", g is not x
-            (sample,) = self._launches.get(kind) or self._sampling(kind)
-            sample(g, e)
+            self._sample[g is not x](g, e)
             self._bounded = True
         return self._run(g, e, x, frame, self._bound)
 
@@ -115,16 +102,6 @@ class Selecting:
 
     # Preparations of launches, each once.
 
-    def _sampling(self, kind: tuple[Any, ...]) -> list[Launch]:
-        rows = self._table.count
-        made = self._launches[kind] = [
-            Launch(
-                selection.sample, (rows,), self._table.rows, rows, self._bound, _MARGIN,
-                ADD=kind[1], SAMPLE=SIZES["sample"], warps=16,
-            )
-        ]  # fmt: skip
-        return made
-
     def _selection(self, kind: tuple[Any, ...]) -> list[Launch]:
         _, add, frame = kind
         table, counts = self._table, self._counts
@@ -158,27 +135,8 @@ class Selecting:
         return made
 
 
-class Owners(Protocol):
-    """The exchange of the ranks that own shards."""
-
-    rank: int
-    world_size: int
-
-    def all_reduce(self, values: Tensor) -> None:
-        """Replace `values` with their sum over the owners."""
-
-    def all_gather_rows(self, message: Tensor) -> Tensor:
-        """Return every owner's `message`, a row for each."""
-
-    def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
-        """Check the headers of frames from these ranks."""
-
-
 class Search(Selecting):
-    """The search for the entries that several owners keep together.
-
-    The arguments are those of :class:`torchcomp.routes.digits.DigitSearch`.
-    """
+    """The search for the entries that owners keep together; see :mod:`.searches`."""
 
     shared = True
 
@@ -188,7 +146,7 @@ class Search(Selecting):
         at: Sequence[int],
         sizes: Sequence[int],
         searched: Sequence[bool],
-        exchange: Owners,
+        exchange: Any,
         device: torch.device,
     ) -> None:
         # Whatever the format: nothing is written to frames here.
@@ -208,10 +166,7 @@ class Search(Selecting):
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`torchcomp.routes.threshold.HostSearch` does.
-
-        In the indices, each vector has as many places as this owner can keep entries of it.
-        """
+        """Do as :class:`torchcomp.routes.searches.DigitSearch` does."""
         numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
         self._outcome = numbers, after
         return self._run(g, e, x, None, before), numbers
@@ -229,34 +184,8 @@ class Search(Selecting):
 
 
 @kernel("rows", "ranks", "rank")
-def share(
-    counts: tl.tensor,
-    after: tl.tensor,
-    gathered: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    pairs: tl.tensor,
-    result: tl.tensor,
-    searched: tl.tensor,
-    places: tl.tensor,
-    ranks: tl.tensor,
-    rank: tl.tensor,
-) -> None:
-    """Share the k entries of a segment among the owners: of equal ones, the lowest ranks keep some.
-
-    Args:
-        counts: receives the number of entries of each owner's part.
-        after: receives the threshold of each segment for the next step, or 0.
-        gathered: for each owner and segment, how many entries are above and equal to the threshold.
-        table: the segments.
-        rows: number of segments.
-        pairs: those of this owner, which become 0.
-        result: receives how many equal ones this owner keeps.
-        searched: by segment, whether `after` receives a threshold.
-        places: where the parts of each segment are in `counts`, for each owner; -1 for none.
-        ranks: number of owners.
-        rank: this one.
-    """
+def share(counts, after, gathered, table, rows, pairs, result, searched, places, ranks, rank):
+    """Share the k entries of a segment among the owners: equal ones go to the lowest ranks."""
     segment = tl.program_id(0)
     tl.store(pairs + 2 * segment, 0)
     tl.store(pairs + 2 * segment + 1, 0)

@@ -1,83 +1,42 @@
-"""Kernels that select entries and write their message. :mod:`.sparse_triton` launches them.
+"""Kernels that select entries and write their index code.
 
 For each segment:
 
 1. `collect`: one pass adds the summands, stores the sum, and collects as *candidates* the entries
-   whose magnitude reaches a bound. The bound is the last step's threshold, lowered by a margin.
-   Without a last step, it comes from a sample (`sample`).
+   whose magnitude reaches a bound: the last step's threshold, lowered by a margin. Without a last
+   step, the bound comes from a sample (`sample`).
 2. `count_digits`, four times: a radix search finds the k-th largest magnitude among the
    candidates. Each launch counts the next digit of the magnitudes' bits. The next one chooses it.
-3. `tally`: every block of the segment counts its candidates above the k-th largest magnitude and
-   those equal to it. It sets the bytes of the index code in the frame to zero.
+3. `tally`: every block counts its candidates above the k-th largest magnitude and those equal to
+   it. It sets the bytes of the index code in the frame to zero.
 4. `write`: the counts of the blocks before it tell a block where its entries are in the message,
    and how many equal ones it keeps. It writes their indices and sets their bits in the index code.
-5. `fill` of :mod:`.coding_triton` encodes the values at these indices, writes them to the frame,
-   and subtracts them.
 
-Owners of shards can select together, each from its own part of the segments. The counts of steps 1
-and 2 are then added up over them. After step 3, `share` of :mod:`.selecting_triton` tells each how
-many of the equal magnitudes it keeps. The k of a segment is that of all owners.
-
-If the bound was too high, there are fewer than k candidates. If it was far too low, they do not fit
-into their memory. Steps 2 to 4 then read the whole segment instead. The device decides this from
-the number of candidates. The result does not depend on the bound.
-
-Every counter is zero before the first step: `write` zeroes what the others have counted.
-
-Bytes moved per entry of a float32 vector: step 1 reads two summands and writes their sum, 12 in
-total, and writes 8 per candidate. Steps 2 to 4 read 28 per candidate and write 8 per selected
-entry. With 1 % selected and 1.4 candidates for each, this is 12.6, or 1.05 times the sum alone.
+If the bound was too high or far too low, the device sees that by the number of candidates, and
+steps 2 to 4 read the whole segment: the bound never changes the result. Owners of shards can select
+together: they add up the counts of steps 1 and 2, and `share` of :mod:`.selecting_triton` tells
+each how many equal ones it keeps. `write` zeroes every counter for the next step.
 """
 
 import triton.language as tl
 
+from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.coding_triton import set_bits
-from torchcomp.kernels.table_triton import (
-    BLOCK_PROGRAM,
-    CANDIDATE,
-    CAPACITY,
-    CODE,
-    CODED,
-    COUNT_PROGRAM,
-    COUNT_PROGRAMS,
-    END,
-    FIRST,
-    GROUP,
-    RANK,
-    SEGMENT,
-    SHARE,
-    START,
-    WIDTH,
-    K,
-    N,
-    column,
-    segment_of,
-)
+from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
-
-# --- Candidates -----------------------------------------------------------------------------------
 
 
 @kernel("rows", "margin")
-def sample(
-    g: tl.tensor,
-    e: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    bound: tl.tensor,
-    margin: tl.tensor,
-    ADD: tl.constexpr,
-    SAMPLE: tl.constexpr,
-) -> None:
+def sample(g, e, table, rows, bound, margin, ADD: tl.constexpr, SAMPLE: tl.constexpr):
     """Set the bound to the magnitude of a rank in a sample: one entry of every `step`."""
-    row = table + tl.program_id(0) * WIDTH
-    n, rank = column(row, N), column(row, RANK)
+    row = table + tl.program_id(0) * col.WIDTH
+    n, rank = column(row, col.N), column(row, col.RANK)
     drawn = tl.minimum(n, SAMPLE)
     step = n // drawn
     i = tl.arange(0, SAMPLE)
     inside = i < drawn
     # Scattered, because in a matrix a regular sample could see a few columns only.
-    at = column(row, START) + i * step + ((i * 40503) & 0xFFFF) % step
+    at = column(row, col.START) + i * step + ((i * 40503) & 0xFFFF) % step
     value = number(tl.load(g + at, mask=inside, other=0.0))
     if ADD:
         value += number(tl.load(e + at, mask=inside, other=0.0))
@@ -96,34 +55,16 @@ def sample(
 
 @kernel("rows")
 def collect(
-    g: tl.tensor,
-    e: tl.tensor,
-    x: tl.tensor,
-    work: tl.tensor,
-    bound: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    margins: tl.tensor,
-    found: tl.tensor,
-    blocks: tl.tensor,
-    groups: tl.tensor,
-    ADD: tl.constexpr,
-    STEP: tl.constexpr,
-    BLOCK: tl.constexpr,
-    GROUPED: tl.constexpr,
-) -> None:
-    """Add, store and collect.
-
-    `work` has a key and a position for each candidate, side by side. `blocks` has for each block
-    where its candidates begin, how many they are, how many of them are above the threshold, and how
-    many are equal to it. `groups` has sums of the last two over GROUPED blocks.
-    """
+    g, e, x, work, bound, table, rows, margins, found, blocks, groups,
+    ADD: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Add, store and collect."""
     program = tl.program_id(0)
-    row = segment_of(program, table, rows, BLOCK_PROGRAM)
-    segment, capacity, k = column(row, SEGMENT), column(row, CAPACITY), column(row, K)
-    start = tl.multiple_of(column(row, START), STEP)
-    n = tl.multiple_of(column(row, N), STEP)
-    block = program - column(row, BLOCK_PROGRAM)
+    row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
+    segment, capacity, k = column(row, col.SEGMENT), column(row, col.CAPACITY), column(row, col.K)
+    start = tl.multiple_of(column(row, col.START), STEP)
+    n = tl.multiple_of(column(row, col.N), STEP)
+    block = program - column(row, col.BLOCK_PROGRAM)
     local = block * BLOCK + tl.arange(0, BLOCK)
     inside = local < n
     at = start + local
@@ -142,7 +83,7 @@ def collect(
     count = tl.sum(candidate, 0)
     tl.store(blocks + 4 * program + 1, count)
     if block % GROUPED == 0:
-        group = groups + 2 * (column(row, GROUP) + block // GROUPED)
+        group = groups + 2 * (column(row, col.GROUP) + block // GROUPED)
         tl.store(group, 0)
         tl.store(group + 1, 0)
     if count > 0:
@@ -151,64 +92,38 @@ def collect(
         tl.store(blocks + 4 * program, first)
         slot = first + tl.cumsum(candidate, 0) - 1
         fits = (candidate > 0) & (slot < capacity)
-        slot = 2 * (slot + column(row, CANDIDATE))
+        slot = 2 * (slot + column(row, col.CANDIDATE))
         tl.store(work + slot, key, mask=fits)
         tl.store(work + slot + 1, local, mask=fits)
 
 
 @kernel()
-def entries(row: tl.tensor, found: tl.tensor, summed: tl.tensor) -> tuple[tl.tensor, tl.tensor]:
-    """Return whether to read the whole segment, and the number of entries to look at.
-
-    `summed` has the numbers of candidates of all owners, and `found` those of this one.
-    """
-    count = tl.load(found + column(row, SEGMENT))
-    few = tl.load(summed + column(row, SEGMENT)) < column(row, K)
-    whole = few | (count > column(row, CAPACITY))
-    return whole, tl.where(whole, column(row, N), count)
+def entries(row, found, summed):
+    """Return whether to read the whole segment, and the number of entries to look at."""
+    count = tl.load(found + column(row, col.SEGMENT))
+    few = tl.load(summed + column(row, col.SEGMENT)) < column(row, col.K)
+    whole = few | (count > column(row, col.CAPACITY))
+    return whole, tl.where(whole, column(row, col.N), count)
 
 
 @kernel()
-def keys_from(
-    row: tl.tensor,
-    x: tl.tensor,
-    work: tl.tensor,
-    first: tl.tensor,
-    stop: tl.tensor,
-    whole: tl.tensor,
-    SIZE: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
-    """Return SIZE positions from `first` on, which of them are below `stop`, and their magnitudes.
-
-    They are positions in the whole segment, or in its list of candidates.
-    """
+def keys_from(row, x, work, first, stop, whole, SIZE: tl.constexpr):
+    """Return SIZE positions from `first` on, which are below `stop`, and their magnitudes."""
     at = first + tl.arange(0, SIZE)
-    value = tl.load(x + (column(row, START) + at), mask=at < tl.where(whole, stop, 0), other=0.0)
-    listed = work + 2 * (column(row, CANDIDATE) + at)
+    value = tl.load(
+        x + (column(row, col.START) + at), mask=at < tl.where(whole, stop, 0), other=0.0
+    )
+    listed = work + 2 * (column(row, col.CANDIDATE) + at)
     key = tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0)
     return at, at < stop, tl.where(whole, magnitude(value), key)
 
 
-# --- The k-th largest magnitude -------------------------------------------------------------------
-
-
 @kernel()
-def chosen(
-    row: tl.tensor,
-    rows: tl.tensor,
-    counts: tl.tensor,
-    state: tl.tensor,
-    DONE: tl.constexpr,
-    BINS: tl.constexpr,
-) -> tuple[tl.tensor, tl.tensor]:
-    """Return the digits of the k-th largest magnitude that DONE rounds have found.
-
-    Also return its rank among the magnitudes with these digits. State 2 i and 2 i + 1 are both
-    results after i rounds.
-    """
-    prefix, rank = 0, column(row, K)
+def chosen(row, rows, counts, state, DONE: tl.constexpr, BINS: tl.constexpr):
+    """Return the digits of the k-th largest magnitude that DONE rounds have found."""
+    prefix, rank = 0, column(row, col.K)
     if DONE > 0:
-        segment = column(row, SEGMENT)
+        segment = column(row, col.SEGMENT)
         prefix = tl.load(state + (2 * DONE - 2) * rows + segment)
         rank = tl.load(state + (2 * DONE - 1) * rows + segment)
         digits = tl.arange(0, BINS)
@@ -224,32 +139,23 @@ def chosen(
 
 @kernel("rows")
 def count_digits(
-    x: tl.tensor,
-    work: tl.tensor,
-    summed: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    found: tl.tensor,
-    counts: tl.tensor,
-    state: tl.tensor,
-    DONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    BITS: tl.constexpr,
-) -> None:
+    x, work, summed, table, rows, found, counts, state,
+    DONE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
     """Count the digits after the first DONE, of entries whose first digits are the chosen ones."""
     BINS: tl.constexpr = 1 << BITS
-    row = segment_of(tl.program_id(0), table, rows, COUNT_PROGRAM)
-    own = tl.program_id(0) - column(row, COUNT_PROGRAM)
+    row = segment_of(tl.program_id(0), table, rows, col.COUNT_PROGRAM)
+    own = tl.program_id(0) - column(row, col.COUNT_PROGRAM)
     whole, total = entries(row, found, summed)
     if (own == 0) | (own * BLOCK < total):
         prefix, rank = chosen(row, rows, counts, state, DONE, BINS)
-        segment = column(row, SEGMENT)
+        segment = column(row, col.SEGMENT)
         if own == 0:
             tl.store(state + 2 * DONE * rows + segment, prefix)
             tl.store(state + (2 * DONE + 1) * rows + segment, rank)
         digits = tl.arange(0, BINS)
         # Enough programs for the candidates. For a whole segment, each reads several blocks.
-        for first in range(own * BLOCK, total, column(row, COUNT_PROGRAMS) * BLOCK):
+        for first in range(own * BLOCK, total, column(row, col.COUNT_PROGRAMS) * BLOCK):
             _, matches, key = keys_from(row, x, work, first, total, whole, BLOCK)
             if DONE > 0:
                 matches = matches & (key >> (32 - BITS * DONE) == prefix)
@@ -261,65 +167,39 @@ def count_digits(
             tl.atomic_add(bins, found_here, mask=found_here > 0, sem="relaxed")
 
 
-# --- The entries of each block --------------------------------------------------------------------
-
-
 @kernel()
-def block_range(
-    row: tl.tensor, block: tl.tensor, blocks: tl.tensor, whole: tl.tensor, BLOCK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def block_range(row, block, blocks, whole, BLOCK: tl.constexpr):
     """Return where the entries of a block begin and end, in the segment or among candidates."""
     own = blocks + 4 * tl.program_id(0)
     start = tl.where(whole, block * BLOCK, tl.load(own))
-    length = tl.where(whole, tl.minimum(BLOCK, column(row, N) - block * BLOCK), tl.load(own + 1))
+    length = tl.where(
+        whole, tl.minimum(BLOCK, column(row, col.N) - block * BLOCK), tl.load(own + 1)
+    )
     return start, start + length
 
 
 @kernel("rows")
 def tally(
-    x: tl.tensor,
-    work: tl.tensor,
-    frame: tl.tensor,
-    summed: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    bound: tl.tensor,
-    found: tl.tensor,
-    blocks: tl.tensor,
-    groups: tl.tensor,
-    pairs: tl.tensor,
-    counts: tl.tensor,
-    state: tl.tensor,
-    result: tl.tensor,
-    SHARED: tl.constexpr,
-    FRAME: tl.constexpr,
-    DONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    GROUPED: tl.constexpr,
-) -> None:
-    """Count a block's entries above and equal to the k-th largest magnitude.
-
-    The first block writes this magnitude, its rank among equal ones, and whether the whole segment
-    is read to `result`; and to `bound` what the next step starts from. If SHARED, `share` does
-    that, and `pairs` gets the sums of both counts for each segment.
-    """
+    x, work, frame, summed, table, rows, bound, found, blocks, groups, pairs, counts, state, result,
+    SHARED: tl.constexpr, FRAME: tl.constexpr, DONE: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, BINS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Count a block's entries above and equal to the k-th largest magnitude."""
     program = tl.program_id(0)
-    row = segment_of(program, table, rows, BLOCK_PROGRAM)
-    block = program - column(row, BLOCK_PROGRAM)
+    row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
+    block = program - column(row, col.BLOCK_PROGRAM)
     whole, _total = entries(row, found, summed)
     threshold, rank = chosen(row, rows, counts, state, DONE, BINS)
     if block == 0:
-        segment = column(row, SEGMENT)
+        segment = column(row, col.SEGMENT)
         tl.store(result + 3 * segment, threshold)
         tl.store(result + 3 * segment + 1, rank)
         tl.store(result + 3 * segment + 2, whole.to(tl.int32))
         if not SHARED:
             follow(row, rows, bound, found, threshold)
     if FRAME:
-        begin, end = tl.load(row + CODE), tl.load(row + END)
-        share = column(row, SHARE)
+        begin, end = tl.load(row + col.CODE), tl.load(row + col.END)
+        share = column(row, col.SHARE)
         begin += block.to(tl.int64) * share
         for first in range(0, share, CHUNK):
             zeroed = first + tl.arange(0, CHUNK)
@@ -335,26 +215,21 @@ def tally(
     above, tied = tl.sum(larger, 0), tl.sum(equal, 0)
     tl.store(blocks + 4 * program + 2, above)
     tl.store(blocks + 4 * program + 3, tied)
-    group = groups + 2 * (column(row, GROUP) + block // GROUPED)
+    group = groups + 2 * (column(row, col.GROUP) + block // GROUPED)
     if above > 0:
         tl.atomic_add(group, above, sem="relaxed")
     if tied > 0:
         tl.atomic_add(group + 1, tied, sem="relaxed")
     if SHARED:
-        pair = pairs + 2 * column(row, SEGMENT)
+        pair = pairs + 2 * column(row, col.SEGMENT)
         tl.atomic_add(pair, above, sem="relaxed")
         tl.atomic_add(pair + 1, tied, sem="relaxed")
 
 
 @kernel("rows")
-def follow(
-    row: tl.tensor, rows: tl.tensor, bound: tl.tensor, found: tl.tensor, threshold: tl.tensor
-) -> None:
-    """Set the bound of the next step.
-
-    It follows the candidates: a wider margin if there were hardly enough of them.
-    """
-    segment, k = column(row, SEGMENT), column(row, K)
+def follow(row, rows, bound, found, threshold):
+    """Set the bound of the next step."""
+    segment, k = column(row, col.SEGMENT), column(row, col.K)
     excess, margin = tl.load(found + segment) - k, tl.load(bound + rows + segment)
     change = tl.where(excess > k // 2, -(margin >> 3), tl.where(excess < k // 4, margin >> 3, 0))
     margin = tl.where(excess < 0, 4 * margin, margin + change)
@@ -364,9 +239,7 @@ def follow(
 
 
 @kernel()
-def sums_before(
-    counts: tl.tensor, first: tl.tensor, stop: tl.tensor, STEP: tl.constexpr, CHUNK: tl.constexpr
-) -> tuple[tl.tensor, tl.tensor]:
+def sums_before(counts, first, stop, STEP: tl.constexpr, CHUNK: tl.constexpr):
     """Return the sums of both numbers in the rows of STEP numbers from `first` to `stop`."""
     above = tl.zeros((CHUNK,), tl.int32)
     tied = tl.zeros((CHUNK,), tl.int32)
@@ -379,31 +252,14 @@ def sums_before(
 
 @kernel("rows")
 def write(
-    x: tl.tensor,
-    work: tl.tensor,
-    frame: tl.tensor,
-    index: tl.tensor,
-    table: tl.tensor,
-    rows: tl.tensor,
-    found: tl.tensor,
-    blocks: tl.tensor,
-    groups: tl.tensor,
-    counts: tl.tensor,
-    result: tl.tensor,
-    FRAME: tl.constexpr,
-    DONE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHUNK: tl.constexpr,
-    BINS: tl.constexpr,
-    GROUPED: tl.constexpr,
-) -> None:
-    """Write the indices of the entries that a block keeps, in ascending order, and their code.
-
-    Of equal magnitudes, those of the lowest blocks are kept until the k are complete.
-    """
+    x, work, frame, index, table, rows, found, blocks, groups, counts, result,
+    FRAME: tl.constexpr, DONE: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+    BINS: tl.constexpr, GROUPED: tl.constexpr,
+):  # fmt: skip
+    """Write the indices of the entries that a block keeps, in ascending order, and their code."""
     program = tl.program_id(0)
-    row = segment_of(program, table, rows, BLOCK_PROGRAM)
-    segment, block = column(row, SEGMENT), program - column(row, BLOCK_PROGRAM)
+    row = segment_of(program, table, rows, col.BLOCK_PROGRAM)
+    segment, block = column(row, col.SEGMENT), program - column(row, col.BLOCK_PROGRAM)
     if block == 0:  # the counters of the next step
         tl.store(found + segment, 0)
         bins = tl.arange(0, BINS)
@@ -412,7 +268,7 @@ def write(
             tl.store(counts + (done * rows + segment) * BINS + bins, zeros)
     threshold, rank = tl.load(result + 3 * segment), tl.load(result + 3 * segment + 1)
     whole = tl.load(result + 3 * segment + 2) > 0
-    group = column(row, GROUP)
+    group = column(row, col.GROUP)
     above, ties = sums_before(groups, group, group + block // GROUPED, 2, CHUNK)
     more, others = sums_before(blocks + 2, program - block % GROUPED, program, 4, CHUNK)
     above, ties = above + more, ties + others
@@ -423,13 +279,13 @@ def write(
         at, inside, key = keys_from(row, x, work, first, stop, whole, CHUNK)
         equal = (inside & (key == threshold)).to(tl.int32)
         keep = inside & ((key > threshold) | ((equal > 0) & (tl.cumsum(equal, 0) <= quota)))
-        listed = work + 2 * (column(row, CANDIDATE) + at) + 1
+        listed = work + 2 * (column(row, col.CANDIDATE) + at) + 1
         local = tl.where(whole, at, tl.load(listed, mask=at < tl.where(whole, 0, stop), other=0))
         kept = keep.to(tl.int32)
         i = offset + tl.cumsum(kept, 0) - 1
-        place = index + column(row, FIRST) + i
-        tl.store(place, (local + column(row, START)).to(index.dtype.element_ty), mask=keep)
+        place = index + column(row, col.FIRST) + i
+        tl.store(place, (local + column(row, col.START)).to(index.dtype.element_ty), mask=keep)
         if FRAME:
-            set_bits(row, frame, i, local, keep & (column(row, CODED) > 0))
+            set_bits(row, frame, i, local, keep & (column(row, col.CODED) > 0))
         offset += tl.sum(kept, 0)
         quota -= tl.sum(equal, 0)

@@ -1,30 +1,24 @@
 """Kernels of sparse messages: select entries of a tensor, encode them, subtract and add them.
 
-They work on all segments of a tensor at once, and are chosen once: :func:`kernels_for` returns
-those for a device. An instance also has the workspaces of its tensor, so only one thread can use it
-at a time.
+A message with k of n entries has the values, in ascending order of their index and in a format of
+:mod:`.quantize`, and the Elias-Fano code of the indices.
 """
 
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from torchcomp.engine import host
-from torchcomp.kernels import backend, elias_fano, entries, quantize, select
+from torchcomp.kernels import backend, elias_fano, quantize, select
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import split
-from torchcomp.kernels.vectors import Kernels, Prepared
+from torchcomp.kernels.segments import TOGETHER, Prepared, Segment, batches, joined, runs, split
 from torchcomp.routes.wire import Parts
 
 
 def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
-    """Return the fastest kernels for the vectors of a tensor.
-
-    Args:
-        vectors: the vectors.
-        fmt: format of the values sent; see :func:`.quantize.layout`.
-    """
+    """Return the fastest kernels for the vectors of a tensor."""
     like = torch.empty(0, device=vectors.device)
     if numba := backend.host_form("sparse", like):
         return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
@@ -36,49 +30,30 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     return Sparse(vectors, fmt)
 
 
-class Sparse(Kernels):
+class Sparse:
     """The kernels in plain torch and NumPy. On an accelerator, all shapes are static."""
 
+    reads_frames = False
+    """Whether ``mean_of`` decodes frames where they arrived."""
+
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
-        super().__init__(vectors, fmt)
+        self.vectors, self.fmt = vectors, fmt
         self.segments = vectors.segments
         self.counts = [segment.k for segment in vectors.segments]
         self._on_host = host.can_read(torch.empty(0, device=vectors.device))
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the indices of the k largest magnitudes of each segment.
-
-        Args:
-            x: 1-D, fp16, bf16, fp32 or fp64.
-
-        Returns:
-            1-D int64, within `x`: those of the first segment, of the second, and so on. Ascending
-            in each of them.
-        """
+        """Return the indices of the k largest magnitudes of each segment, ascending in each."""
         largest = select.largest if self._on_host else select.largest_static
         return largest(x, self.segments)
 
     def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
-        """Compute ``torch.add(g, e, out=out)`` and :meth:`select` of `out`, at once if possible.
-
-        All three tensors are 1-D with equal length, and their dtypes can differ. `out` must not
-        share memory with `g` or `e`.
-        """
+        """Write ``g + e`` to `out`, in other memory, and :meth:`select` from it."""
         torch.add(g, e, out=out)
         return self.select(out)
 
     def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
-        """Return the fields of each segment's message.
-
-        Args:
-            x: 1-D.
-            index: what :meth:`select` returned.
-            noise: None, or random numbers for rounding; see :func:`.quantize.encode`.
-
-        Raises:
-            ValueError: on a CPU, if the indices of a segment do not ascend strictly within it.
-                Indices on an accelerator are not checked.
-        """
+        """Return the fields of each segment's message."""
         if self._on_host:
             for own, (start, n, _) in zip(split(index, self.counts), self.segments, strict=True):
                 inside = own.numel() == 0 or bool(own[0] >= start and own[-1] < start + n)
@@ -91,13 +66,7 @@ class Sparse(Kernels):
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
     ) -> tuple[Sequence[Parts], Tensor]:
-        """Encode ``g + e``, and write to `rest` what the message does not contain.
-
-        NaN and infinities stay in `rest`. It must not share memory with `g` or `e`.
-
-        Returns:
-            The fields of each segment's message, and the indices of the entries.
-        """
+        """Encode ``g + e``, and write to `rest` what the message lacks; also return the indices."""
         index = self.add_and_select(g, e, rest)
         parts = self.encode(rest, index, noise)
         self.subtract(index, parts, rest)
@@ -107,16 +76,47 @@ class Sparse(Kernels):
         self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
     ) -> None:
         """Subtract `weight` times a message, with these indices, from `x`, where it is finite."""
-        entries.subtract(x, index, parts, self.segments, weight)
+        values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
+        # Replace instead of masking: a boolean index would make the host wait for an accelerator.
+        values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+        # Not alpha=-weight: it can fuse both operations, and the Numba form rounds the product.
+        x.index_add_(0, index, values if weight == 1 else values * weight, alpha=-1)
 
     def accumulate(
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
     ) -> None:
-        """Add `weight` times each message to `out`, in order; see :func:`.entries.accumulate`."""
-        entries.accumulate(messages, self.segments, out, weight)
+        """Add `weight` times each message to `out`, in order; see :func:`accumulate`."""
+        accumulate(messages, self.segments, out, weight)
 
     def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         self.accumulate(messages, out.zero_())
         if divisor != 1:
             out.div_(divisor)
+
+
+def accumulate(
+    messages: Sequence[Sequence[Parts]],
+    segments: Sequence[Segment],
+    out: Tensor,
+    weight: float = 1.0,
+) -> None:
+    """Add `weight` times each message to `out`, in order.
+
+    If the index code of a message is damaged, all of `out` becomes NaN, which stops the step on all
+    ranks: each looks at a part of it.
+    """
+    cuts = runs(segments)
+    each = [(segments[cut], message[cut]) for message in messages for cut in cuts]
+    sizes = [sum(segment.k for segment in some) for some, _ in each]
+    # As many at once as memory allows: each launch on an accelerator delays the backward pass.
+    for batch in batches(sizes, TOGETHER):
+        every = [segment for some, _ in each[batch] for segment in some]
+        parts = [own for _, message in each[batch] for own in message]
+        counts = [segment.k for segment in every]
+        values = iter(quantize.decode([fields for *fields, _ in parts], counts, out.dtype))
+        index, damaged = elias_fano.decode([code for *_, code in parts], every)
+        for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
+            out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
+        # Reading `damaged` would make the host wait.
+        out.masked_fill_(damaged, torch.nan)

@@ -1,10 +1,7 @@
 """Sparse messages of the segments of a vector in Triton, for CUDA; prepared once.
 
-The number of launches does not grow with the number of segments or messages: 8 select, encode and
-subtract, and 3 decode and average the messages of all ranks. Shapes are static, the host never
-waits, and nothing is copied to the device after the preparation. Results equal those of plain torch
-bit for bit. The kernels are in :mod:`.selection_triton`, :mod:`.coding_triton`,
-:mod:`.decoding_triton` and :mod:`.adding_triton`.
+8 launches select, encode and subtract, and 3 decode and average, for any number of segments and
+messages. Shapes are static, and the host never waits. Results equal plain torch bit for bit.
 """
 
 from collections.abc import Sequence
@@ -15,7 +12,6 @@ import torch
 import triton
 from torch import Tensor
 
-from torchcomp.kernels import adding_triton as adding
 from torchcomp.kernels import coding_triton as coding
 from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels.fields_triton import TYPES, Format, aligned
@@ -36,17 +32,8 @@ DTYPES = tuple(TYPES)
 class SparseTriton:
     """Sparse messages of the segments of a vector. Workspaces are for one stream at a time.
 
-    A message is a run of bytes, 1-D uint8, that begins at a multiple of 4 bytes. It has the fields
-    of each segment: its values, then the code of its indices.
-
-    Args:
-        segments: disjoint parts of the vector, in ascending order.
-        numel: number of elements of the vector, below LIMIT.
-        fmt: format of the values; see :mod:`.quantize`. None sends values of `dtype`.
-        dtype: values are first rounded to this one of DTYPES.
-        device: device of the vector. Only the stream that is current now may use it.
-        offsets: for each segment, the byte of a message at which its fields begin. By default they
-            follow each other from 0 on.
+    A message is 1-D uint8, and begins at a multiple of 4 bytes. `offsets` has the byte of a message
+    at which the fields of each segment begin. By default they follow each other from 0 on.
     """
 
     def __init__(
@@ -65,19 +52,21 @@ class SparseTriton:
         self._densest = max((s.k / s.n for s in segments if s.n), default=0.0)
         self._table = tabled(covering(segments, offsets, numel), self._format, device)
         self._selecting = Selecting(self._table)
-        self._launches: dict[object, Any] = {}
-
-    # --- Encoding ---------------------------------------------------------------------------------
+        place = (self._table.programs["fill"],), self._table.rows, self._table.count
+        self._clear = Launch(coding.clear, *place, CHUNK=SIZES["chunk"])
+        rows, block = self._table.rows, SIZES["fill"]
+        self._code = Launch(coding.code, *place, rows, 0, BLOCK=block, FRAMES=0)
+        values = self._table, self._format, self._aligned
+        self._fills = {
+            (subtract, random): filling(*values, subtract, random)
+            for subtract in (False, True)
+            for random in (False, True)
+        }
+        self._subtract = subtraction(*values)
+        self._launches: dict[object, list[Launch]] = {}  # of means
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the indices of the entries of largest magnitude of each segment.
-
-        Args:
-            x: 1-D, contiguous, of one of DTYPES.
-
-        Returns:
-            1-D int64, within `x`, ascending in each segment: those of the first one, and so on.
-        """
+        """Return the indices of the entries of largest magnitude of each segment."""
         return self._selecting.select(x, x, x)
 
     def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
@@ -85,80 +74,34 @@ class SparseTriton:
         return self._selecting.select(g, e, out)
 
     def encode(self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
-        """Write the message of given entries to `frame`.
-
-        Args:
-            x: the vector.
-            index: the indices that :meth:`select` would return.
-            frame: what is not part of a field stays.
-            noise: None rounds to nearest. Otherwise float32 numbers for all values, in [0, 1).
-        """
-        clear, code = self._launches.get("code") or self._coding()
+        """Write the message of given entries to `frame`."""
         if self._table.entries:
-            clear(frame)
-            code(frame, index)
+            self._clear(frame)
+            self._code(frame, index)
         self._fill(x, index, frame, noise, False)
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
     ) -> Tensor:
-        """Select from ``g + e``, and write the message to `frame`.
-
-        Args:
-            g: 1-D, contiguous, of one of DTYPES.
-            e: likewise.
-            rest: receives the sum less the message. Non-finite values stay.
-            frame: what is not part of a field stays.
-            noise: as for :meth:`encode`.
-
-        Returns:
-            The indices.
-        """
+        """Select from ``g + e``, and write the message to `frame`."""
         index = self._selecting.select(g, e, rest, frame)
         self._fill(rest, index, frame, noise, True)
         return index
 
     def subtract(self, frame: Tensor, index: Tensor, x: Tensor, weight: float = 1.0) -> None:
         """Subtract `weight` times the finite values of a message from `x`, at the indices."""
-        launch = self._launches.get("subtract")
-        if launch is None:
-            launch = subtraction(self._table, self._format, self._aligned)
-            self._launches["subtract"] = launch
         if self._table.entries:
-            launch(x, frame, index, float(weight))
+            self._subtract(x, frame, index, float(weight))
 
     def _fill(
         self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None, subtract: bool
     ) -> None:
-        kind = "fill", subtract, noise is not None
-        fill = self._launches.get(kind)
-        if fill is None:
-            fill = filling(self._table, self._format, self._aligned, subtract, noise is not None)
-            self._launches[kind] = fill
         if self._table.entries:
+            fill = self._fills[subtract, noise is not None]
             fill(x, frame, index, index if noise is None else noise)
 
-    def _coding(self) -> list[Launch]:
-        place = (self._table.programs["fill"],), self._table.rows, self._table.count
-        made = self._launches["code"] = [
-            Launch(coding.clear, *place, CHUNK=SIZES["chunk"]),
-            Launch(coding.code, *place, self._table.rows, 0, BLOCK=SIZES["fill"], FRAMES=0),
-        ]
-        return made
-
-    # --- Decoding ---------------------------------------------------------------------------------
-
     def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`.
-
-        If an index code is damaged, all of `out` becomes NaN.
-
-        Args:
-            messages: a row of uint8 for each message. Rows are contiguous.
-            out: 1-D, contiguous, of one of DTYPES. Receives the mean. Values are rounded to its
-                dtype before they are added.
-            divisor: usually the number of messages.
-        """
+        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         bits, tiles = self._table.programs["bit"], self._table.programs["tile"]
         if not tiles:
             return
@@ -198,9 +141,6 @@ class SparseTriton:
         return made
 
 
-# --- Launches that others prepare as well ---------------------------------------------------------
-
-
 def filling(table: Table, values: Format, aligned: bool, subtract: bool, random: bool) -> Launch:
     """Prepare :func:`.coding_triton.fill`."""
     return Launch(
@@ -211,29 +151,21 @@ def filling(table: Table, values: Format, aligned: bool, subtract: bool, random:
 
 
 def subtraction(table: Table, values: Format, aligned: bool) -> Launch:
-    """Prepare :func:`.adding_triton.subtract`."""
+    """Prepare :func:`.decoding_triton.subtract`."""
     return Launch(
-        adding.subtract, (table.programs["fill"],), table.rows, table.count,
+        decoding.subtract, (table.programs["fill"],), table.rows, table.count,
         BLOCK=SIZES["fill"], **_constants(values, aligned),
     )  # fmt: skip
 
 
 def adding_up(table: Table, values: Format, aligned: bool, densest: float, *numbers: int) -> Launch:
-    """Prepare :func:`.adding_triton.add_up`.
-
-    Args:
-        table: the segments.
-        values: the format of the values.
-        aligned: whether fields begin at multiples of the size of their numbers.
-        densest: the largest share of the entries of a segment in a message.
-        numbers: those of the kernel, from `rows` on.
-    """
+    """Prepare :func:`.decoding_triton.add_up`."""
     # Enough for the entries of most tiles.
     most = triton.next_power_of_2(ceil(2 * densest * SIZES["tile"]))
     chunk = min(max(most, 32), 512)
     messages, step = numbers[2], numbers[4]
     return Launch(
-        adding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
+        decoding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
         STEP=table.step, LANES=triton.next_power_of_2(max(messages, 2)), TILE=SIZES["tile"],
         CHUNK=chunk, PART=SIZES["part"], warps=2 if chunk < 512 else 4,
         **_constants(values, aligned),

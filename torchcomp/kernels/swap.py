@@ -7,13 +7,7 @@ from torchcomp.kernels import backend
 
 
 def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
-    """Swap the values of `a` and `b` if `condition` is true.
-
-    Args:
-        condition: scalar bool, on the device of both.
-        a: 1-D, contiguous.
-        b: as `a`, of the same length and dtype.
-    """
+    """Swap the values of `a` and `b` if `condition` is true."""
     # Runs once per slot and step on an accelerator. Triton's form returns at once if it is false.
     form = None if a.is_cpu else backend.fast_form("swap", a.device.type)
     if form is not None:

@@ -1,6 +1,6 @@
 """The conditional swap and fill in Triton. If the condition is false, a program reads one byte."""
 
-from typing import Any
+from functools import cache
 
 import triton
 import triton.language as tl
@@ -11,38 +11,27 @@ from torchcomp.kernels.triton_jit import kernel
 
 _BLOCK = 8192
 
-_Launches = dict[tuple[int, int], Launch]
-# By number of elements and device. A model has few buckets, so these stay small.
-_swaps: _Launches = {}
-_fills: _Launches = {}
-
 
 def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
     """Swap the values of `a` and `b`, as :func:`torchcomp.kernels.swap.swap_where` does."""
     if a.numel():
-        _launch_of(_swap, _swaps, a)(a, b, condition.view(1))
+        _launch_of("swap", a.numel(), a.get_device())(a, b, condition.view(1))
 
 
 def fill_where(condition: Tensor, x: Tensor, value: float) -> None:
     """Fill `x`, as :func:`torchcomp.kernels.swap.fill_where` does."""
     if x.numel():
-        _launch_of(_fill, _fills, x)(x, condition.view(1), value)
+        _launch_of("fill", x.numel(), x.get_device())(x, condition.view(1), value)
 
 
-def _launch_of(function: Any, launches: _Launches, x: Tensor) -> Launch:
-    """Return the launch of a kernel for tensors like `x`."""
-    key = n, _ = x.numel(), x.get_device()
-    launch = launches.get(key)
-    if launch is None:
-        grid = (triton.cdiv(n, _BLOCK),)
-        launch = launches[key] = Launch(function, grid, n, warps=8, BLOCK=_BLOCK)
-    return launch
+@cache  # a model has few buckets
+def _launch_of(kind: str, n: int, device: int) -> Launch:
+    kernel = _swap if kind == "swap" else _fill
+    return Launch(kernel, (triton.cdiv(n, _BLOCK),), n, warps=8, BLOCK=_BLOCK)
 
 
 @kernel("n")
-def _swap(
-    a: tl.tensor, b: tl.tensor, condition: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
-) -> None:
+def _swap(a, b, condition, n, BLOCK: tl.constexpr):
     if tl.load(condition) != 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         first = tl.load(a + i, mask=i < n)
@@ -52,9 +41,7 @@ def _swap(
 
 
 @kernel("n")
-def _fill(
-    x: tl.tensor, condition: tl.tensor, value: tl.tensor, n: tl.tensor, BLOCK: tl.constexpr
-) -> None:
+def _fill(x, condition, value, n, BLOCK: tl.constexpr):
     if tl.load(condition) != 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(x + i, value, mask=i < n)

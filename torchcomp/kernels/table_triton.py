@@ -63,17 +63,14 @@ FILL_PROGRAMS = tl.constexpr(25)
 
 
 @kernel()
-def column(row: tl.tensor, which: tl.constexpr) -> tl.tensor:
+def column(row, which: tl.constexpr):
     """Return a number of a segment that has 32 bits."""
     return tl.load(row + which).to(tl.int32)
 
 
 @kernel("rows")
-def row_of(program: tl.tensor, table: tl.tensor, rows: tl.tensor, WIDTH: tl.constexpr) -> tl.tensor:
-    """Return a pointer to the row of the segment that a program works on, by binary search.
-
-    The first column of a table has each segment's first program.
-    """
+def row_of(program, table, rows, WIDTH: tl.constexpr):
+    """Return the row of the segment of a program; the first column has the first programs."""
     below, above = 0, rows
     while above - below > 1:
         middle = (below + above) // 2
@@ -84,9 +81,7 @@ def row_of(program: tl.tensor, table: tl.tensor, rows: tl.tensor, WIDTH: tl.cons
 
 
 @kernel("rows")
-def segment_of(
-    program: tl.tensor, table: tl.tensor, rows: tl.tensor, first: tl.constexpr
-) -> tl.tensor:
+def segment_of(program, table, rows, first: tl.constexpr):
     """Return the row of the segment of a program; `first` is the column of the first programs."""
     return row_of(program, table + first, rows, WIDTH) - first
 
@@ -112,16 +107,7 @@ def covering(
 
 @dataclass(frozen=True)
 class Table:
-    """The table of a vector's segments on a device.
-
-    Attributes:
-        rows: the table, int64.
-        count: number of segments.
-        programs: how many programs or groups there are of each kind.
-        step: what all starts and lengths are multiples of: wide accesses need 16.
-        capacity: number of candidates that fit into the workspace.
-        entries: number of entries, at most.
-    """
+    """The table of a vector's segments on a device."""
 
     rows: Tensor
     count: int
@@ -137,15 +123,7 @@ def tabled(
     device: torch.device,
     wholes: Sequence[int] = (),
 ) -> Table:
-    """Make the table of segments. Only the stream that is current now may use it.
-
-    Args:
-        covered: the segments, with the bytes of a message at which their fields begin.
-        values: the format of their values.
-        device: device of the table.
-        wholes: number of elements that the k entries of each segment are selected from, if they
-            are more than its own. Even an empty one then has a program.
-    """
+    """Make the table of segments. Only the stream that is current now may use it."""
     rows, programs = _placed(covered, values, wholes)
     return Table(
         host.copy_to(torch.tensor(rows, dtype=torch.int64), device),

@@ -1,7 +1,6 @@
 """What the Triton kernels share. Import it only with Triton installed.
 
-The kernels run on CPU tensors as well, in Triton's interpreter, if the environment sets
-``TRITON_INTERPRET=1`` before the first import.
+With ``TRITON_INTERPRET=1`` before the first import, they run on CPU tensors, interpreted.
 """
 
 from collections.abc import Callable
@@ -21,12 +20,7 @@ EXACT = {"enable_fp_fusion": False}
 
 
 def kernel(*general: str) -> Callable[[Callable[..., Any]], Any]:
-    """Compile a function with ``triton.jit``.
-
-    Args:
-        general: names of integer arguments. Triton would compile one form for each of: the value 1,
-            multiples of 16, and the others. For these arguments, one form serves them all.
-    """
+    """Compile a function with ``triton.jit``, once for all values of the integers `general`."""
     return lambda function: triton.jit(function, do_not_specialize=general)
 
 
@@ -38,7 +32,7 @@ def on_device_of(x: Tensor) -> torch.cuda.device:
 
 
 @kernel()
-def number(x: tl.tensor) -> tl.tensor:
+def number(x):
     """Return values of a 16-bit or 32-bit floating-point dtype as float32."""
     # Convert the bits, because Triton's interpreter flushes bfloat16 denormals to zero.
     if x.dtype == tl.bfloat16:
@@ -48,14 +42,14 @@ def number(x: tl.tensor) -> tl.tensor:
 
 
 @kernel()
-def magnitude(x: tl.tensor) -> tl.tensor:
+def magnitude(x):
     """Return int32 keys that order as the magnitudes of `x` do. NaN counts as infinity."""
     bits = number(x).to(tl.int32, bitcast=True) & 0x7FFFFFFF
     return tl.minimum(bits, INFINITY)
 
 
 @kernel()
-def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
+def rounded(x, dtype: tl.constexpr):
     """Round float32 values to a 16-bit or 32-bit floating-point dtype, half to even."""
     # By hand, because Triton's interpreter cuts off what does not fit into bfloat16.
     if dtype == tl.bfloat16:
@@ -68,7 +62,7 @@ def rounded(x: tl.tensor, dtype: tl.constexpr) -> tl.tensor:
 
 
 @kernel()
-def clamped(x: tl.tensor, source: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
+def clamped(x, source: tl.constexpr, dtype: tl.constexpr):
     """Clamp finite float32 values of dtype `source` to the range of `dtype`, if it is narrower."""
     if dtype == tl.float16 and source != tl.float16:
         x = within(x, 65504.0)
@@ -78,18 +72,15 @@ def clamped(x: tl.tensor, source: tl.constexpr, dtype: tl.constexpr) -> tl.tenso
 
 
 @kernel()
-def within(x: tl.tensor, largest: tl.tensor) -> tl.tensor:
+def within(x, largest):
     """Clamp finite values to magnitudes up to `largest`. NaN and infinities stay."""
     finite = tl.abs(x) < float("inf")  # not true for NaN
     return tl.where(finite, tl.minimum(tl.maximum(x, -largest), largest), x)
 
 
 @kernel()
-def narrowed(x: tl.tensor, source: tl.constexpr, dtype: tl.constexpr) -> tl.tensor:
-    """Convert float32 values of dtype `source` as :func:`torchcomp.kernels.cast.narrow` does.
-
-    The result is in float32, with values of `dtype`.
-    """
+def narrowed(x, source: tl.constexpr, dtype: tl.constexpr):
+    """Convert float32 values of dtype `source` as :func:`.cast.narrow` does, in float32."""
     if source != dtype:
         x = number(rounded(clamped(x, source, dtype), dtype))
     return x

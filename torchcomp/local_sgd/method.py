@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
-from torchcomp.ddp.arguments import check_scaler
 from torchcomp.ddp.checks import OWNER, check_model, device_of, trained_parameters
+from torchcomp.ddp.register import check_scaler
 from torchcomp.engine.bucket import Group
 from torchcomp.engine.keys import check_seed
 from torchcomp.exchange import Exchange, ProcessGroupExchange

@@ -10,12 +10,7 @@ from torchcomp.routes.codec import Codec
 
 
 class AllGatherRoute:
-    """All-gather of framed messages. See :class:`.base.Route`.
-
-    Args:
-        codec: encodes the bucket.
-        exchange: the collectives of the group.
-    """
+    """All-gather of framed messages. See :class:`.base.Route`."""
 
     def __init__(self, codec: Codec, exchange: Exchange) -> None:
         self._codec, self._exchange = codec, exchange

@@ -17,12 +17,7 @@ from torchcomp.routes.codec import Codec
 
 
 class AllReduceRoute:
-    """Divide by the number of ranks, as plain DDP does, then all-reduce. See :class:`.base.Route`.
-
-    Args:
-        codec: encodes the bucket. Each message has one floating-point field.
-        exchange: the collectives of the group.
-    """
+    """Divide by the number of ranks, as plain DDP does, then all-reduce."""
 
     def __init__(self, codec: Codec, exchange: Exchange) -> None:
         self._codec, self._exchange, self._ranks = codec, exchange, exchange.world_size

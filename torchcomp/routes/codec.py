@@ -1,8 +1,7 @@
 """Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard.
 
-The message of a bucket is the concatenation of the messages of its vectors. With scope "bucket" or
-"model", the whole bucket is one vector. With scope "tensor", each parameter is one vector. For the
-owners of shards, a bucket is encoded as several messages, one frame for each owner.
+The message of a bucket is the concatenation of the messages of its vectors: one, or one for each
+parameter. For the owners of shards, it is several messages, one frame for each owner.
 """
 
 from collections.abc import Sequence
@@ -24,18 +23,9 @@ _NOTHING = Encoded(())
 class Codec:
     """Encodes and decodes tensors of one shape. Made once, and used in every step.
 
-    Args:
-        vectors: the parts of the tensor that are compressed separately, in their order. Their
-            compressors are of one class.
-        device: device of the tensors.
-        dtype: dtype of the values on the wire.
-        counts: number of vectors in each frame. By default, one frame has all of them.
-        checksum: whether frames have a checksum of their payload.
-        signatures: of each frame, if they are not those of the layouts.
-
-    Attributes:
-        vectors: the vectors, prepared for the device.
-        frames: the frames of a message. Those that were encoded last are ``frames.outgoing()``.
+    The compressors of `vectors` are of one class. `counts` has the number of vectors in each frame;
+    by default, one frame has all of them. `signatures` are used if they are not those of the
+    layouts.
     """
 
     def __init__(
@@ -60,10 +50,7 @@ class Codec:
         return self.pack(self.fields(x, key))
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
-        """Compress ``g + e``, write the frames, and write to `rest` what the message lacks.
-
-        NaN and infinities of the sum stay in `rest`, if the compressor selects.
-        """
+        """Encode ``g + e``, and write to `rest` what the message does not contain."""
         vectors = self.vectors
         if not vectors:
             return _NOTHING
@@ -92,14 +79,7 @@ class Codec:
             vectors.compressor.accumulate(messages, out, vectors, key, weight)
 
     def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
-        """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`.
-
-        Args:
-            messages: the fields of each message, by vector.
-            out: 1-D.
-            key: key of the encodings.
-            divisor: at least 1.
-        """
+        """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`."""
         vectors = self.vectors
         if vectors:
             vectors.compressor.mean(messages, out, vectors, key, divisor)
@@ -107,14 +87,7 @@ class Codec:
             out.zero_()
 
     def mean_of(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
-        """Do as :meth:`mean`, for messages in the frames in which they were received.
-
-        Args:
-            received: (count, nbytes) uint8, the frames of each message.
-            out: 1-D.
-            key: key of the encodings.
-            divisor: at least 1.
-        """
+        """Do as :meth:`mean`, for messages in the frames in which they were received."""
         vectors = self.vectors
         if vectors and getattr(vectors.kernels, "reads_frames", False):
             vectors.kernels.mean_of(received, out, divisor)

@@ -1,9 +1,8 @@
 """Exact selections: the entries of a whole bucket, with any number of them in a shard.
 
-Messages then have other lengths in every step, and a collective needs lengths on the host. So the
-host waits for the counts of entries: once for the uplink, and once more if the downlink is selected
-as well, since its entries depend on the mean of what arrived. Its messages could be padded to the
-most that an owner can send, but that is as much as all owners together send.
+A collective needs the lengths of messages, so the host waits for the counts of entries in every
+step: once for the uplink, and once for a downlink. Padding to the most that an owner can send would
+send as much as all owners together.
 """
 
 from collections.abc import Sequence
@@ -23,9 +22,8 @@ from torchcomp.engine.profiling import OFF, span
 from torchcomp.engine.state import Kind
 from torchcomp.kernels.cast import narrow
 from torchcomp.routes.codec import Codec
-from torchcomp.routes.digits import DigitSearch
+from torchcomp.routes.searches import DigitSearch, HostSearch
 from torchcomp.routes.shards import Direction
-from torchcomp.routes.threshold import HostSearch
 from torchcomp.routes.wire import counted_signature
 
 _END = 2**63 - 1
@@ -33,12 +31,7 @@ _END = 2**63 - 1
 
 
 class ExactUplink:
-    """Entries that are selected from the whole bucket, for the owners of their shards.
-
-    Args:
-        bucket: the bucket.
-        up: how entries are encoded.
-    """
+    """Entries that are selected from the whole bucket, for the owners of their shards."""
 
     def __init__(self, bucket: Prepared, up: Direction) -> None:
         exchange, device, shards = bucket.exchange, bucket.device, up.shards
@@ -87,12 +80,7 @@ class ExactUplink:
 
 
 class ExactDownlink:
-    """Entries that all owners together select from the whole bucket.
-
-    Args:
-        bucket: the bucket, with the slots "server_error" and "thresholds".
-        down: how entries are encoded.
-    """
+    """Entries that all owners together select from the whole bucket."""
 
     def __init__(self, bucket: Prepared, down: Direction) -> None:
         self._bucket, self._exchange = bucket, bucket.exchange
@@ -127,19 +115,10 @@ class ExactDownlink:
 
 
 class Messages:
-    """Messages of counted entries in plain torch or, on a CPU, in Numba.
+    """Messages of counted entries in plain torch or, on a CPU, in Numba: a frame for each owner.
 
-    Args:
-        direction: how entries are encoded.
-        sends: the owners of the shards from which this rank sends entries, a frame for each.
-        reads: the owners of the shards of which this rank receives entries, likewise.
-        bucket: the bucket.
-
-    Attributes:
-        search: the class of the search for entries on an accelerator.
-        outgoing: the frames that this rank sends.
-        sizes: their sizes in bytes.
-        arriving: the sizes of the frames that it receives.
+    `sends` and `reads` are the owners of the shards from which this rank sends and receives
+    entries. `sizes` and `arriving` are the bytes of those frames.
     """
 
     search = DigitSearch
@@ -155,12 +134,7 @@ class Messages:
         self._sends, self._reads = sends, reads
 
     def begin(self, mine: Tensor, theirs: Tensor) -> None:
-        """Prepare the messages of this step. The host waits for the counts, once for all of them.
-
-        Args:
-            mine: number of entries of each piece that this rank sends; integers.
-            theirs: number of entries of each piece that it receives.
-        """
+        """Prepare the messages of this step. The host waits for all counts together."""
         numbers = torch.cat([mine, theirs]).tolist()
         up, sent = self._direction.role == "up", mine.numel()
         self._written = self._codec(self._sends, numbers[:sent], up)
@@ -181,14 +155,7 @@ class Messages:
         return Codec(vectors, self._device, dtype, numbers, self._exchange.checksum, signatures)
 
     def write(self, x: Tensor, index: Tensor, key: Key, subtract: bool) -> None:
-        """Write the frames with the entries of `x` at `index`.
-
-        Args:
-            x: 1-D. The message is subtracted from it, if `subtract`.
-            index: 1-D int64, at least as many as were counted. The others are not read.
-            key: key of the encoding.
-            subtract: see above.
-        """
+        """Write the frames with the entries of `x` at `index`."""
         codec, self._message = self._written, Encoded(())
         if codec.vectors:
             index = index[: sum(segment.k for segment in codec.vectors.segments)]
@@ -206,10 +173,7 @@ class Messages:
         self._written.subtract(self._message, x, key, weight)
 
     def mean(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
-        """Check received frames, and write the sum of their messages, in order, to `out`.
-
-        It is divided by `divisor`.
-        """
+        """Check received frames, and write their sum, divided by `divisor`, to `out`."""
         rows, exchange = received.view(1, -1), self._exchange
         exchange.check(self._read.frames, rows, range(exchange.world_size))
         self._read.mean_of(rows, out, key, divisor)

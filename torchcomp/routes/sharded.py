@@ -1,14 +1,10 @@
 """ShardedRoute: send entries to the rank that owns their shard of a bucket, and send back the mean.
 
-Every rank owns one shard, a contiguous part of the bucket, and is its parameter server. A step is
-straight-line code:
-
 1. up:   all-to-all; every rank sends each owner the entries in that owner's shard
 2. own:  the owner averages them in rank order and adds its server residual, if there is one
 3. down: all-gather; the owners send their downlink messages to all ranks
 
-The traffic of a rank does not grow with the number of ranks. If shards are compressed separately,
-messages have fixed sizes. A selection from the whole bucket is in :mod:`.exact`.
+The traffic of a rank does not grow with the number of ranks.
 """
 
 import torch
@@ -26,15 +22,7 @@ from torchcomp.routes.shards import Direction
 
 
 class ShardedRoute:
-    """Exchange of one bucket through the owners of its shards. See :class:`.base.Route`.
-
-    Args:
-        bucket: with the slots "server_error" and "thresholds", if the downlink has error feedback
-            and an exact selection.
-        up: how entries are encoded for the owners.
-        down: how the owners encode the mean.
-        dtype: dtype of the owner's sum.
-    """
+    """Exchange of one bucket through the owners of its shards. See :class:`.base.Route`."""
 
     def __init__(
         self, bucket: Prepared, up: Direction, down: Direction, dtype: torch.dtype

@@ -1,8 +1,7 @@
 """Bytes of a sharded exchange, computed without listing its owners.
 
-Most shards lie inside one vector of the bucket, and their lengths differ by at most 1. They are
-counted together. Only shards with parts of several vectors are looked at one by one. The cost of
-a computation therefore depends on the number of vectors, and not on the number of ranks.
+Most shards lie inside one vector, and their lengths differ by at most 1: they are counted together.
+The cost of a computation depends on the number of vectors, and not on the number of ranks.
 """
 
 import math
@@ -16,40 +15,29 @@ from itertools import accumulate
 from torchcomp.engine.bucket import cut
 from torchcomp.exchange.traffic import Load, gathered
 from torchcomp.routes import wire
+from torchcomp.routes.searches import search_load
 from torchcomp.routes.shards import Direction
-from torchcomp.routes.threshold import search_load
 
 Pieces = tuple[tuple[int, int], ...]
 """What a shard contains: index of a vector, and number of its elements; none of them empty."""
 
 
 def sharded_load(up: Direction, down: Direction, rank: int, node: int = 1) -> Load:
-    """Return the bytes of one bucket per step; an estimate for exact selections.
-
-    Args:
-        up: how messages to the owners are encoded.
-        down: how messages of the owners are encoded.
-        rank: a rank of the node.
-        node: number of ranks of the node. The load is what they send to, and receive from, the
-            ranks of other nodes. With 1, it is that of `rank`.
-    """
-    ranks, own = up.world_size, _node(rank, node)
-    others = ranks - node
+    """Return the bytes of one bucket per step; an estimate for exact selections."""
+    ranks, first = up.world_size, rank - rank % node
+    own, others = range(first, first + node), ranks - node
     up_all, up_own = (_total(_frames(up, owners)) for owners in (range(ranks), own))
     load = Load(sent=round(node * (up_all - up_own)), received=round(others * up_own))
     load.add(_down_load(down, own))
     if up.exact:  # the counts, which are int32
-        pieces, owned = (_pieces_of(up, owners) for owners in (range(ranks), own))
-        load.add(Load(sent=4 * node * (pieces - owned), received=4 * others * owned))
+        pieces, mine = (_pieces_of(up, owners) for owners in (range(ranks), own))
+        load.add(Load(sent=4 * node * (pieces - mine), received=4 * others * mine))
     if down.exact:
-        load.add(_search_load(down, own))
+        total, owned = (_candidates(down, owners) for owners in (range(ranks), own))
+        # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
+        itemsize = max(4, down.shape.dtype.itemsize)
+        load.add(search_load(zip(owned, total, down.kept, strict=True), itemsize, ranks, node))
     return load
-
-
-def _node(rank: int, node: int) -> range:
-    """Return the ranks of the node of `rank`, for nodes of `node` consecutive ranks."""
-    first = rank - rank % node
-    return range(first, first + node)
 
 
 def _down_load(down: Direction, own: range) -> Load:
@@ -84,10 +72,7 @@ def _pieces_of(direction: Direction, owners: range) -> int:
 
 
 def _frame(direction: Direction, shard: Pieces) -> Fraction:
-    """Return the bytes of a shard's frame. If `exact`, assume an even spread of the entries.
-
-    A piece that expects less than one entry counts as one entry in that share of the steps.
-    """
+    """Return the expected bytes of a shard's frame; if `exact`, for evenly spread entries."""
     nbytes, steps = Fraction(0), Fraction(0)
     for vector, size in shard:
         encoder, share = direction.compressor, Fraction(1)
@@ -97,15 +82,6 @@ def _frame(direction: Direction, shard: Pieces) -> Fraction:
         nbytes += share * wire.nbytes(encoder.layout(size, direction.shape.dtype))
         steps = max(steps, share)  # in which there is a frame
     return steps * wire.framed(math.ceil(nbytes / steps)) if steps else steps
-
-
-def _search_load(down: Direction, own: range) -> Load:
-    """Return the bytes of the search for the threshold of an exact downlink."""
-    total, owned = (_candidates(down, owners) for owners in (range(down.world_size), own))
-    # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
-    itemsize = max(4, down.shape.dtype.itemsize)
-    vectors = zip(owned, total, down.kept, strict=True)
-    return search_load(vectors, itemsize, down.world_size, len(own))
 
 
 def _candidates(down: Direction, owners: range) -> list[int]:

@@ -32,10 +32,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Direction:
-    """How one bucket's shards are encoded for the uplink or the downlink.
-
-    Everything here depends only on the bucket's shape, so it is computed once per shape.
-    """
+    """How a bucket's shards are encoded for the uplink or the downlink; computed once."""
 
     role: str  # "up" or "down"; part of the key, so that the two draw different random numbers
     compressor: Compressor
@@ -86,15 +83,6 @@ class Direction:
         return cut
 
     @cached_property
-    def widths(self) -> list[list[int]]:
-        """By vector, the number of its elements in each shard."""
-        table = [[0] * self.world_size for _ in self.whole]
-        for owner, pieces in enumerate(self.pieces):
-            for piece in pieces:
-                table[piece.vector][owner] = piece.stop - piece.start
-        return table
-
-    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """By vector of the whole bucket, the number of its elements."""
         return tuple(vector.span.stop - vector.span.start for vector in self.whole)
@@ -108,10 +96,12 @@ class Direction:
     def candidates(self) -> list[list[int]]:
         """By vector, the number of candidates that each owner contributes to the search."""
         # The k largest of a vector can all be in one shard, but no owner needs more than k.
-        return [
-            [min(kept, width) for width in widths]
-            for kept, widths in zip(self.kept, self.widths, strict=True)
-        ]
+        table = [[0] * self.world_size for _ in self.whole]
+        for owner, pieces in enumerate(self.pieces):
+            for piece in pieces:
+                size = piece.stop - piece.start
+                table[piece.vector][owner] = min(self.kept[piece.vector], size)
+        return table
 
     @cached_property
     def searched(self) -> list[bool]:
@@ -142,13 +132,7 @@ class Direction:
     def codec(
         self, by_owner: Sequence[Sequence[Vector]], device: torch.device, checksum: bool
     ) -> Codec:
-        """Return the codec of the whole bucket, with a frame for each owner.
-
-        Args:
-            by_owner: the vectors of each shard, within the shard.
-            device: device of the bucket.
-            checksum: whether frames have a checksum.
-        """
+        """Return the codec of the whole bucket, with a frame for each owner."""
         vectors = [
             v for part, own in zip(self.shards, by_owner, strict=True) for v in _in(part, own)
         ]
@@ -180,15 +164,7 @@ def _in(part: Shard, vectors: Sequence[Vector]) -> tuple[Vector, ...]:
 def direction(
     role: str, compressor: Compressor, selection: str, shape: BucketShape, world_size: int
 ) -> Direction:
-    """Return the :class:`Direction` of a role, "up" or "down".
-
-    Args:
-        role: "up" or "down".
-        compressor: compressor of this direction.
-        selection: "exact" or "shard".
-        shape: shape of the bucket, with the dtype of the values on the wire.
-        world_size: number of ranks.
-    """
+    """Return the :class:`Direction` of a role, "up" or "down"."""
     # An elementwise compressor gives the same result for shards as for the whole bucket.
     exact = selection == "exact" and compressor.selects
     return Direction(role, compressor, exact, shape, world_size)

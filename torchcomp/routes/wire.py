@@ -1,20 +1,9 @@
 """Wire: the static byte layout of a message, and the frame in which it is sent.
 
-A message is the concatenation of its fields without padding. Each field is a C-contiguous
-little-endian array. The layout depends only on the number of elements and the dtype, never on the
-values. Every compression ratio, plan, table and test takes the size of a message from
-:func:`nbytes`.
-
-Messages that are all-reduced are sent without a frame. All others are sent in a frame, so that the
-receiver can check them. A frame consists of
-
-1. a 64-bit word: the version in its lowest byte, then :data:`MAGIC`, then the length in 48 bits,
-2. a 64-bit word: the :func:`signature` of the layout, plus the checksum of the message if that
-   option is on, modulo 2^64,
-3. the message,
-4. zeros, up to a multiple of 8 bytes.
-
-Without checksums, the header of a frame is the same in every step: it is written once.
+docs/wire.md specifies both. A message is the concatenation of its fields, whose layout depends only
+on the number of elements and the dtype: every plan, table and test takes its size from
+:func:`nbytes`. Without checksums, the header of a frame is the same in every step: it is written
+once.
 """
 
 import hashlib
@@ -95,20 +84,12 @@ def signature(layout: Layout) -> int:
 
 
 def counted_signature(base: int, counts: Iterable[int]) -> int:
-    """Return the signature of a message whose number of entries varies, in 63 bits.
-
-    Args:
-        base: half the signature of the message with one entry of each vector.
-        counts: number of entries of each vector.
-    """
+    """Return the signature of a message whose number of entries varies, in 63 bits."""
     return base + sum([(2 * i + 1) * count for i, count in enumerate(counts)])
 
 
 def checksum(words: Tensor) -> Tensor:
-    """Return the sum of (2 i + 1) w[i] modulo 2^64 over the last dimension of `words` (int64).
-
-    The weights are odd, so every change of a single word changes the sum.
-    """
+    """Return the sum of (2 i + 1) w[i] modulo 2^64 over the last dimension of `words` (int64)."""
     # int64 wraps around silently, which is correct modulo 2^64.
     weights = torch.arange(1, 2 * words.shape[-1], 2, device=words.device)
     return (words * weights).sum(-1)
@@ -117,20 +98,9 @@ def checksum(words: Tensor) -> Tensor:
 class Frames:
     """The frames of some messages, one after another: all that is the same in every step.
 
-    A message is the concatenation of the messages of its vectors. An empty message has no frame.
-
-    Args:
-        layouts: the fields of each vector.
-        device: device of the frames.
-        checksum: whether frames contain the checksum of their message.
-        counts: number of vectors in each message. By default, each vector has its own.
-        signatures: of each message, if they are not those of the layouts.
-
-    Attributes:
-        lengths: size of each message in bytes.
-        sizes: size of each frame in bytes; 0 if its message is empty.
-        nbytes: size of all frames in bytes.
-        on_host: whether the host can read frames without waiting for an accelerator.
+    A message is the concatenation of the messages of its vectors, of which `layouts` has the fields
+    and `counts` the number in each message; by default one. An empty message has no frame.
+    `signatures` are used if they are not those of the layouts. `sizes` are the bytes of the frames.
     """
 
     def __init__(
@@ -189,25 +159,15 @@ class Frames:
     # --- Sending ---
 
     def outgoing(self) -> Tensor:
-        """Return the memory of the frames to send, the same in every step.
-
-        1-D uint8, aligned to 8 bytes. Padding and headers are written, without a checksum.
-        """
+        """Return the memory of the frames to send, with headers: the same in every step."""
         return self._outgoing
 
     def fields(self) -> list[Parts] | None:
-        """Return where the fields of each vector lie in :meth:`outgoing`; None if one is unaligned.
-
-        What is written there need not be copied: :meth:`pack` recognises these very tensors.
-        """
+        """Return where the fields of each vector lie in :meth:`outgoing`, if all are aligned."""
         return self._fields if self._aligned else None
 
     def pack(self, messages: Sequence[Parts]) -> Tensor:
-        """Write the fields of each vector's message to :meth:`outgoing`, and return that.
-
-        Raises:
-            ValueError: if a part has another dtype or size than its field in the layout.
-        """
+        """Write the fields of each vector's message to :meth:`outgoing`, and return that."""
         targets, sources = [], []
         for parts, layout, within in zip(messages, self.layouts, self._fields, strict=True):
             for part, field, target in zip(parts, layout, within, strict=True):
@@ -228,10 +188,7 @@ class Frames:
 
     @property
     def placed(self) -> Sequence[Parts]:
-        """What a compressor returns that has written the fields in :meth:`outgoing` itself.
-
-        :meth:`pack` recognises these very tensors. They are bytes where a field is not aligned.
-        """
+        """What a compressor returns that has written the fields in :meth:`outgoing` itself."""
         return self._fields
 
     def seal(self, memory: Tensor) -> None:
@@ -262,14 +219,7 @@ class Frames:
     # --- Receiving ---
 
     def unpack(self, received: Tensor) -> list[tuple[Parts, ...]]:
-        """Return the messages of each row, by vector. Fields are views where they are aligned.
-
-        Args:
-            received: (count, nbytes) or (nbytes,) uint8, contiguous.
-
-        Raises:
-            ValueError: if the frames have another length.
-        """
+        """Return the messages of each row, by vector. Fields are views where they are aligned."""
         # No other code checks the lengths of fields: decoders rely on this.
         if received.shape[-1] != self.nbytes:
             raise ValueError(f"{received.shape[-1]} bytes do not fit frames of {self.nbytes} bytes")
@@ -287,15 +237,7 @@ class Frames:
         return list(zip(*vectors, strict=True)) if vectors else [()] * len(rows)
 
     def headers(self, received: Tensor) -> Tensor | None:
-        """Return the headers of received frames, or None if the host sees that they are right.
-
-        Args:
-            received: (count, nbytes) uint8, contiguous, aligned to 8 bytes.
-
-        Returns:
-            int64, a row of two words for each frame, where the checksum of what was received is
-            subtracted. A view of `received` if possible.
-        """
+        """Return the headers of received frames, or None if the host sees that they are right."""
         words = received.view(torch.int64)
         if self._even:
             found = words.view(-1, self._even)[:, :2]
@@ -310,12 +252,7 @@ class Frames:
         return found
 
     def finding(self, first: int, second: int) -> int:
-        """Return INTACT, or what is wrong with a frame.
-
-        Args:
-            first: the bits of the first word of its header that differ from the expected ones.
-            second: those of the second word, without the checksum.
-        """
+        """Return INTACT, or what is wrong with a frame."""
         if first & 0xFF00:
             return NO_FRAME
         if first & 0xFF:

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.kernels.interpreted.test_steps import triton_on_the_cpu
+from tests.kernels.definitions import same
+from tests.kernels.interpreted.place import small_blocks, triton_on_the_cpu
 from tests.support.cases import only, some, thorough
 from tests.support.vectors import normal
 from torchcomp import run_in_process
@@ -14,11 +15,9 @@ from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
 from torchcomp.kernels.counted_triton import Counted, Search
-from torchcomp.kernels.table_triton import SIZES
-from torchcomp.routes.digits import DigitSearch
 from torchcomp.routes.exact import Messages, _messages
+from torchcomp.routes.searches import DigitSearch
 from torchcomp.routes.shards import direction
-from torchcomp.routes.threshold import HostSearch
 
 CPU, KEY, RANKS = torch.device("cpu"), Key(0), 3
 
@@ -27,10 +26,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered:Runtim
 
 
 @pytest.fixture(autouse=True)
-def _small_blocks(monkeypatch):
-    sizes = {"block": 512, "count": 256, "chunk": 128, "group": 2, "fill": 128}
-    for name, size in {**sizes, "bit": 32, "decode": 128, "tile": 512, "part": 256}.items():
-        monkeypatch.setitem(SIZES, name, size)
+def _small_blocks():
+    with small_blocks():
+        yield
 
 
 def shape_of(dtype=torch.float32):
@@ -74,10 +72,6 @@ def chosen(pieces, share, seed):
     return torch.cat(index), torch.tensor(counts)
 
 
-def same(a, b):
-    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-
-
 CASES = [
     (share, fmt, dtype, scope)
     for share in COUNTS
@@ -87,7 +81,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", only(CASES, now=CASES[::7]), ids=str)
+@pytest.mark.parametrize("case", only(CASES[::3], now=CASES[::21]), ids=str)
 def test_the_frames_and_the_mean_are_those_of_plain_torch(case):
     share, fmt, dtype, scope = case
     checked = []
@@ -186,12 +180,9 @@ def searched(kinds_of_rank, kind, compressor, steps):
 
     def body(exchange):
         rank, form = exchange.rank, kinds_of_rank[exchange.rank]
-        if form is HostSearch:
-            search = form(way, exchange)
-        else:
-            at = [p.vector + o * len(way.kept) for o in range(RANKS) for p in way.pieces[o]]
-            place = [way.place(v, rank) for v in range(len(way.kept))]
-            search = form(place, at, way.sizes, way.searched, exchange, CPU)
+        at = [p.vector + o * len(way.kept) for o in range(RANKS) for p in way.pieces[o]]
+        place = [way.place(v, rank) for v in range(len(way.kept))]
+        search = form(place, at, way.sizes, way.searched, exchange, CPU)
         own, found = slice(way.shards[rank].start, way.shards[rank].stop), []
         before = torch.zeros(len(way.kept), dtype=torch.int64)
         for step in range(steps):
@@ -214,7 +205,7 @@ def searched(kinds_of_rank, kind, compressor, steps):
 @pytest.mark.parametrize("kind", only(KINDS, now=["ties", "one owner", "falling"]))
 @pytest.mark.parametrize("compressor", some([TopK(0.05), TopK(0.3, scope="tensor")], of=2), ids=str)
 def test_all_forms_of_the_search_find_the_same(kind, compressor):
-    expected = searched([HostSearch] * RANKS, kind, compressor, 3)
+    expected = searched([DigitSearch] * RANKS, kind, compressor, 3)
     for forms in ([Search] * RANKS, [DigitSearch, Search, Search]):
         found = searched(forms, kind, compressor, 3)
         assert str(found) == str(expected)  # NaN differs from itself

@@ -36,7 +36,7 @@ def of_second(count, *steps):
     return numbers
 
 
-@pytest.mark.parametrize("fmt", only([None, "bf16", "int8", "int4"], now=[None, "int8"]))
+@pytest.mark.parametrize("fmt", [None, "int8"])
 @pytest.mark.parametrize("parts", [1, 5])
 def test_a_step_with_sparse_messages(fmt, parts):
     n, ranks = 1000, 8
@@ -54,12 +54,11 @@ def test_a_step_with_sparse_messages(fmt, parts):
     assert launched == [8, 7, 3]
 
 
-@pytest.mark.parametrize("fmt", only([None, "bf16", "int8", "int4"], now=["int8"]))
-def test_a_step_with_all_elements(fmt):
+def test_a_step_with_all_elements():
     n, ranks = 1000, 8
     with SIMULATED() as count:
         device = torch.device("cuda", 0)
-        kernels = ElementwiseTriton([Segment(0, n, n)], fmt, torch.float32, device)
+        kernels = ElementwiseTriton([Segment(0, n, n)], "int8", torch.float32, device)
         g, e, rest, out = (on_device(normal(n)) for _ in range(4))
         frame, rows = (on_device(torch.zeros(s, dtype=torch.uint8)) for s in (4000, (ranks, 4000)))
         cast = CastSum(torch.float32, torch.bfloat16, ranks)
@@ -75,11 +74,10 @@ def test_a_step_with_all_elements(fmt):
     assert launched == [1] * 5
 
 
-@pytest.mark.parametrize("ranks", only([8, 64], now=[8]))
 @pytest.mark.parametrize("spec", only(WEIGHTS, now=NOW))
-def test_a_bucket_costs_at_most_its_budget(spec, ranks):
+def test_a_bucket_costs_at_most_its_budget(spec):
     # A small bucket, which the interpreter needs less time for, launches as much as a large one.
-    per_bucket, _ = one_bucket(spec, ranks, numel=2**12, simulation=SIMULATED)
+    per_bucket, _ = one_bucket(spec, 8, numel=2**12, simulation=SIMULATED)
     most = WEIGHTS[spec]
     assert per_bucket.waits <= most.waits, per_bucket
     assert per_bucket.copies == 0, per_bucket

@@ -1,39 +1,38 @@
-"""Errors of register and the handle for unsupported models, bad arguments and wrong calls."""
+"""What register refuses, on all ranks: models, arguments, and arguments that differ."""
 
-import io
 import re
 import warnings
 from collections.abc import Callable
 from functools import partial
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
-from torch.optim.swa_utils import AveragedModel
 
 import torchcomp
+from tests.ddp.runs import TOPK, Run
 from tests.support.launches import counted
+from tests.support.manager import Lighthouse, Manager, alone
 from tests.support.models import Branches, loss_of, mlp, residual_norm, rows, seeded, wrap
 from tests.support.outcomes import assert_refused, raised_by
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import RankMismatchError, SpecError, UnsupportedModelError
-from torchcomp.compressors import TopK
 
-TOPK = "ef(topk(0.1))"
 FRAMEWORKS = r" docs/integrations/README\.md$"
 CLOSED_WORLD = torch.version.cuda is not None and not torch.cuda.is_available()
 DDP_OPTIONS = signature(DistributedDataParallel).parameters
 
 
-# --- What is refused on all ranks: models, then arguments -----------------------------------------
+# --- Models ---------------------------------------------------------------------------------------
 
 
 def sharded() -> nn.Module:
@@ -50,9 +49,7 @@ def stand_in(module: str, name: str, base: type = nn.Module) -> Callable[[], Any
 
 
 def registered() -> DistributedDataParallel:
-    model = wrap(mlp())
-    torchcomp.register(model, TOPK)
-    return model
+    return Run().model
 
 
 def hooked_by_pytorch() -> DistributedDataParallel:
@@ -88,11 +85,8 @@ def optimizer_in_backward() -> DistributedDataParallel:
 def delayed_all_reduce() -> DistributedDataParallel:
     module = mlp()
     bias = module[6].bias
-    options = {
-        "delay_all_reduce_named_params": [("6.bias", bias)],
-        "param_to_hook_all_reduce": bias,
-    }
-    return wrap(module, bucket_cap_mb=None, **options)
+    options = {"delay_all_reduce_named_params": [("6.bias", bias)]}
+    return wrap(module, bucket_cap_mb=None, param_to_hook_all_reduce=bias, **options)
 
 
 def sparse(cls: type[nn.Module]) -> DistributedDataParallel:
@@ -105,8 +99,13 @@ def complex_parameter() -> DistributedDataParallel:
     return wrap(module)
 
 
-def plain() -> DistributedDataParallel:
-    return wrap(mlp())
+def of_torchft() -> DistributedDataParallel:
+    cls = type("DistributedDataParallel", (DistributedDataParallel,), {"__module__": "torchft.ddp"})
+    return cls(mlp(), process_group=alone())
+
+
+def plain(**options: Any) -> DistributedDataParallel:
+    return wrap(mlp(), **options)
 
 
 class Case(NamedTuple):
@@ -115,7 +114,7 @@ class Case(NamedTuple):
     build: Callable[[], Any]
     match: str
     spec: Any = TOPK
-    options: dict[str, Any] = {}  # noqa: RUF012 - never changed
+    options: Any = {}  # noqa: RUF012 - never changed; or a function of the model
     error: type[Exception] = UnsupportedModelError
     field: str | None = None
     ranks: int = 2
@@ -129,7 +128,35 @@ def bad(match: str, spec: Any = TOPK, field: str | None = None, **options: Any) 
     return Case(plain, match, spec, options, SpecError, field)
 
 
+def no_lrs(match: str, optimizer: Callable[[Any], Any]) -> Case:
+    options = lambda model: {"lr_inside": optimizer(model)}  # noqa: E731
+    return Case(plain, match, TOPK, options, SpecError, "lr_inside")
+
+
+def without_lr(model: nn.Module) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    del optimizer.param_groups[0]["lr"]
+    return optimizer
+
+
+def single(**settings: Any) -> Manager:
+    manager = Manager(Lighthouse({"a": (0, 9)}), "a")
+    for name, value in settings.items():
+        setattr(manager, name, value)
+    return manager
+
+
+def on_alone() -> DistributedDataParallel:
+    return plain(process_group=alone())
+
+
+def managed(match: str, manager: Any, field: str | None = "manager", **options: Any) -> Case:
+    spec = options.pop("spec", TOPK)
+    return Case(on_alone, match, spec, {"manager": manager, **options}, SpecError, field, 1)
+
+
 AFTER_BACKWARD = r"backward .*DistributedDataParallel\(\.\.\.\)"
+SPARES = SimpleNamespace(name="FIXED_WITH_SPARES")
 REFUSED = {
     "module": no_ddp(mlp, r"\bSequential\b.* DistributedDataParallel\(model\)"),
     "None": no_ddp(lambda: None, r"\bNoneType\b"),
@@ -141,6 +168,10 @@ REFUSED = {
     ),
     "framework": no_ddp(stand_in("lightning.pytorch.core", "LightningModule"), FRAMEWORKS),
     "trainer": no_ddp(stand_in("lightning.pytorch.trainer", "Trainer", object), FRAMEWORKS),
+    "torchft's": no_ddp(of_torchft, "integrations"),
+    "torchft's, with a manager": no_ddp(of_torchft, "integrations")._replace(
+        options={"manager": single()}
+    ),
     "registered": Case(
         registered,
         r"torchcomp\.register\('ef\(topk\(0\.1\)\)'\).* handle\.swap\(spec\).* sync\.close",
@@ -158,12 +189,6 @@ REFUSED = {
     "EmbeddingBag": Case(partial(sparse, nn.EmbeddingBag), "'words' .*sparse=True.* sparse=False"),
     "complex": Case(complex_parameter, r"'phase' .*torch\.complex64.* torch\.view_as_real"),
     "typo": bad(r"'topq'.* 'topk'.*\n  ef\(topq\(0\.1\)\)\n     \^", "ef(topq(0.1))"),
-    "ratio": bad(r"topk: ratio .*0 .*1.* 2\.0", "ef(topk(2.0))"),
-    "option": bad("'memory_dtyp'.* 'memory_dtype'", "ef(topk(0.1), memory_dtyp='fp32')"),
-    "sum": bad(r'ef: exchange="allreduce" .*\btopk\b.* "sharded"', "ef(topk(0.1), exchange='sum')"),
-    "biased": bad(
-        r"ef .*contractive.* randk\(0\.1, unbiased=True\)", "ef(randk(0.1, unbiased=True))"
-    ),
     "schedule": bad(r"schedule.* torchcomp\.LocalSGD\(", "qsr(alpha=0.0175, h_base=4)"),
     "empty": bad("empty", ""),
     "no spec": bad("None$", None),
@@ -173,6 +198,9 @@ REFUSED = {
     },
     "scaler": bad(r"scaler .*torch\.amp\.GradScaler.* bool$", scaler=True),
     "check": bad("'never'", field="check", check="never"),
+    "late and unused": bad(
+        "find_unused_parameters=True.*check='now'", field="check", check="late"
+    )._replace(build=partial(plain, find_unused_parameters=True)),
     "inside, alone": bad("nodes", field="inside", inside="bf16"),
     "inside int8": bad("'int8'", field="inside", inside="int8", nodes=2),
     "inside 16": bad("16", field="inside", inside=16, nodes=2),
@@ -181,6 +209,21 @@ REFUSED = {
         f"nodes {nodes!r}": bad("nodes", field="nodes", nodes=nodes)
         for nodes in (0, -2, 3, 1.5, True, "host", [2], "2")
     },
+    "lr float": no_lrs("float", lambda model: 0.1),
+    "lr None": no_lrs("NoneType", lambda model: [torch.optim.SGD(model.parameters()), None]),
+    "lr partial": no_lrs(r"'0\.bias'", lambda m: torch.optim.SGD([m.module[0].weight], lr=0.1)),
+    "lr twice": no_lrs(
+        r"several.*'0\.weight'", lambda m: [torch.optim.SGD(m.parameters(), lr) for lr in (1, 2)]
+    ),
+    "lr missing": no_lrs("'lr'.*SGD", without_lr),
+    "no manager": managed("object", object()),
+    "async": managed("use_async_quorum=False", single(_use_async_quorum=True)),
+    "group of 2": managed("2 ranks", single(_group_world_size=2)),
+    "spares": managed("DYNAMIC", single(_replica_world_size_mode=SPARES)),
+    "late and a manager": managed("manager", single(), "check", check="late"),
+    "nodes and a manager": managed("manager", single(), "nodes", nodes=1),
+    "auto and a manager": managed("manager", single(), None, spec="auto"),
+    "ranks and a manager": Case(plain, "2 ranks", options={"manager": single()}),
 }
 if not CLOSED_WORLD:  # in a CUDA build, DDP creates a CUDA stream for mixed_precision
     mixed = partial(wrap, mixed_precision=_MixedPrecision(torch.bfloat16))
@@ -189,8 +232,7 @@ if not CLOSED_WORLD:  # in a CUDA build, DDP creates a CUDA stream for mixed_pre
     )
 if "skip_all_reduce_unused_params" in DDP_OPTIONS:  # since torch 2.7
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
-    skipping = partial(wrap, **options)
-    REFUSED["skipping"] = Case(lambda: skipping(mlp()), "skip_all_reduce_unused_params")
+    REFUSED["skipping"] = Case(partial(plain, **options), "skip_all_reduce_unused_params")
 
 
 # torch.compile imports a module of torch that calls a deprecated function of torch.
@@ -200,16 +242,42 @@ def test_what_is_refused_on_all_ranks(case: str) -> None:
     build, match, spec, options, error, field, ranks = REFUSED[case]
 
     def body() -> None:
-        torchcomp.register(build(), spec, **options)
+        model = build()
+        torchcomp.register(model, spec, **(options(model) if callable(options) else options))
 
     assert_refused(ranks, body, error, match=match, field=field)
 
 
-def test_late_does_not_fit_parameters_that_are_not_used() -> None:
-    def body() -> None:
-        torchcomp.register(wrap(mlp(), find_unused_parameters=True), TOPK, check="late")
-
-    assert_refused(2, body, SpecError, "find_unused_parameters=True", "check='now'", field="check")
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("ef(topk(2.0))", r"topk: ratio .*0 .*1.* 2\.0"),
+        ("ef(topk(0.1), memory_dtyp='fp32')", "'memory_dtyp'.* 'memory_dtype'"),
+        ("ef(topk(0.1), exchange='sum')", r'ef: exchange="allreduce" .*\btopk\b.* "sharded"'),
+        ("ef(randk(0.1, unbiased=True))", r"ef .*contractive.* randk\(0\.1, unbiased=True\)"),
+        (
+            'bidirectional(randk(0.1), topk(0.1), selection="exact")',
+            r'\brandk\b.* selection="shard"',
+        ),
+        (
+            'bidirectional(topk(0.1), quantize("int8"), selection="exact")',
+            r'\bquantize\b.* selection="shard"',
+        ),
+        (
+            'bidirectional(randk(0.1, unbiased=True), identity, selection="shard")',
+            r"bidirectional .*contractive.* randk\(0\.1, unbiased=True\)",
+        ),
+        ('bidirectional(topk(0.1), topk(0.1), selection="some")', '"exact", "shard".*some'),
+        ("bidirectional(topk(0.1))", "'down'"),
+        ('bidirectional(topk(0.1), down="identify")', "'identify'.*'identity'"),
+        ('ef(randk(0.1), exchange="sharded")', r'"sharded".* randk\b.*"allgather"'),
+        ('topk(0.1, values="fp8")', '"bf16", "fp16", "int8", "int4"'),
+        ('topk(0.1, rounding="stochastic")', "rounding.*values|values.*rounding"),
+    ],
+)
+def test_invalid_specs_raise_with_the_reason(spec: str, message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        torchcomp.parse(spec)
 
 
 def test_hook_of_pytorch_after_registration() -> None:
@@ -243,12 +311,15 @@ def test_uneven_inputs_of_join() -> None:
     assert_refused(2, body, UnsupportedModelError, match=r"model\.join\(\)")
 
 
+def local_steps(model: DistributedDataParallel) -> torchcomp.LocalSGD:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4)
+
+
 INSTALLERS = {
     "register": lambda model: torchcomp.register(model, TOPK),
     "JointSpar": lambda model: torchcomp.JointSpar(model, budget=0.5),
-    "LocalSGD": lambda model: torchcomp.LocalSGD(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), "every(2)", total_steps=4
-    ),
+    "LocalSGD": local_steps,
 }
 
 
@@ -281,209 +352,71 @@ def test_a_frozen_parameter_on_another_device_takes_no_part(call: str, device: s
     assert on_threads(2, body) == [device, device]
 
 
+@pytest.mark.parametrize("call", INSTALLERS)
+def test_a_group_that_torch_does_not_know_needs_a_manager(call: str) -> None:
+    with pytest.raises(UnsupportedModelError, match="manager=manager"):
+        INSTALLERS[call](on_alone())
+
+
+def test_a_manager_takes_one_model() -> None:
+    manager = single()
+    torchcomp.register(on_alone(), TOPK, manager=manager).close()
+    with pytest.raises(SpecError, match="one model"):
+        torchcomp.register(on_alone(), TOPK, manager=manager)
+
+
 def test_errors_are_raised_before_a_process_group_is_created() -> None:
     """If one rank has raised, the others would wait for it forever when they create a group."""
-    # Not by its path as a string: there, Python 3.10 takes `register` for the function.
-    with mock.patch("torchcomp.ddp.register.transport") as transport:
-        assert_refused(
-            2, lambda: torchcomp.register(plain(), "topq(0.1)"), SpecError, match="'topq'"
-        )
-    transport.assert_not_called()
 
-
-def test_model_can_be_registered_after_an_error() -> None:
     def body() -> str:
-        model = wrap(mlp())
-        raised_by(lambda: torchcomp.register(model, "ef(topq(0.1))"))
+        model = plain()
+        # Not by its path as a string: there, Python 3.10 takes `register` for the function.
+        with mock.patch("torchcomp.ddp.register.transport") as transport:
+            raised_by(lambda: torchcomp.register(model, "topq(0.1)"))
+        transport.assert_not_called()
         return str(torchcomp.register(model, TOPK).method)
 
-    assert on_threads(2, body) == [TOPK, TOPK]
+    assert on_threads(1, body) == [TOPK]
 
 
 # --- Ranks with different arguments ---------------------------------------------------------------
 
 
-def mismatches() -> list[Exception]:
+def head() -> DistributedDataParallel:
+    """A model of another name on each rank: DDP itself verifies the shapes only."""
+    return wrap(nn.ModuleDict({f"head{dist.get_rank()}": nn.Linear(4, 4)}))
+
+
+def differing() -> dict[str, Exception]:
     odd = dist.get_rank() == 1
-    return [
-        raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK if odd else "mean")),
-        raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK, seed=7 if odd else 3)),
-        raised_by(lambda: torchcomp.register(wrap(mlp()), "topq(0.1)" if odd else TOPK)),
-        raised_by(lambda: torchcomp.register(wrap(mlp()), TOPK, seed=-5 if odd else 0)),
-        raised_by(local_steps if odd else lambda: torchcomp.register(plain(), TOPK)),
-    ]
-
-
-def local_steps() -> torchcomp.LocalSGD:
-    model = wrap(mlp())
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return torchcomp.LocalSGD(model, optimizer, "every(2)", total_steps=4)
+    sgd = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+    calls: dict[str, Callable[[Any], Any]] = {
+        "spec: mean on rank .*ef(topk(0.1)) on rank 1": lambda model: torchcomp.register(
+            model, TOPK if odd else "mean"
+        ),
+        "seed: 3 on rank .*7 on rank 1": lambda model: torchcomp.register(
+            model, TOPK, seed=7 if odd else 3
+        ),
+        "'topq'.*'topk'": lambda model: torchcomp.register(model, "topq(0.1)" if odd else TOPK),
+        "-5 on rank 1": lambda model: torchcomp.register(model, TOPK, seed=-5 if odd else 0),
+        "every(2) on rank 1": lambda model: INSTALLERS["LocalSGD" if odd else "register"](model),
+        "check: .*late on rank 1": lambda model: torchcomp.register(
+            model, TOPK, check="late" if odd else "now"
+        ),
+        "lr_inside: .* on rank 1": lambda model: torchcomp.register(
+            model, TOPK, lr_inside=sgd(model) if odd else None
+        ),
+        "parameters: .*'head0.weight'.*'head1.weight'": lambda model: torchcomp.register(
+            head(), TOPK
+        ),
+    }
+    return {words: raised_by(lambda call=call: call(wrap(mlp()))) for words, call in calls.items()}
 
 
 def test_errors_of_different_arguments_list_all_values() -> None:
-    for by_rank in (on_threads(3, mismatches), on_processes(2, mismatches)):
+    for by_rank in (on_threads(2, differing), on_processes(2, differing)):
         for errors in by_rank:
-            assert {type(error) for error in errors} == {RankMismatchError}
-            method, seed, spec, bad_seed, call = errors
-            assert "every(2) on rank 1" in str(call)
-            assert "spec: mean on rank" in str(method)
-            assert "ef(topk(0.1)) on rank 1" in str(method)
-            assert "seed: 3 on rank" in str(seed)
-            assert "7 on rank 1" in str(seed)
-            assert "'topq'" in str(spec)
-            assert "'topk'" in str(spec)
-            assert "-5 on rank 1" in str(bad_seed)
-
-
-def test_error_of_different_models_lists_the_parameters() -> None:
-    """DDP itself verifies the shapes, but not the names."""
-
-    def build() -> DistributedDataParallel:
-        name = f"head{dist.get_rank()}"
-        return wrap(nn.ModuleDict({name: nn.Linear(4, 4)}))
-
-    assert_refused(
-        2,
-        lambda: torchcomp.register(build(), TOPK),
-        RankMismatchError,
-        match="parameters: .*'head0.weight'.*'head1.weight'",
-    )
-
-
-def test_swap_to_different_methods_raises_on_every_rank_and_changes_nothing() -> None:
-    def body() -> None:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, TOPK)
-        error = raised_by(lambda: handle.swap("mean" if dist.get_rank() else "topk(0.2)"))
-        assert isinstance(error, RankMismatchError)
-        assert "mean on rank 1" in str(error)
-        assert str(handle.method) == TOPK
-        loss_of(model(rows(0))).backward()
-
-    on_threads(2, body)
-
-
-def test_swap_to_a_bad_spec_on_one_rank_raises_on_every_rank() -> None:
-    outcomes = on_processes(2, _swaps_badly_on_one_rank, catch=True)
-    assert [type(outcome).__name__ for outcome in outcomes] == ["RankMismatchError"] * 2
-    assert "'topq'" in str(outcomes[0])
-
-
-def _swaps_badly_on_one_rank() -> None:
-    handle = torchcomp.register(wrap(mlp()), TOPK)
-    handle.swap("topq(0.1)" if dist.get_rank() else "topk(0.1)")
-
-
-# --- The handle -----------------------------------------------------------------------------------
-
-
-def test_swap_to_an_unknown_method_changes_nothing() -> None:
-    def body() -> None:
-        handle = torchcomp.register(wrap(mlp()), TOPK)
-        with pytest.raises(SpecError, match=r"'meen'.* 'mean'"):
-            handle.swap("meen")
-        with pytest.raises(SpecError, match=r"schedule.* torchcomp\.LocalSGD\("):
-            handle.swap("every(4)")
-        assert str(handle.method) == TOPK
-
-    on_threads(2, body)
-
-
-def test_calls_during_a_backward_pass_raise() -> None:
-    def body() -> dict[str, Exception]:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, TOPK)
-        for step in range(2):
-            loss_of(model(rows(step))).backward()
-        state, errors = handle.state_dict(), {}
-
-        def call(gradient: Tensor) -> None:
-            errors["swap"] = raised_by(lambda: handle.swap("mean"))
-            errors["state_dict"] = raised_by(handle.state_dict)
-            errors["load_state_dict"] = raised_by(lambda: handle.load_state_dict(state))
-
-        model.module[0].weight.register_hook(call)
-        loss_of(model(rows(2))).backward()
-        handle.state_dict()
-        return errors
-
-    for errors in on_threads(2, body):
-        assert set(errors) == {"swap", "state_dict", "load_state_dict"}
-        for call, error in errors.items():
-            assert type(error) is RuntimeError
-            assert re.match(rf"{call} .*backward", str(error)), error
-
-
-def closed() -> list[tuple[type[Exception], str, Exception]]:
-    model = wrap(mlp())
-    with torchcomp.register(model, TOPK) as handle:
-        loss_of(model(rows(0))).backward()
-    handle.close()
-    registered = re.escape(f"torchcomp.register('{TOPK}')")
-    return [
-        (RuntimeError, "swap ", raised_by(lambda: handle.swap("mean"))),
-        (RuntimeError, "load_state_dict ", raised_by(lambda: handle.load_state_dict({}))),
-        (UnsupportedModelError, registered, raised_by(lambda: torchcomp.register(model, TOPK))),
-        (RuntimeError, "this handle ", raised_by(lambda: loss_of(model(rows(1))).backward())),
-    ]
-
-
-def test_calls_after_close_raise_with_advice() -> None:
-    for errors in on_threads(2, closed):
-        for kind, start, error in errors:
-            assert type(error) is kind, repr(error)
-            message = rf"{start}.*closed.* DistributedDataParallel.* handle\.swap\('mean'\)"
-            assert re.match(message, str(error)), error
-
-
-def hooked(scaler: torch.amp.GradScaler | None = None) -> tuple[DistributedDataParallel, Any]:
-    model = wrap(mlp())
-    return model, torchcomp.register(model, TOPK, scaler=scaler)
-
-
-@pytest.mark.parametrize(
-    "build",
-    [lambda: hooked()[1], lambda: hooked()[0], lambda: hooked(torch.amp.GradScaler("cpu"))[0]],
-    ids=["handle", "model", "model with a scaler"],
-)
-def test_pickling_what_register_has_changed_raises_with_advice(build: Callable[[], Any]) -> None:
-    def body() -> None:
-        torch.save({"saved": build()}, io.BytesIO())
-
-    assert_refused(
-        2, body, TypeError, match=r"handle\.state_dict\(\).* model\.module\.state_dict\(\)"
-    )
-
-
-def test_a_model_with_a_scaler_can_be_copied() -> None:
-    def body() -> None:
-        scaler = torch.amp.GradScaler("cpu")
-        model, _ = hooked(scaler)
-        scaler.scale(loss_of(model(rows(0)))).backward()
-        average = AveragedModel(model)
-        assert torch.equal(average.module(rows(1)), model(rows(1)))
-
-    on_threads(2, body)
-
-
-def test_closed_handle_still_has_its_statistics_and_state() -> None:
-    def body() -> None:
-        model = wrap(mlp())
-        handle = torchcomp.register(model, TOPK)
-        loss_of(model(rows(0))).backward()
-        handle.close()
-        assert handle.stats.steps == handle.state_dict()["step"] == 1
-
-    on_threads(2, body)
-
-
-def test_an_error_in_an_exchange_is_raised_unchanged() -> None:
-    """DDP would report it as "Unable to cast <message> to Tensor"."""
-
-    def body() -> None:
-        model = wrap(mlp())
-        torchcomp.register(model, TOPK)
-        with mock.patch.object(TopK, "encode_sum", side_effect=ValueError("no luck")):
-            loss_of(model(rows(0))).backward()
-
-    assert_refused(1, body, ValueError, match="^no luck$")
+            for words, error in errors.items():
+                assert type(error) is RankMismatchError, words
+                pattern = ".*".join(map(re.escape, words.split(".*")))
+                assert re.search(pattern, str(error), re.DOTALL), (words, str(error))

@@ -1,25 +1,21 @@
-"""OptimizerLRs: the learning rates at which optimizers train the parameters of a model."""
+"""What a handle reads of the training loop: the loss scale and the learning rates of each step."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from torchcomp.checkpoints.checkpoint import listed
+from torchcomp.engine import host
 from torchcomp.specs.errors import SpecError
 
 Optimizers = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 
 
 class OptimizerLRs:
-    """Reads the learning rate of every parameter, by name, from the optimizers that train them.
-
-    Raises:
-        SpecError: if `optimizers` are not optimizers with a learning rate, or if a parameter is in
-            none of them or in several.
-    """
+    """Reads the learning rate of every parameter, by name, from the optimizers that train them."""
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Tensor]) -> None:
         # Any, because users also pass objects of other types, which the loop below reports.
@@ -78,3 +74,54 @@ class OptimizerLRs:
                     name = self._names.get(id(parameter))
                     if name is not None:
                         yield name, lr
+
+
+class OfOneProcess:
+    """Base of what hooks of a model refer to: all copies of the model share it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "OfOneProcess":
+        return self
+
+    def __getstate__(self) -> NoReturn:
+        raise TypeError(
+            "a handle cannot be pickled, because it belongs to its process and process group. Save "
+            "handle.state_dict() instead, and model.module.state_dict() for the model"
+        )
+
+
+class LossScale(OfOneProcess):
+    """Reads the loss scale of each step from an enabled scaler.
+
+    ``scaler.get_scale()`` waits until the device has done everything that was launched so far, in
+    the thread that must launch the rest of the backward pass. Therefore :meth:`fetch` starts a copy
+    to the host when a forward pass begins, and :meth:`read` waits for this copy only.
+    """
+
+    def __init__(self, scaler: "torch.amp.GradScaler", model: torch.nn.Module) -> None:
+        self._scaler = scaler
+        model.register_forward_pre_hook(self.fetch)
+        # The scaler's tensor, its version when it was copied, and what waits for the copy.
+        self._fetched: tuple[Tensor, int, Callable[[], Tensor]] | None = None
+
+    # Compiled apart, because a compiled forward pass cannot start the copy.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def fetch(self, module: Any = None, args: Any = None) -> None:
+        """In a forward pass: start a copy to the host, if the scale changed since the last one."""
+        scale = self._scaler._get_scale_async()
+        # The scaler has no tensor before the first loss. One on the CPU can be read at any time.
+        if scale is None or host.can_read(scale) or self._is_fetched(scale):
+            return
+        self._fetched = scale, scale._version, host.copy_from(scale)
+
+    def read(self) -> float:
+        """Return the scale of the step in progress."""
+        # If the loop updates the scale between a forward pass and its backward pass, the copy is
+        # out of date.
+        if self._fetched is None or not self._is_fetched(self._scaler._get_scale_async()):
+            return float(self._scaler.get_scale())
+        return float(self._fetched[2]())
+
+    def _is_fetched(self, scale: Tensor | None) -> bool:
+        # An update changes the tensor in place. The host sees only that its version changes.
+        fetched, version = (None, 0) if self._fetched is None else self._fetched[:2]
+        return scale is not None and fetched is scale and version == scale._version
