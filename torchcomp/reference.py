@@ -113,12 +113,11 @@ def dgc(
 
 
 def powersgd(
-    gradients: History, rank: int, start: Callable[[str, int, int], Tensor], residual: str = "own"
+    gradients: History, rank: int, start: Callable[[str, int, int], Tensor]
 ) -> tuple[list[Named], list[Named]]:
     """PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019 (arXiv 1905.13727), Algorithms 1 and 2.
 
-    Without momentum. ``start(name, rows, columns)`` is the first Q. The residual is a worker's
-    matrix minus the low-rank matrix of its "own", or of the "mean". Returns the means of all steps,
+    Without momentum. ``start(name, rows, columns)`` is the first Q. Returns the means of all steps,
     and the residuals of all workers at the end.
     """
     residuals, q, means = _zeros(gradients), Named(), []
@@ -136,8 +135,7 @@ def powersgd(
                 own = [m.T @ p for m in matrices]
                 q[name] = _mean(own)
                 mean[name] = (p @ q[name].T).view_as(deltas[0])
-                messages = own if residual == "own" else [q[name]] * len(own)
-                sent = [(p @ message.T).view_as(deltas[0]) for message in messages]
+                sent = [(p @ message.T).view_as(deltas[0]) for message in own]
             for e_i, delta, message in zip(residuals, deltas, sent, strict=True):
                 e_i[name] = delta - message
         means.append(mean)

@@ -60,11 +60,7 @@ _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 class Count:
-    """Launches, waits, copies from the host and calls, by call site and operation.
-
-    A site is the innermost frame in torchcomp, such as "wire.py:103 seal", or else outside torch.
-    Copies count as launches as well. Calls are those within :meth:`count_calls`.
-    """
+    """Launches, waits, copies from the host and calls, by call site and operation."""
 
     def __init__(self) -> None:
         self.by_kind = {kind: Counter[tuple[str, str]]() for kind in _KINDS}
@@ -407,10 +403,7 @@ def _tensors_begin_on_the_host() -> Iterator[None]:
 
 
 class EchoExchange(Exchange):
-    """The exchange of rank 0, where every other rank sends what this one sends, repeated or cut.
-
-    The checks of these frames run, and their findings are ignored.
-    """
+    """The exchange of rank 0, where every other rank sends what this one sends, repeated or cut."""
 
     def __init__(self, world_size: int, count: Count, device: torch.device = DEVICE) -> None:
         super().__init__(0, world_size, device)
@@ -466,10 +459,7 @@ def one_bucket(
     simulation: Callable[[], AbstractContextManager[Count]] = counted,
     device: torch.device = DEVICE,
 ) -> tuple[Count, Count]:
-    """Average a bucket, one matrix with 64 rows, `steps` times among ranks that are simulated.
-
-    Returns the costs of the last step: of `average`, and of `begin` and `finish`.
-    """
+    """Average a bucket, one matrix with 64 rows, `steps` times among ranks that are simulated."""
     draws = torch.Generator().manual_seed(0)
     place = on_device if device == DEVICE else Tensor.clone
     with simulation() as count, torch.no_grad():

@@ -37,12 +37,7 @@ PRELOADED = ["tests.support.warm", "hypothesis", "pytest", "tests.support.models
 
 
 def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> list[Any]:
-    """Run ``body(*args)`` on `world_size` threads with an in-memory process group.
-
-    Return the results in rank order; with `catch`, exceptions as well. This takes milliseconds
-    instead of seconds. Exchanges run inline, without overlap. There is no timeout: a thread cannot
-    be killed. If a rank hangs, pytest's own prints the stack of every thread and ends the process.
-    """
+    """Run ``body(*args)`` on `world_size` threads with an in-memory process group."""
     outcomes: list[Any] = [None] * world_size
     store = dist.HashStore()
 
@@ -88,12 +83,7 @@ def on_processes(
     backend: str = "gloo",
     start: str = "forkserver",
 ) -> list[Any]:
-    """Run ``body(*args)`` on `world_size` processes, by default over gloo on the loopback.
-
-    Return the results in rank order; with `catch`, exceptions as well. `body` is a module-level
-    function. After `timeout` seconds, every process is killed. The `start` "spawn" takes seconds,
-    but is safe with CUDA, which does not work after a fork of what has looked for a device.
-    """
+    """Run ``body(*args)`` on `world_size` processes, by default over gloo on the loopback."""
     with tempfile.TemporaryDirectory() as folder:
         # Fork from one process that has already imported all modules, which takes seconds.
         context = mp.get_context(start)
@@ -122,10 +112,7 @@ def on_processes(
 
 
 def with_fake_ranks(world_size: int, body: Body, *args: Any) -> Any:
-    """Run ``body(*args)`` as rank 0 of a fake process group, whose other ranks only exist in name.
-
-    Every rank appears to send what this one sends.
-    """
+    """Run ``body(*args)`` as rank 0 of a fake process group, whose other ranks only exist in name."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         # The fake all-to-all of torch 2.6 leaves its output uninitialized.
