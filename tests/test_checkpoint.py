@@ -17,7 +17,6 @@ SPEC = "ef(topk(0.01))"
 
 
 def exchange(rank=0, world_size=2):
-    """The attributes of an Exchange that checkpoints use."""
     return SimpleNamespace(rank=rank, world_size=world_size)
 
 

@@ -54,29 +54,23 @@ class Node:
     def __init__(
         self, node: int, run: Run, error: Tensors, server: Tensors, dtype: Any = torch.float32
     ) -> None:
-        self.node, (self.nodes, self.size) = node, run
-        self.parameters, self.dtype = model(), dtype
-        self.shape = BucketShape.of(self.parameters, self.parameters)
-        self.pieces = Pieces(self.shape, self.size)
+        self.node, (self.nodes, self.size), self.dtype = node, run, dtype
+        self.parameters = model()
+        self.pieces = Pieces(BucketShape.of(self.parameters, self.parameters), self.size)
         self.error, self.server = self._cut(error), self._cut(server)
+        self.own = self.parameters  # the piece of a rank
+        if self.size > 1:
+            whole = {n: BucketShape.of((n,), self.parameters) for n in self.parameters}
+            self.own = {n: Pieces(whole[n], self.size).like(p) for n, p in self.parameters.items()}
 
     def _cut(self, values: Tensors) -> Tensor:
         """The piece of each rank, as the rows of a matrix."""
-        bucket = Bucket.read(self.shape, values)
+        bucket = Bucket.read(self.pieces.whole, values)
         out = bucket.flat.new_empty(self.size * self.pieces.piece.numel)
         return self.pieces.cut(bucket.parts(), out).view(self.size, -1)
 
-    def piece_parameters(self) -> Tensors:
-        if self.size == 1:
-            return self.parameters
-        return {
-            name: Pieces(BucketShape.of((name,), self.parameters), self.size).like(parameter)
-            for name, parameter in self.parameters.items()
-        }
-
     def slots(self, position: int) -> dict[str, Any]:
-        here = self.piece_parameters()
-        shape = BucketShape.of(here, here)
+        shape = BucketShape.of(self.own, self.own)
         shard = shape.shards(self.nodes)[self.node]
         mine = torch.split(self.server[position][shard.span], list(shard.sizes))
         held = {
@@ -87,20 +81,17 @@ class Node:
             Slot("error", Kind.DEBT, shape.names, shape.sizes, self.dtype),
             Slot("server_error", Kind.DEBT, shard.names, shard.sizes, torch.float32, True),
         ]
-        return save_slots(slots, SimpleNamespace(items=lambda name: held[name].items()), here)
+        return save_slots(slots, SimpleNamespace(items=lambda name: held[name].items()), self.own)
 
     def state(self, position: int, rank: int | None = None) -> dict[str, Any]:
         rank = self.node * self.size + position if rank is None else rank
-        state = {
-            **{"version": checkpoint.VERSION, "spec": "mean", "rank": rank},
-            **{"world_size": self.nodes * self.size, "step": 10, "seed": 0, "scale": 1.0},
-            **{"lrs": {}, "flushing": False},
-            "groups": [list(self.parameters)],
-            "buckets": [list(self.parameters)],
-            "parameters": checkpoint.layout_of(self.piece_parameters()),
-            "traffic": {"sent": 1, "received": 2, "dense": 3, "control": 4, "inside": 5},
-            "slots": self.slots(position),
-        }
+        run = SimpleNamespace(rank=rank, world_size=self.nodes * self.size)
+        state = checkpoint.header("mean", run) | {"step": 10, "seed": 0, "scale": 1.0, "lrs": {}}
+        state |= {"flushing": False, "slots": self.slots(position)}
+        state |= {division: [list(self.parameters)] for division in ("groups", "buckets")}
+        state["parameters"] = checkpoint.layout_of(self.own)
+        counters = ("sent", "received", "dense", "control", "inside")
+        state["traffic"] = {name: number for number, name in enumerate(counters)}
         if self.size > 1:
             place = Place(rank, self.node, position, self.size)
             state["two_levels"] = two_levels(place, checkpoint.layout_of(self.parameters))
@@ -172,11 +163,10 @@ def test_new_states_share_no_memory_and_can_be_saved() -> None:
     for run in ((1, 1), (2, 2), (4, 1)):
         found = converted(states, run)
         assert all(map(same, reloaded(found), found))
-        for state in found:
-            for slot in state["slots"].values():
-                for tensor in slot["tensors"].values():
-                    assert tensor.untyped_storage().nbytes() == tensor.nbytes
-                    tensor.fill_(-1)
+        slots = [slot for state in found for slot in state["slots"].values()]
+        for tensor in (tensor for slot in slots for tensor in slot["tensors"].values()):
+            assert tensor.untyped_storage().nbytes() == tensor.nbytes
+            tensor.fill_(-1)
     assert same(states, before)
 
 
@@ -216,7 +206,7 @@ def loaded(state: Any, slot: str, *names: str, size: int, model: Tensors) -> dic
 )
 def test_they_begin_anew_on_other_pieces(before: Run, after: Run) -> None:
     for state in converted(with_basis(before), after):
-        model = Node(0, after, drawn(0), drawn(1)).piece_parameters()
+        model = Node(0, after, drawn(0), drawn(1)).own
         found = loaded(state, "q", "odd", "one", size=3, model=model)
         assert found == {"odd": [5.0] * 3, "one": [5.0] * 3}
 
@@ -242,12 +232,12 @@ DELETED = object()
 
 def changed(state: Any, path: tuple[Any, ...], value: Any) -> Any:
     """A copy of a state with another value at a path, or without it."""
-    if value is not DELETED:
-        return replaced(state, path, value)
     *outer, last = path
     parent = copy.copy(at(state, outer))
-    del parent[last]
-    return replaced(state, tuple(outer), parent)
+    parent[last] = value
+    if value is DELETED:
+        del parent[last]
+    return replaced(state, outer, parent)
 
 
 WHOLE = states_of((2, 2), [drawn(0), drawn(1)], drawn(2))

@@ -12,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchcomp
-from torchcomp.aggregators import DGC, EF, EF21, Bidirectional, Mean, PowerSGD
-from torchcomp.aggregators.one_way import COLLECTIVES
-from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK, Warmup
-from torchcomp.local_sgd.outer_steps import OUTER_STEPS, Nesterov, SlowMo
-from torchcomp.local_sgd.schedules import QSR, Every, PostLocal, Power, Swap
+from tests.support.models import METHODS
+from torchcomp.aggregators import DGC, EF, Bidirectional, Mean, PowerSGD
+from torchcomp.compressors import Cast, Identity, TopK
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS
+from torchcomp.local_sgd.schedules import QSR, SCHEDULES, Every
 from torchcomp.specs.auto import Auto
+from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError
 from torchcomp.specs.spec import (
     COMPONENTS,
@@ -29,92 +30,14 @@ from torchcomp.specs.spec import (
 )
 
 fast = settings(deadline=None, derandomize=True, max_examples=200)
-
-
-# --- Random specs ---------------------------------------------------------------------------------
-
-ratios = st.floats(0, 1, exclude_min=True)
-counts = st.integers(1, 10**12)
-positive = st.one_of(st.floats(0, exclude_min=True, allow_infinity=False), counts)
-amounts = st.one_of(
-    ratios.map(lambda ratio: {"ratio": ratio}), counts.map(lambda count: {"k": count})
-)
-scopes = st.sampled_from(["bucket", "tensor", "model"])
-topks = st.builds(
-    lambda amount, scope, values: TopK(**amount, scope=scope, **values),
-    amounts,
-    scopes,
-    st.sampled_from([{}, {"values": "bf16"}, {"values": "int4", "rounding": "stochastic"}]),
-)
-quantizes = st.builds(
-    Quantize, st.sampled_from(["int8", "int4"]), st.sampled_from(["nearest", "stochastic"])
-)
-randks = st.builds(
-    lambda amount, scope, unbiased: RandK(**amount, scope=scope, unbiased=unbiased),
-    amounts,
-    scopes,
-    st.booleans(),
-)
-
-
-def warmups(sparsifiers, **start):
-    """Warm-ups of sparsifiers with a ratio below their start."""
-    below = sparsifiers.filter(lambda each: (each.ratio or 1.0) < start.get("start", 1.0))
-    return st.builds(lambda each, steps: Warmup(each, steps, **start), below, counts)
-
-
-compressors = st.one_of(
-    st.just(Identity()),
-    topks,
-    randks,
-    warmups(topks),
-    warmups(randks, start=0.5),
-    quantizes,
-    st.builds(Cast, st.sampled_from(["bf16", "fp16"])),
-)
-memory_dtypes = st.sampled_from([None, "fp32", "fp64", "bf16", "fp16"])
-contractive = compressors.filter(lambda compressor: compressor.alpha(1) is not None)
-bidirectionals = st.builds(
-    Bidirectional, contractive, contractive, st.just("shard"), memory_dtypes
-) | st.builds(Bidirectional, topks, topks, st.just("exact"))
-
-
-def admits(compressor, exchange):
-    if exchange == "allreduce":
-        return compressor.summable
-    return exchange != "sharded" or compressor.selects or compressor.elementwise
-
-
-@st.composite
-def one_way_aggregators(draw):
-    compressor = draw(compressors)
-    allowed = [name for name in COLLECTIVES if admits(compressor, name)]
-    exchange = draw(st.sampled_from(allowed))
-    if compressor.alpha(1) is not None and draw(st.booleans()):
-        return EF(compressor, exchange, draw(memory_dtypes))
-    return Mean(compressor, exchange)
-
-
-def aggregators():
-    powersgds = st.builds(PowerSGD, counts, positive, memory_dtypes)
-    selected = topks | warmups(topks, start=0.5)
-    dgcs = st.builds(
-        DGC, selected, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes
-    )
-    return one_way_aggregators() | bidirectionals | powersgds | dgcs | st.builds(EF21, contractive)
-
-
-caps = st.one_of(st.none(), st.integers(10**12, 10**15))
-switches = st.integers(0, 10**12)
-schedules = st.one_of(
-    st.builds(Every, counts),
-    st.builds(QSR, positive, counts, caps),
-    st.builds(Power, positive, positive, counts, caps),
-    st.builds(PostLocal, switches, counts),
-    st.builds(Swap, switches),
-)
-shares = st.floats(0.0, 1.0, exclude_max=True)
-outer_steps = st.builds(SlowMo, shares, positive) | st.builds(Nesterov, positive, shares)
+SPECS = [
+    *METHODS,
+    *("dgc(topk(0.05), warmup_steps=8, nesterov=True)", "powersgd(4, min_ratio=2.0)"),
+    'ef(quantize("int4", rounding="stochastic"), memory_dtype="fp64")',
+    "mean(warmup(randk(0.1, unbiased=True), steps=5, start=0.5))",
+    *(component.example for component in (*SCHEDULES, *OUTER_STEPS)),
+    *("qsr(alpha=0.0175, h_base=4, cap=16)", "slowmo(beta=0.7, alpha=0.5)"),
+]
 
 
 def parse(text):
@@ -132,28 +55,33 @@ def in_keywords(component):
     return f"{component.name}({', '.join(reversed(options))})"
 
 
-@fast
-@given(st.one_of(aggregators(), schedules, outer_steps))
-def test_printing_is_the_inverse_of_parsing(component):
-    assert parse(str(component)) == component
-    assert str(parse(str(component))) == str(component)
-
-
-@fast
-@given(st.one_of(aggregators(), schedules, outer_steps), st.sampled_from([" ", "\n", "\r\n\t"]))
-def test_names_of_options_quotes_of_choices_and_whitespace_do_not_matter(component, space):
-    assert parse(in_keywords(component)) == component
+@pytest.mark.parametrize("space", [" ", "\r\n\t"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_names_of_options_quotes_of_choices_and_whitespace_do_not_matter(spec, space):
+    component = parse(spec)
+    assert parse(str(component)) == parse(in_keywords(component)) == component
     text = str(component).replace('"', "")
     for sign in "(),=":
         text = text.replace(sign, f"{space}{sign}{space}")
     assert parse(f"{text}{space}") == component
 
 
-def test_random_specs_cover_the_registry():
-    covered = {Identity, TopK, RandK, Cast, Quantize, Warmup, Mean, EF, Bidirectional, PowerSGD}
-    covered |= {EF21, DGC, Every, QSR, Power, PostLocal, Swap, SlowMo, Nesterov}
-    covered |= {Auto}  # in tests/auto
-    assert set(COMPONENTS.values()) == covered, "add strategies"
+@fast
+@given(st.floats(0, 1, exclude_min=True), st.integers(1, 10**15))
+def test_printing_of_numbers_is_the_inverse_of_parsing(ratio, count):
+    for component in (Mean(TopK(ratio)), Mean(TopK(k=count)), PowerSGD(count, ratio), Every(count)):
+        assert torchcomp.parse(str(component)) == component
+
+
+def parts(component):
+    yield type(component)
+    for value in vars(component).values():
+        yield from parts(value) if isinstance(value, Component) else ()
+
+
+def test_the_specs_have_every_component():
+    covered = {part for spec in SPECS for part in parts(parse(spec))} | {Auto}  # in tests/auto
+    assert covered == set(COMPONENTS.values())
 
 
 # --- Specs by hand --------------------------------------------------------------------------------
@@ -360,7 +288,7 @@ WORDS += ["é", "\uff4b"]
 
 
 @settings(fast, max_examples=300)
-@given(aggregators().map(str), st.data())
+@given(st.sampled_from(SPECS), st.data())
 def test_a_spec_with_a_typo_is_a_spec_or_a_spec_error(text, data):
     position = data.draw(st.integers(0, len(text)))
     inserted = data.draw(st.sampled_from([*WORDS, ""]))

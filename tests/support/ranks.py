@@ -112,7 +112,7 @@ def on_processes(
 
 
 def with_fake_ranks(world_size: int, body: Body, *args: Any) -> Any:
-    """Run ``body(*args)`` as rank 0 of a fake process group, whose other ranks only exist in name."""
+    """Run ``body(*args)`` as rank 0 of a fake group, whose other ranks send what this one sends."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         # The fake all-to-all of torch 2.6 leaves its output uninitialized.

@@ -20,7 +20,9 @@ def planned_traffic(
     if node == world_size:
         return Traffic()  # nothing passes the card of the only node
     settled = method.settled
-    load = Load.total(settled.cost(shape, world_size, rank, node).load for shape in shapes)
+    load = Load()
+    for shape in shapes:
+        load.add(settled.cost(shape, world_size, rank, node).load)
     return load.traffic(world_size, _dense(shapes, world_size, node))
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.exchange.collectives import Collectives
+from torchcomp.exchange.traffic import Load
 from torchcomp.routes.wire import FINDINGS, Frames
 from torchcomp.specs.errors import RankMismatchError, WireError
 
@@ -72,7 +73,10 @@ class Exchange(Collectives):
         device: torch.device,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, device, global_ranks)
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.global_ranks = tuple(global_ranks or range(world_size))
+        self.members = tuple((each,) for each in self.global_ranks)
+        self._load, self._levels = Load(), (self,)
         # Of this step. On an accelerator, headers stay there: reading them here would make the host
         # wait in the middle of the step. On the host, only those that are wrong are in this list.
         self._headers: list[tuple[Tensor, Origin]] = []

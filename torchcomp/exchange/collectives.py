@@ -23,20 +23,13 @@ class Collectives(ABC):
     # Dtypes of which the backend's own mean has the bits of plain DDP.
     _averages: tuple[torch.dtype, ...] = ()
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        global_ranks: Sequence[int] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self.global_ranks = tuple(global_ranks or range(world_size))
-        self.members: tuple[tuple[int, ...], ...] = tuple((each,) for each in self.global_ranks)
-        self._load = Load()
-        self._levels: tuple[Collectives, ...] = (self,)
+    rank: int
+    world_size: int
+    device: torch.device
+    global_ranks: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+    _levels: "tuple[Collectives, ...]"
+    _load: Load
 
     @property
     def shard(self) -> int:

@@ -1,6 +1,5 @@
 """Traffic: bytes that a rank sends and receives, computed from its collectives."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 COPIED = 2**20
@@ -50,14 +49,6 @@ class Load(_Counters):
     sent: int = 0  # bytes sent by other collectives
     received: int = 0  # bytes received by other collectives
     control: int = 0  # bytes sent, and as many received, in control messages
-
-    @classmethod
-    def total(cls, loads: Iterable["Load"]) -> "Load":
-        """Return the sum of several loads."""
-        total = cls()
-        for load in loads:
-            total.add(load)
-        return total
 
     def traffic(self, world_size: int, dense: int = 0) -> "Traffic":
         """Return the traffic of this rank; `dense` is what plain DDP would have sent."""
