@@ -9,7 +9,10 @@ from torchcomp.advisor.moments import Moment
 
 
 class Clock:
-    """A clock of each thread, on which only what a test says takes time."""
+    """A clock of each thread, on which only what a test says takes time.
+
+    What :meth:`exchange` says takes its time beside the thread until :meth:`join`.
+    """
 
     def __init__(self) -> None:
         self._local: Any = threading.local()

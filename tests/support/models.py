@@ -63,9 +63,7 @@ THROUGH_DDP = (
     'bidirectional(topk(0.1), topk(0.1), selection="exact")',
     'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"))',
 )
-"""A subset of METHODS: one spec for each code path of buckets, groups and state in DDP.
-
-tests/aggregators/test_contract.py tests all methods without DDP."""
+"""A subset of METHODS: one spec for each code path of buckets, groups and state in DDP."""
 
 WITH_RESIDUAL = tuple(spec for spec in METHODS if not isinstance(torchcomp.parse(spec), Mean))
 
@@ -286,6 +284,7 @@ def residual_norm(handle: Any, slot: str = "error") -> float:
 
 def unsent_gradients(parameters: Mapping[str, Tensor], state: dict[str, Any]) -> Gradients:
     """Return a rank's unsent gradients by parameter, from the state dict of its averager."""
+    # The server residual is part of the mean, so it is multiplied by the number of ranks.
     found = {name: part.double().cpu() for name, part in kept(state).items()}
     rank, world_size, server = state["rank"], state["world_size"], kept(state, "server_error")
     for names in state["buckets"]:

@@ -37,7 +37,10 @@ PRELOADED = ["tests.support.warm", "hypothesis", "pytest", "tests.support.models
 
 
 def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> list[Any]:
-    """Run ``body(*args)`` on `world_size` threads with an in-memory process group."""
+    """Run ``body(*args)`` on threads with an in-memory process group; return the results by rank.
+
+    With `catch`, exceptions as well. There is no timeout: a thread cannot be killed.
+    """
     outcomes: list[Any] = [None] * world_size
     store = dist.HashStore()
 
@@ -83,7 +86,11 @@ def on_processes(
     backend: str = "gloo",
     start: str = "forkserver",
 ) -> list[Any]:
-    """Run ``body(*args)`` on `world_size` processes, by default over gloo on the loopback."""
+    """Run ``body(*args)``, a module's function, on processes over gloo; return the results by rank.
+
+    With `catch`, exceptions as well. After `timeout` seconds, every process is killed. The `start`
+    "spawn" takes seconds, but CUDA does not work after a fork of what has looked for a device.
+    """
     with tempfile.TemporaryDirectory() as folder:
         # Fork from one process that has already imported all modules, which takes seconds.
         context = mp.get_context(start)
