@@ -8,22 +8,23 @@ after all ranks have saved. A complete checkpoint that is damaged is skipped.
 
 import copy
 import hashlib
+import json
 import os
 import shutil
 import sys
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from recipes.atomic_files import write_atomically
 from recipes.errors import RecipeError
-from recipes.marker import MARKER, Marker
+from recipes.files import write_atomically
 
+MARKER = "complete.json"
 _KEPT = 2
 # Steps are zero-padded, so the order of the names is the order of the steps.
 _ANY_STEP = "step-" + 9 * "[0-9]"
@@ -34,25 +35,43 @@ _Result = TypeVar("_Result")
 
 
 class _File(NamedTuple):
-    """What a rank has written: the SHA-256 and the size in bytes."""
-
     sha256: str
     size: int
 
 
 @dataclass(frozen=True)
+class Marker:
+    """What a checkpoint consists of. The file also has a checksum of the marker itself."""
+
+    sha256: tuple[str, ...]  # of the files of all ranks, in rank order
+    settings: dict[str, Any]  # of the run, those that it must keep
+
+    @property
+    def ranks(self) -> int:
+        return len(self.sha256)
+
+    def write(self, folder: Path) -> None:
+        contents = asdict(self)
+        text = json.dumps({**contents, "checksum": _checksum(contents)})
+        write_atomically(folder / MARKER, lambda file: file.write(text.encode()))
+
+    @classmethod
+    def read(cls, folder: Path) -> "Marker":
+        path = folder / MARKER
+        try:
+            contents = json.loads(path.read_bytes())
+            if contents.pop("checksum") != _checksum(contents):
+                raise RecipeError(f"{path} differs from its checksum")
+            return cls(tuple(contents["sha256"]), contents["settings"])
+        except (ValueError, LookupError, AttributeError, TypeError):
+            raise RecipeError(f"{path} is damaged, or was written by another version") from None
+
+
+@dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of one run.
-
-    Attributes:
-        folder: contains one sub-folder per checkpoint.
-        rank: the rank that reads and writes.
-        world_size: number of ranks of the run.
-    """
-
-    folder: Path
-    rank: int
-    world_size: int
+    folder: Path  # contains one sub-folder per checkpoint
+    rank: int  # the rank that reads and writes
+    world_size: int  # number of ranks of the run
 
     def save(self, step: int, state: State, settings: State) -> str | None:
         """Save this rank's state, on all ranks at the same step; return why it failed, if so."""
@@ -75,19 +94,13 @@ class Checkpoints:
         return problem
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest complete checkpoint, or None.
-
-        All ranks must call this. They get what rank 0 sees: a shared file system can show new files
-        to some ranks later than to others.
-        """
+        """Return the newest complete checkpoint, or None. All ranks must call this."""
+        # They get what rank 0 sees: a shared file system can show new files to some ranks later.
         complete = self._markers_on_rank_0()
         return complete[-1] if complete else None
 
     def load(self, settings: State, resized: Resized | None = None) -> State:
-        """Return this rank's state from the newest complete checkpoint that is not damaged.
-
-        All ranks must call this. Rank 0 prints a line for every damaged checkpoint.
-        """
+        """Return this rank's state from the newest intact checkpoint. All ranks must call this."""
         newest, marker = self._newest_intact()
         _check_settings(marker.settings, settings)
         if marker.ranks == self.world_size:
@@ -107,7 +120,6 @@ class Checkpoints:
         return state
 
     def _newest_intact(self) -> tuple[Path, Marker]:
-        """Return the folder and the marker of the newest checkpoint without damage."""
         complete = self._markers_on_rank_0()
         for directory in reversed(complete):
             marker, problem = self._verified(directory)
@@ -252,3 +264,7 @@ def _check_settings(saved_settings: State, settings: State) -> None:
                 f"--resume: the checkpoint has {name} {saved!r} and this run has {current!r}; "
                 "resume with the settings of the checkpoint"
             )
+
+
+def _checksum(contents: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(contents, sort_keys=True).encode()).hexdigest()

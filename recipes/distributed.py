@@ -13,21 +13,12 @@ from recipes.settings import Settings
 
 @dataclass(frozen=True)
 class Worker:
-    """One process of a run. Without torchrun, this process is the only worker.
+    """One process of a run. Without torchrun, this process is the only worker."""
 
-    Attributes:
-        rank: index among all workers, from 0.
-        world_size: number of workers.
-        local_rank: index among the workers of this machine, from 0.
-        local_world_size: number of workers on this machine.
-        device: where this worker's model is.
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-    device: torch.device
+    rank: int  # index among all workers, from 0
+    world_size: int  # number of workers
+    local_world_size: int  # number of workers on this machine
+    device: torch.device  # where this worker's model is
 
     @property
     def is_main(self) -> bool:
@@ -46,12 +37,10 @@ def env_world_size() -> int:
 
 
 def this_worker(settings: Settings) -> Worker:
-    """Describe this process from torchrun's environment variables."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     return Worker(
         rank=env_rank(),
         world_size=env_world_size(),
-        local_rank=local_rank,
         local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         device=_device(settings, local_rank),
     )

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import torchcomp
-from recipes.amp import autocast
-from recipes.image_data import Batches
+from recipes.image_data.batches import Batches
+from recipes.optimizers import autocast
 from recipes.random_state import random_state, set_random_state
 from recipes.settings import Settings
 
@@ -26,15 +26,11 @@ class Meter:
 
     @classmethod
     def zeros(cls, device: torch.device) -> "Meter":
-        """Return an empty meter."""
         # float64, because float32 stops counting single images at 16.8 million.
         return cls(torch.zeros(3, dtype=torch.float64, device=device))
 
     def add(self, loss: Tensor, scores: Tensor, targets: Tensor) -> None:
-        """Add one batch, whose mean loss is ``loss``.
-
-        If targets are probabilities, the most probable class counts as the correct one.
-        """
+        """Add one batch, whose mean loss is ``loss``."""
         labels = targets if targets.ndim == 1 else targets.argmax(1)
         correct = (scores.argmax(1) == labels).sum()
         count = torch.tensor(float(len(labels)), device=self.sums.device)
@@ -50,22 +46,10 @@ class Meter:
 
 
 class Evaluator:
-    """Evaluates the average of the ranks' models.
+    """Evaluates the average of the ranks' models, in a copy: :attr:`averaged`.
 
-    Between two synchronisations of local steps, the weights differ between ranks. Batch
-    normalisation's running statistics always do. The evaluator averages both into a copy, so the
-    training run itself does not change.
-
-    Args:
-        settings: of the run.
-        batches: the images to evaluate on, and to re-estimate batch normalisation's statistics.
-        module: the model inside DDP; it is copied.
-        memory_format: of the images that the model gets.
-        device: where the model is.
-        world_size: number of ranks.
-
-    Attributes:
-        averaged: the copy. :meth:`evaluate` updates it.
+    Inside a round of local steps, the weights differ between ranks. Batch normalisation's running
+    statistics always do.
     """
 
     def __init__(
@@ -88,7 +72,6 @@ class Evaluator:
         return self._test()
 
     def _average(self, module: nn.Module, next_epoch: int) -> None:
-        """Copy the average of the ranks' models into :attr:`averaged`."""
         average_models(module, self.averaged, self._world_size)
         if not self._reestimates_batchnorm():
             return
@@ -107,7 +90,6 @@ class Evaluator:
         return any(isinstance(layer, _BatchNorm) for layer in self.averaged.modules())
 
     def _training_images(self, epoch: int) -> Iterator[Tensor]:
-        """Yield this rank's augmented micro-batches, from the beginning of ``epoch``."""
         for later in itertools.count(epoch):
             for images, _ in self._batches.train(later, 0):
                 yield from images.clone(memory_format=self._format).chunk(self._settings.accumulate)

@@ -1,8 +1,7 @@
 """Shared parts of the experiments: their flags, their parts, and result tables that can be resumed.
 
-Each method's folder has one entry point, ``experiment.py``. :class:`ExperimentParser` gives it the
-flags ``--seeds``, ``--quick``, ``--resume``, ``--out`` and, if it has several parts, ``--only``. A
-:class:`Part` measures what its :class:`ResultTable` lacks, and shows its tables and pictures.
+Each method's folder has one entry point, ``experiment.py``. A :class:`Part` measures what its
+:class:`ResultTable` lacks, and shows its tables and pictures.
 """
 
 import argparse
@@ -42,15 +41,7 @@ Texts = dict[str, str]
 
 
 class ExperimentParser(argparse.ArgumentParser):
-    """A parser with the flags that all experiments have.
-
-    Args:
-        description: the docstring of the program, whose first line is for ``--help``.
-        home: folder of the method, such as ``recipes/qsr``.
-        parts: what ``--only`` can pick; without parts there is no such flag.
-        seeds: the default of ``--seeds``, with which the committed results were measured.
-        quick_seeds: its default with ``--quick``.
-    """
+    """A parser with the flags that all experiments have."""
 
     def __init__(
         self,
@@ -98,7 +89,6 @@ class ExperimentParser(argparse.ArgumentParser):
         return parsed
 
     def output_folder(self, parsed: argparse.Namespace, *, published: bool = True) -> Path:
-        """Return the folder that the flags name."""
         results = self._home / "results"
         if parsed.out is None:
             if parsed.quick:
@@ -137,25 +127,13 @@ def tuning_seeds(reported: Collection[int], count: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Part:
-    """A part of an experiment.
+    """A part of an experiment, with the tables and pictures that it shows."""
 
-    Attributes:
-        open: checks the flags, opens the tables, and returns a function that measures what they
-            lack. It returns what is wrong with the results, if anything.
-        tables: made from the folder of the results, and printed.
-        pictures: drawn from it, by the names of their files.
-    """
-
+    # Checks the flags, and returns what measures the missing rows. That returns what is wrong with
+    # the results, if anything.
     open: Callable[[argparse.Namespace], Callable[[], Sequence[str] | None]]
-    tables: Sequence[TableMaker] = ()
+    tables: Sequence[TableMaker] = ()  # made from the folder of the results, and printed
     pictures: Mapping[str, Picture] = field(default_factory=dict)
-
-    def show(self, folder: Path) -> None:
-        """Print the tables and draw the pictures of a folder."""
-        for make in self.tables:
-            print(f"\n{make(folder)}", flush=True)
-        for name, picture in self.pictures.items():
-            picture(folder, folder / f"{name}.png")
 
 
 def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
@@ -170,7 +148,10 @@ def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
     for name, measure in chosen.items():
         print(f"\n--- {name}", flush=True)
         problems += measure() or []
-        parts[name].show(arguments.out)
+        for make in parts[name].tables:
+            print(f"\n{make(arguments.out)}", flush=True)
+        for file, picture in parts[name].pictures.items():
+            picture(arguments.out, arguments.out / f"{file}.png")
     print(f"\ntables and pictures are in {arguments.out}")
     print(f"total time: {time.monotonic() - started:.0f} s")
     if problems:
@@ -180,25 +161,9 @@ def run_parts(arguments: argparse.Namespace, parts: Mapping[str, Part]) -> None:
 class ResultTable:
     """A CSV file with one row per finished run, and perhaps a second one with points of curves.
 
-    The file is rewritten after every row, so an interrupted experiment loses only the run that it
-    was computing. ``# task:`` above the header names the settings that all rows share. The last
-    three columns of every row are :data:`PROVENANCE`, so rows of several sessions stay apart.
-
-    Args:
-        path: of the CSV file.
-        run: the columns that name a run.
-        outcome: the columns of its result.
-        task: the settings that all rows share. Rows of another task cannot be compared with them.
-        resume: whether to keep the rows that the file already has.
-        curve: the columns of a point in ``PATH_curves.csv``, if there are curves.
-        curve_of: the columns of a row that name its curve; those of the run by default.
-
-    Attributes:
-        rows: the finished rows, as texts by column.
-
-    Raises:
-        RecipeError: if ``resume`` is set and the file is damaged, or has another task or other
-            columns.
+    ``run`` are the columns that name a run. ``# task:`` above the header names what all rows share;
+    ``resume`` keeps the rows of the same task. ``curve`` are the columns of a point in
+    ``PATH_curves.csv``, and ``curve_of`` those that name its curve, by default those of the run.
     """
 
     def __init__(
@@ -213,6 +178,7 @@ class ResultTable:
         curve_of: Sequence[str] = (),
     ) -> None:
         self.path, self._task, self.run = path, task, tuple(run)
+        self.curve_path = path.with_stem(f"{path.stem}_curves")
         self.header = (*run, *outcome, *PROVENANCE)
         self._curve_of = tuple(curve_of) or self.run
         self.curve_header = (*self._curve_of, *curve) if curve else ()
@@ -220,11 +186,6 @@ class ResultTable:
         self._points: list[Texts] = []
         if resume:
             self.read()
-
-    @property
-    def curve_path(self) -> Path:
-        """The file of the curves."""
-        return self.path.with_stem(f"{self.path.stem}_curves")
 
     def read(self) -> None:
         """Read the files. A missing file is no error: its part has no rows yet."""
@@ -250,10 +211,6 @@ class ResultTable:
             self._points += [dict(zip(self.curve_header, each, strict=True)) for each in new]
             self._write(self.curve_path, self.curve_header, self._points)
         self.rows.append(row)
-        self.save()
-
-    def save(self) -> None:
-        """Write the file."""
         self._write(self.path, self.header, self.rows)
 
     def _write(self, path: Path, header: Sequence[str], rows: list[Texts]) -> None:

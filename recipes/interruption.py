@@ -17,15 +17,7 @@ from recipes.signals import REQUEUE, SIGNALS
 
 
 class Interruption:
-    """Decides together with the other ranks whether a signal ends the run.
-
-    Signals are caught inside its ``with`` block. Further ones change nothing.
-
-    Args:
-        every: number of steps from one question to the next. A rank that is further ahead of
-            another one waits for it.
-        device: of this rank's tensors, which the process group can reduce.
-    """
+    """Decides together with the other ranks whether a signal ends the run."""
 
     def __init__(self, every: int, device: torch.device) -> None:
         self._every, self._device = every, device
@@ -49,7 +41,6 @@ class Interruption:
         self._answer()
 
     def _answer(self) -> bool:
-        """Return the answer to the last question, if any, as soon as all ranks have asked it."""
         if self._question is None:
             return False
         received, work = self._question
@@ -73,7 +64,6 @@ class Interruption:
 
 
 def exit_for_requeue() -> NoReturn:
-    """Exit with the code that asks for a requeue."""
     # torchrun sends SIGTERM to the other ranks as soon as one has ended.
     ignore_signals()
     sys.exit(REQUEUE)

@@ -20,11 +20,7 @@ _ENVIRONMENT = {
 
 
 def run_on_ranks(world_size: int, function: Callable[..., _Result], *args: Any) -> list[_Result]:
-    """Call ``function(*args)`` on ``world_size`` ranks and return the results in rank order.
-
-    Every rank has one thread. ``function``, its arguments and its results are pickled, so
-    ``function`` must be defined at the top level of a module.
-    """
+    """Call ``function(*args)`` on ``world_size`` ranks and return the results in rank order."""
     # In the parent, because OpenMP reads its variables when a child imports torch.
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)

@@ -38,7 +38,6 @@ def _block(inputs: int, outputs: int) -> list[nn.Module]:
 
 
 def build_model(name: str, *, channels: int, classes: int, small_stem: bool) -> nn.Module:
-    """Build a model with newly initialised weights."""
     library, _, architecture = name.partition("/")
     if small_stem and library != "torchvision":
         raise RecipeError(f"--small-stem is only for torchvision's ResNets, found --model {name}")
@@ -106,8 +105,6 @@ def _check_known(library: str, architecture: str, known: list[str]) -> None:
 
 
 class _GreyToColour(nn.Module):
-    """Repeats the grey channel three times, for models that have three input channels."""
-
     def forward(self, images: Tensor) -> Tensor:
         return images.expand(-1, 3, -1, -1)
 

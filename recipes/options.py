@@ -24,11 +24,7 @@ _BASE = "base"
 
 
 def option(default: Any, text: str, **limits: Any) -> Any:
-    """Declare a setting, with its default, its help text, and limits.
-
-    Limits are ``choices``, or ``min`` and ``max`` (allowed themselves), or ``above`` and ``below``
-    (not allowed themselves).
-    """
+    """Declare a setting, with limits: ``choices``, ``min``, ``max``, ``above`` or ``below``."""
     return field(default=default, metadata={"help": text, **limits})
 
 
@@ -43,10 +39,9 @@ def read_options(cls: type[_Options], argv: list[str]) -> _Options:
 
 
 def read_yaml(cls: type[Any], path: Path, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """Read a configuration file and the file that its key ``base`` names, if any.
+    """Read a configuration file and the file that its key ``base`` names, relative to it.
 
-    The path of the base is relative to the file. The file's own keys override those of its base,
-    which can have a base itself. ``above`` has the files that are based on this one.
+    A file overrides its base. ``above`` has the files that are based on this one.
     """
     raw, types = _load_yaml(path), _types(cls)
     base = raw.pop(_BASE, None)
@@ -133,11 +128,7 @@ def convert(where: str, kind: Any, raw: Any) -> Any:
 
 
 def _exactly(kind: type) -> Any:
-    """Return a converter that refuses other types.
-
-    bool() would turn "false" into True. YAML reads `no` and `off` as booleans, and str(False) would
-    hide that.
-    """
+    # bool("false") is True, and str(False) would hide that YAML reads `no` and `off` as booleans.
 
     def read(raw: Any) -> Any:
         if not isinstance(raw, kind):

@@ -4,15 +4,9 @@
     python -m recipes.page_tables --check     # only compare; exit status 1 if a page differs
     python -m recipes.page_tables --pictures  # also draw all pictures again
 
-A page marks where a table belongs:
-
-    <!-- table: qsr/accuracy -->
-    <!-- end -->
-
-The text between the two lines is ``TABLES["accuracy"]`` of ``recipes/qsr/tables.py``, a function
-from the folder of the results to markdown. ``PICTURES`` of ``recipes/qsr/pictures.py`` has the
-pictures by the names of their files. The folder ``benchmarks`` is beside the
-recipes. A test compares all pages with the results.
+Between the lines ``<!-- table: qsr/accuracy -->`` and ``<!-- end -->``, a page has the text of
+``TABLES["accuracy"]`` of ``recipes/qsr/tables.py``, a function of the folder of the results.
+``PICTURES`` of ``recipes/qsr/pictures.py`` has the pictures by the names of their files.
 """
 
 import argparse
@@ -32,7 +26,6 @@ _MARKED = re.compile(r"(<!-- table: (\w+)/(\w+) -->\n)(?:(?!<!-- ).)*(<!-- end -
 
 
 def main() -> None:
-    """Write the tables of all pages, or compare them."""
     with exit_on_user_error():
         parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
         parser.add_argument("--check", action="store_true", help="compare, and write nothing")
@@ -51,7 +44,6 @@ def main() -> None:
 
 
 def draw_pictures() -> None:
-    """Draw all pictures from the committed results."""
     for module in sorted(_HERE.glob("*/pictures.py")):
         folder = module.parent / "results"
         for name, picture in _made_by(module.parent.name, "pictures").items():
@@ -60,7 +52,6 @@ def draw_pictures() -> None:
 
 
 def pages() -> Iterator[Path]:
-    """Yield the pages that have tables."""
     for folder in (_HERE, _HERE.parent / "docs"):
         for path in sorted(folder.rglob("*.md")):
             if _STARTS.search(path.read_text()):
@@ -68,7 +59,6 @@ def pages() -> Iterator[Path]:
 
 
 def filled(text: str) -> str:
-    """Return a page with its tables written again."""
     if len(_STARTS.findall(text)) != len(_MARKED.findall(text)):
         raise RecipeError("a mark <!-- table: folder/name --> has no <!-- end --> after it")
     return _MARKED.sub(_written, text)

@@ -1,4 +1,4 @@
-"""Pictures, declared as panels of lines or of coloured cells, and drawn by one function."""
+"""Pictures, declared as panels of lines, and drawn by one function."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from recipes.spread import Spread
+from recipes.rows import Spread
 
 Picture = Callable[[Path, Path], object]
 """From the folder of the results and the path of the picture."""
@@ -43,15 +43,6 @@ def spreads(
 
 
 @dataclass(frozen=True)
-class Cells:
-    """A matrix of coloured cells with texts, drawn from the bottom up."""
-
-    values: Sequence[Sequence[Any]]  # numbers, or names of colours
-    texts: Sequence[Sequence[str]] = ()
-    options: Mapping[str, Any] = field(default_factory=dict)  # of matplotlib's imshow
-
-
-@dataclass(frozen=True)
 class Panel:
     """One plot. ``log`` names its logarithmic axes; ``ticks`` are texts by position."""
 
@@ -59,7 +50,6 @@ class Panel:
     y: str = ""
     title: str = ""
     lines: Sequence[Line] = ()
-    cells: Cells | None = None
     log: str = ""
     xticks: Mapping[float, str] | None = None
     yticks: Mapping[float, str] | None = None
@@ -80,7 +70,12 @@ def draw(
     dpi: int = 90,
 ) -> None:
     """Draw rows of panels, each of ``size`` inches, below a title."""
-    plt = pyplot()
+    import matplotlib
+
+    # A backend that needs no display.
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
     width = max(map(len, rows))
     figure, axes = plt.subplots(
         *(len(rows), width),
@@ -102,14 +97,13 @@ def draw(
     if common:
         place = "outside lower center"
         figure.legend(common.values(), common, loc=place, ncols=columns, fontsize=8)
-    save_figure(figure, path, dpi)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=dpi)
+    plt.close(figure)  # which frees its memory
 
 
 def _draw(axes: Any, panel: Panel) -> None:
-    if panel.cells is not None:
-        _draw_cells(axes, panel.cells)
-    else:
-        axes.grid(True, alpha=0.3)
+    axes.grid(True, alpha=0.3)
     for line in panel.lines:
         _draw_line(axes, line)
     for place in panel.xmarks:
@@ -154,34 +148,3 @@ def _draw_line(axes: Any, line: Line) -> None:
     for x, y, note in zip(line.x, line.y, line.notes, strict=False):
         place = {"xytext": (7, -11), "textcoords": "offset points"}
         axes.annotate(note, (x, y), fontsize=8, color=line.style.get("color", "black"), **place)
-
-
-def _draw_cells(axes: Any, drawn: Cells) -> None:
-    from matplotlib.colors import to_rgb
-
-    names = isinstance(drawn.values[0][0], str)
-    values = [[to_rgb(v) if names else v for v in row] for row in drawn.values]
-    options = {"aspect": "auto", "origin": "lower", "alpha": 0.35 if names else 1.0}
-    image = axes.imshow(values, **(options | dict(drawn.options)))
-    for y, row in enumerate(drawn.texts):
-        for x, text in enumerate(row):
-            dark = not names and image.norm(drawn.values[y][x]) < 0.5
-            color = "white" if dark else "black"
-            axes.text(x, y, text, ha="center", va="center", color=color, fontsize=8)
-
-
-def pyplot() -> Any:
-    """Import matplotlib with a backend that needs no display."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    return plt
-
-
-def save_figure(figure: Any, path: Path, dpi: int = 90) -> None:
-    """Write a figure and close it, which frees its memory."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=dpi)
-    pyplot().close(figure)

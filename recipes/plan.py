@@ -9,10 +9,10 @@ from torch import nn
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.image_data import DatasetSizes, dataset_sizes, preset_of
+from recipes.image_data.batches import DatasetSizes, dataset_sizes, preset_of
 from recipes.image_data.order import TrainOrder
-from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
+from recipes.optimizers import lr_function
 from recipes.options import as_plain_dict
 from recipes.settings import Settings
 from torchcomp.specs.auto import Auto
@@ -27,7 +27,6 @@ from torchcomp.specs.spec import (
 
 
 def total_steps(settings: Settings, steps_per_epoch: int) -> int:
-    """Return the number of optimizer steps of the run."""
     total = settings.epochs * steps_per_epoch
     if settings.warmup_steps >= total:
         raise RecipeError(
@@ -112,7 +111,6 @@ def outer_step(settings: Settings) -> str | None:
 
 
 def check_specs(settings: Settings) -> None:
-    """Parse ``--compress``, ``--sync`` and ``--outer``."""
     if settings.compress != "none":
         parse = parse_registered if settings.sync == "none" else parse_aggregator
         method = parse(settings.compress)
@@ -126,23 +124,14 @@ def check_specs(settings: Settings) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """The traffic of a run.
-
-    Attributes:
-        plan: bytes per rank and step, averaged over the run.
-        synchronisations: how often the ranks exchange gradients or weights.
-        total_bytes: bytes that a rank sends in the whole run.
-    """
-
-    plan: torchcomp.Plan
-    synchronisations: int
-    total_bytes: int
+    plan: torchcomp.Plan  # bytes per rank and step, averaged over the run
+    synchronisations: int  # how often the ranks exchange gradients or weights
+    total_bytes: int  # bytes that a rank sends in the whole run
 
 
 def plan_cost(
     settings: Settings, model: nn.Module, *, lr: LRFunction, total_steps: int, world_size: int
 ) -> Cost:
-    """Compute the traffic of a run with ``torchcomp.explain``."""
     method = averaging_method(settings)
     if settings.sync == "none":
         if isinstance(parse_registered(method), torchcomp.Auto):

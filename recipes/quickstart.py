@@ -26,7 +26,7 @@ from recipes.errors import exit_on_user_error
 from recipes.experiments import seed_list
 from recipes.pictures import MARKERS, Line, Panel, draw
 from recipes.result_files import make_folder
-from recipes.spread import spread
+from recipes.rows import spread
 from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.spec import parse_any
@@ -45,7 +45,6 @@ class Result:
 
 
 def main() -> None:
-    """Train with every method and seed, and show the comparison."""
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
         flags = {method: flags_of(method) for method in arguments.methods}
@@ -67,7 +66,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument
     add("--methods", nargs="+", default=METHODS, help='"dense" for plain DDP, and spec strings')
@@ -92,7 +90,6 @@ def flags_of(method: str) -> list[str]:
 
 
 def run(method: str, seed: int, flags: list[str], arguments: argparse.Namespace) -> Result:
-    """Train once."""
     # Spec strings contain characters that a folder's name should not.
     folder = arguments.out / f"seed{seed}" / re.sub(r"[^\w.]+", "-", method).strip("-")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -123,7 +120,6 @@ def call(command: list[str], environment: dict[str, str]) -> int:
 
 
 def table(results: dict[str, list[Result]]) -> str:
-    """Return the comparison as text."""
     rows = [("method", "accuracy", "bytes/step", "syncs", "traffic")]
     for method, runs in results.items():
         summary = runs[0].summary

@@ -8,21 +8,13 @@ from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
-from recipes.atomic_files import write_atomically
 from recipes.errors import RecipeError
-from recipes.log_file import LogFile
+from recipes.files import LogFile, write_atomically
 from recipes.result_files import make_folder
 
 
 class Report:
-    """Prints progress and writes the metrics files. Does nothing on ranks other than 0.
-
-    Args:
-        folder: for the files.
-        total: number of optimizer steps of the run.
-        done: how many of them an earlier run has taken, with ``--resume``.
-        is_main: whether this rank prints and writes.
-    """
+    """Prints progress and writes the metrics files. Does nothing on ranks other than 0."""
 
     def __init__(self, folder: Path, *, total: int, done: int, is_main: bool) -> None:
         self._is_main, self._interactive = is_main, sys.stderr.isatty()
@@ -40,11 +32,9 @@ class Report:
         )
 
     def advance(self) -> None:
-        """Advance the progress bar by one step."""
         self._bar.update()
 
     def log_metrics(self, **values: Any) -> None:
-        """Write one line of ``metrics.jsonl``."""
         if self._is_main:
             self._metrics.write(json.dumps(values))
 
@@ -61,7 +51,6 @@ class Report:
         self.write_result("summary.json", lambda file: file.write(text.encode()))
 
     def write_result(self, name: str, write: Callable[[BinaryIO], object]) -> None:
-        """Write a file of results."""
         if not self._is_main:
             return
         path = self._folder / name
@@ -81,7 +70,6 @@ class Report:
 
 
 def _lines_until(step: int, path: Path) -> list[str]:
-    """Return the lines of a file of metrics up to a step."""
     if step == 0 or not path.is_file():
         return []
     lines = path.read_text(errors="replace").splitlines()

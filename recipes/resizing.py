@@ -11,10 +11,7 @@ State = dict[str, Any]
 
 
 def resized(states: list[State], rank: int, world_size: int, seed: int) -> State:
-    """Return a rank's part of the states of all ranks of the training recipe.
-
-    The states must be from a step at which all ranks have the same weights.
-    """
+    """Return a rank's part of the states of all ranks, which must have the same weights."""
     # Local steps have another momentum on each rank. A new rank continues with that of an old one.
     own = states[rank % len(states)]
     method = own["method"]

@@ -81,10 +81,7 @@ def provenance() -> dict[str, str]:
 
 @cache
 def revision() -> str:
-    """Return the commit of the code, with a + if files differ from it; without git "unknown".
-
-    It is asked for once, as every table and row names it.
-    """
+    """Return the commit of the code, with a + if files differ from it; without git "unknown"."""
     here = Path(__file__).parent
     # --exclude=* ignores tags, so that the result is always a commit.
     command = ["git", "-C", str(here), "describe", "--always", "--dirty=+", "--exclude=*"]

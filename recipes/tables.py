@@ -16,6 +16,5 @@ def table(columns: Mapping[str, Callable[[_Group], object]], groups: Iterable[_G
 
 
 def markdown_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Return a table in markdown."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join(f"| {' | '.join(map(str, cells))} |" for cells in lines)

@@ -3,21 +3,15 @@
     torchrun --nproc-per-node 2 -m recipes.train --config recipes/configs/digits.yaml \\
         --compress "ef(topk(0.01))"
 
-torchcomp is one call, in :func:`attach_torchcomp`: ``torchcomp.register`` for compressed gradients
-or ``torchcomp.LocalSGD`` for local steps. The rest is an ordinary DDP script, which also runs
-without torchcomp: by default, ``--compress none --sync none``.
-
-Every key of a configuration file is also a flag (see ``settings.py``), and a flag overrides the
-file. ``--dry-run`` prints what a run would do, without training.
-
-SIGUSR1 and SIGTERM end a run after a checkpoint, with exit code 75: see ``cluster/README.md``.
+torchcomp is one call, in :func:`attach_torchcomp`. The rest is an ordinary DDP script, which also
+runs without torchcomp. Every key of a configuration file is also a flag (see ``settings.py``), and
+a flag overrides the file. ``--dry-run`` prints what a run would do, without training. SIGUSR1 and
+SIGTERM end a run after a checkpoint, with exit code 75: see ``cluster/README.md``.
 """
 
 import gc
-import logging
 import math
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -31,7 +25,6 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import LambdaLR
 
 import torchcomp
-from recipes.amp import autocast, grad_scaler
 from recipes.checkpoints import Checkpoints
 from recipes.distributed import (
     Worker,
@@ -44,12 +37,11 @@ from recipes.distributed import (
 )
 from recipes.errors import TORCHCOMP_ERRORS, RecipeError, exit_on_user_error
 from recipes.evaluation import Evaluator, Meter, parameters_are_equal, sha256_of
-from recipes.image_data import open_batches
+from recipes.image_data.batches import open_batches
 from recipes.image_data.order import NOISE, keyed_seed
 from recipes.interruption import Interruption, exit_for_requeue, ignore_signals
-from recipes.lr_schedules import lr_function
 from recipes.models import build_model, check_model
-from recipes.optimizers import build_optimizer
+from recipes.optimizers import autocast, build_optimizer, grad_scaler, lr_function
 from recipes.options import as_plain_dict
 from recipes.plan import (
     averaging_method,
@@ -64,12 +56,11 @@ from recipes.random_state import random_state, seed_all, set_random_state
 from recipes.report import Report
 from recipes.resizing import resized
 from recipes.settings import Settings, read_settings
-from recipes.shrink import shrink
 from recipes.signals import REQUEUE
 
 # Settings that a resumed run can change. They do not affect its final weights.
 _FREE_ON_RESUME = {"out", "resume", "auto_resume", "elastic", "checkpoint_every", "signal_every"}
-_FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks", "shrink"}
+_FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks"}
 _FREE_ON_RESUME |= {"data_path", "workers", "threads", "timeout"}
 
 
@@ -125,9 +116,7 @@ def main() -> None:
         settings = read_settings(sys.argv[1:])
         if settings.dry_run:
             print_plan(settings)
-        if settings.shrink:
-            train_shrunken_copy(settings)
-        if not (settings.dry_run or settings.shrink):
+        else:
             train(settings)
             # The results are complete. A signal must not change the exit code any more.
             ignore_signals()
@@ -139,19 +128,7 @@ def print_plan(settings: Settings) -> None:
         print(describe(settings, settings.plan_ranks or env_world_size()))
 
 
-def train_shrunken_copy(settings: Settings) -> None:
-    """Train and evaluate a shrunken copy of the configuration in a temporary folder."""
-    with tempfile.TemporaryDirectory() as folder:
-        shrunken = shrink(settings, Path(folder))
-        if env_rank() == 0:
-            print("\na shrunken copy", flush=True)
-        # torchcomp would warn that a round takes most of the run, which has a step or two.
-        logging.getLogger("torchcomp").setLevel(logging.ERROR)
-        train(shrunken)
-
-
 def train(settings: Settings) -> None:
-    """Train as one of the ranks."""
     # Check first what needs no process group: a rank that fails later leaves the others waiting.
     check_specs(settings)
     worker = this_worker(settings)
@@ -181,11 +158,7 @@ def configure_cudnn(settings: Settings) -> None:
 
 
 class Speed:
-    """The speed of one epoch's training steps, measured on this rank.
-
-    Args:
-        method: torchcomp's handle, or None for plain DDP.
-    """
+    """The speed of one epoch's training steps, measured on this rank."""
 
     def __init__(self, method: torchcomp.Handle | torchcomp.LocalSGD | None) -> None:
         self._method = method
@@ -193,12 +166,7 @@ class Speed:
         self.images = 0  # of all ranks, until now
 
     def measured(self) -> dict[str, float | None]:
-        """Return images per second of all ranks, and the share of the time spent waiting.
-
-        With compressed gradients, a rank waits from its last gradient to the end of the exchange.
-        With local steps, a rank waits in every average of the weights. The share is None if it is
-        not known: plain DDP does not measure it, and on CUDA the stream waits, not this process.
-        """
+        """Return images per second of all ranks, and the share of the time spent waiting."""
         seconds, waited = time.perf_counter() - self._started, self._seconds_waited()
         share = (waited - self._waited) / seconds if waited else None
         return {"images_per_second": self.images / seconds, "wait_share": share}
@@ -208,19 +176,11 @@ class Speed:
 
 
 def waiting(share: float | None) -> str:
-    """Return the end of a progress line."""
     return "" if share is None else f", {share:.0%} of the time waiting for other ranks"
 
 
 class Trainer:
-    """One rank's training run.
-
-    Args:
-        settings: of the run.
-        worker: this process. It must have joined the process group.
-        workers: number of threads or processes that load data.
-        interruption: asks whether a signal ends the run.
-    """
+    """One rank's training run."""
 
     def __init__(
         self, settings: Settings, worker: Worker, workers: int, interruption: Interruption
@@ -370,7 +330,6 @@ class Trainer:
         return not (self.settings.elastic and inside_round)
 
     def _train_step(self, images: Tensor, targets: Tensor) -> Tensor:
-        """Take one optimizer step and return its loss."""
         count = self.settings.accumulate
         loss = torch.zeros((), device=self.device)
         micro_batches = zip(images.chunk(count), targets.chunk(count), strict=True)
@@ -444,13 +403,11 @@ class Trainer:
         self.report.log_metrics(step=alarm.step, alarm=alarm.kind, message=alarm.message)
 
     def _bytes_sent(self) -> int:
-        """Return the bytes of messages that this rank has sent."""
         if self.method is None:
             return self.step * self.dense_bytes
         return self.method.stats.total_bytes_sent
 
     def _synchronisations(self) -> int:
-        """Return how often the ranks exchanged gradients or, with local steps, weights."""
         return self.step if self.local is None else self.local.stats.syncs
 
     def _end_epoch(self, epoch: int) -> None:
@@ -584,7 +541,6 @@ class Trainer:
         self.optimizer.zero_grad()
 
     def _settings_to_match(self) -> dict[str, Any]:
-        """Return the settings that a resumed run must not change."""
         return {k: v for k, v in as_plain_dict(self.settings).items() if k not in _FREE_ON_RESUME}
 
     def close(self) -> None:

@@ -18,12 +18,10 @@ from recipes.image_data.sources import FILE_WORDS, photographs
 
 @exit_on_user_error()
 def main() -> None:
-    """Convert both splits."""
     convert(parse(sys.argv[1:]))
 
 
 def convert(arguments: argparse.Namespace) -> None:
-    """Write a file per split."""
     stored = PhotographFormat(arguments.max_resolution, arguments.jpeg_share, arguments.quality)
     for split, source in photographs(arguments.source).items():
         path = arguments.out / stored.file_name(FILE_WORDS[split])
@@ -33,7 +31,6 @@ def convert(arguments: argparse.Namespace) -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     default, cores = PhotographFormat(), len(os.sched_getaffinity(0))
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     add = parser.add_argument

@@ -23,12 +23,7 @@ Gradients = dict[str, Tensor]
 
 
 class LoggedExchange(InProcessExchange):
-    """An exchange that records the bytes received in each all-gather and all-to-all.
-
-    Attributes:
-        log: for each collective of the last step, whether it carried encoded entries (if not, the
-            selection of a threshold took them), and the bytes from the other workers.
-    """
+    """An exchange that records the bytes received in each all-gather and all-to-all."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -51,33 +46,21 @@ class LoggedExchange(InProcessExchange):
 
 
 class Workers:
-    """``count`` workers that train one model together.
-
-    Args:
-        model: the model that they share.
-        spec: the method that averages their gradients.
-        count: number of workers.
-
-    Attributes:
-        exchanges: one for each worker; their logs count the bytes of the last step.
-        averagers: one for each worker.
-    """
+    """``count`` workers that train one model together."""
 
     def __init__(self, model: nn.Module, spec: str, count: int) -> None:
         self.parameters = dict(model.named_parameters())
         self.exchanges = LoggedExchange.ranks(count)
         self.averagers = [Averager(spec, each, self.parameters) for each in self.exchanges]
 
-    def backward(self, loss_of: Callable[[int], Tensor], lr: float | None = None) -> bool:
-        """Average the gradients of ``loss_of(rank)`` over all workers, and store them in ``grad``.
-
-        ``lr`` keeps the learning rate inside the residuals. If the result is not finite, return
-        False: the caller must skip the optimizer step.
-        """
+    def backward(self, loss_of: Callable[[int], Tensor]) -> bool:
+        """Average the gradients of ``loss_of(rank)`` in ``grad``; return whether all are finite."""
         gradients = [self._gradients(loss_of(exchange.rank)) for exchange in self.exchanges]
 
         def average(exchange: LoggedExchange) -> bool:
-            return self._average(exchange, gradients[exchange.rank], lr)
+            exchange.log.clear()
+            averager = self.averagers[exchange.rank]
+            return averager.average_all(gradients[exchange.rank], may_skip=True)
 
         # All workers skip a step together, so rank 0's result is valid for all.
         taken = run_in_process(len(self.exchanges), average, self.exchanges)[0]
@@ -106,11 +89,6 @@ class Workers:
         gradients = torch.autograd.grad(loss, list(self.parameters.values()))
         return dict(zip(self.parameters, gradients, strict=True))
 
-    def _average(self, exchange: LoggedExchange, gradients: Gradients, lr: float | None) -> bool:
-        exchange.log.clear()
-        averager = self.averagers[exchange.rank]
-        return averager.average_all(gradients, lr=lr, may_skip=True)
-
     def _write(self, gradients: list[Gradients]) -> None:
         first, *others = gradients
         for name, parameter in self.parameters.items():
@@ -129,11 +107,7 @@ def _bits(values: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of messages that a rank receives in one step, counted by its exchange.
-
-    Together, the first three are ``bytes_received`` of :class:`torchcomp.Stats`, which has the
-    control messages apart. They are means over the ranks.
-    """
+    """Bytes of messages that a rank receives in one step, counted by its exchange."""
 
     up: float  # entries for its shard
     down: float  # entries of the downlink

@@ -2,9 +2,7 @@
 
 This is the counterexample of Zou's thesis (2022). Rank q has F_q(w) = 1/2 |w - a_q 1|^2 with
 a = 1, 5, 10 in 100 dimensions, and each step keeps one entry. Three processes train it in float64
-over gloo, through DDP and ``torchcomp.register``. :func:`differences` checks the numbers against
-those printed in the thesis. A scan of learning rates shows that the order of the two methods
-depends on the learning rate.
+over gloo, through DDP and ``torchcomp.register``.
 """
 
 import argparse
@@ -90,7 +88,6 @@ class Quadratic(nn.Module):
         self.w = nn.Parameter(torch.full((DIMENSIONS,), START, dtype=torch.float64))
 
     def forward(self, centre: float) -> Tensor:
-        """Return F_q(w)."""
         return distance(self.w, centre)
 
 

@@ -1,22 +1,12 @@
 """Bidirectional TopK: its counterexample, and traffic and accuracy of 2 to 100 workers.
 
-    python -m recipes.bidirectional_topk.experiment
     python -m recipes.bidirectional_topk.experiment --quick
-    python -m recipes.bidirectional_topk.experiment --resume
-    python -m recipes.bidirectional_topk.experiment --only union accuracy
-    python -m recipes.bidirectional_topk.experiment --seeds 3,7,11
+    python -m recipes.bidirectional_topk.experiment --only union accuracy --resume
     python -m recipes.bidirectional_topk.experiment --dataset mnist --data FOLDER
 
-The experiments are those of Zou's thesis (2022). The parts are
-
-* counterexample: three quadratics on three processes over gloo (``counterexample.py``). The exit
-  status is 1 if a number differs from the thesis's.
-* union: the union of the workers' supports over whole runs, and the bytes that a rank receives.
-* accuracy: test accuracy without compression, and with it in one direction or in both.
-* lr_inside: test accuracy with the learning rate inside the residual and outside of it.
-
-All but the first simulate N workers in one process (``serial.py``), with batches of 10 and, if not
-said otherwise, K = 0.001 d. Each part writes its table as a CSV file and draws a picture from it.
+The experiments are those of Zou's thesis (2022). ``counterexample`` runs on three processes; if a
+number differs from the thesis's, the exit status is 1. The other parts simulate N workers in one
+process, with batches of 10 and K = 0.001 d.
 """
 
 import argparse
@@ -34,15 +24,13 @@ from torchcomp.specs.checks import check_count
 
 _SHOWN = {
     "counterexample": (open_counterexample, ("counterexample_values", "counterexample_scan")),
-    "union": (open_union, ("unions", "savings", "growths", "variations", "traffic")),
+    "union": (open_union, ("unions", "savings", "growths", "traffic")),
     "accuracy": (open_accuracy, ("accuracy", "differences")),
     "lr_inside": (open_lr_inside, ("lr_inside",)),
 }
 PARTS = {
     name: Part(
-        start,
-        [TABLES[each] for each in tables],
-        {name: PICTURES[name]} if name in PICTURES else {},
+        start, [TABLES[each] for each in tables], {name: PICTURES[name]} if name in PICTURES else {}
     )
     for name, (start, tables) in _SHOWN.items()
 }
@@ -55,7 +43,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     home = Path(__file__).resolve().parent
     parser = ExperimentParser(__doc__, home, PARTS, seeds=range(10))
     names = ", ".join(DATASETS)

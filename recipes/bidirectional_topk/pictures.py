@@ -5,17 +5,10 @@ from statistics import fmean
 
 from recipes.bidirectional_topk import counterexample
 from recipes.bidirectional_topk.averagers import random_union
-from recipes.bidirectional_topk.problems import SHIFTED_DIGITS
 from recipes.bidirectional_topk.runs import WINDOW
-from recipes.bidirectional_topk.tables import (
-    PUBLISHED,
-    Unions,
-    unions_of,
-    usual,
-)
+from recipes.bidirectional_topk.tables import PUBLISHED, Unions, unions_of, usual
 from recipes.pictures import MARKERS, Line, Panel, draw, spreads
-from recipes.rows import read_rows
-from recipes.spread import spread
+from recipes.rows import read_rows, spread
 
 
 def counterexample_picture(folder: Path, path: Path) -> None:
@@ -69,7 +62,7 @@ def union(folder: Path, path: Path) -> None:
 def _curves(groups: list[Unions]) -> Panel:
     lines = []
     for number, each in enumerate(groups):
-        steps = [WINDOW * (i + 0.5) for i in range(each.length // WINDOW)]
+        steps = [WINDOW * (i + 0.5) for i in range(each.steps // WINDOW)]
         style = {"color": f"C{number}"}
         middle = [fmean(found) for found in zip(*each.windows.values(), strict=True)]
         ends = [max(found) - min(found) for found in zip(*each.windows.values(), strict=True)]
@@ -82,11 +75,7 @@ def _curves(groups: list[Unions]) -> Panel:
 
 
 def _unions(groups: list[Unions]) -> Panel:
-    found = {
-        "MLP": usual(groups),
-        "CNN": usual(groups, model="cnn"),
-        "MLP, shifted digits": usual(groups, dataset=SHIFTED_DIGITS),
-    }
+    found = {"MLP": usual(groups), "CNN": usual(groups, model="cnn")}
     lines = [
         spreads(name, {e.workers: spread(e.late.values()) for e in own}, marker=marker)
         for (name, own), marker in zip(found.items(), MARKERS, strict=False)
@@ -98,7 +87,7 @@ def _unions(groups: list[Unions]) -> Panel:
     shown = {n: value for n, value in PUBLISHED.items() if n <= most.workers}
     stars = {"color": "black", "marker": "*", "linestyle": "none", "markersize": 11}
     lines.append(Line("thesis" if shown else "_", list(shown), list(shown.values()), style=stars))
-    title = f"Mean over steps {most.length * 3 // 5 + 1} to {most.length}, K = {most.ratio:g} d"
+    title = f"Mean over steps {most.steps * 3 // 5 + 1} to {most.steps}, K = {most.ratio:g} d"
     return Panel("workers N", "union of supports, in units of K", title, lines, legend=True)
 
 

@@ -15,12 +15,9 @@ from recipes.image_data.in_memory import Split, standardise
 from recipes.image_data.order import TrainOrder
 from recipes.image_data.sources import read_public
 
-SHIFTED_DIGITS = "shifted-digits"
-DATASETS = ("digits", SHIFTED_DIGITS, "mnist", "fashion-mnist", "cifar10")
+DATASETS = ("digits", "mnist", "fashion-mnist", "cifar10")
 BATCH = 10
 _CLASSES = 10
-# The digits have 8 x 8 pixels. With this margin there are 25 places for each image.
-_MARGIN = 4
 
 
 @dataclass(frozen=True)
@@ -43,24 +40,7 @@ class Problem:
 
 def open_problem(dataset: str, model: str, data: Path | None) -> Problem:
     """Read a data set and standardise it. Nothing is ever downloaded."""
-    if dataset == SHIFTED_DIGITS:
-        # Shift last: no place of a held-out image is among the training images.
-        splits = map(_shifted, standardise(read_public("digits", data)))
-        return Problem(dataset, model, *splits)
     return Problem(dataset, model, *standardise(read_public(dataset, data)))
-
-
-def _shifted(split: Split) -> Split:
-    """Return every image at every place of a larger, empty image."""
-    height, width = split.images.shape[2:]
-    # The lowest value is that of an empty pixel.
-    size = (*split.images.shape[:2], height + _MARGIN, width + _MARGIN)
-    places = []
-    for y, x in itertools.product(range(_MARGIN + 1), repeat=2):
-        placed = torch.full(size, float(split.images.min()))
-        placed[:, :, y : y + height, x : x + width] = split.images
-        places.append(placed)
-    return Split(torch.cat(places), split.labels.repeat(len(places)))
 
 
 def _mlp(channels: int, size: int) -> nn.Module:
@@ -75,7 +55,6 @@ def _mlp(channels: int, size: int) -> nn.Module:
 
 
 def _cnn(channels: int, size: int) -> nn.Module:
-    """Return two convolutions and two linear layers, for images of at least 8 x 8 pixels."""
     return nn.Sequential(
         nn.Conv2d(channels, 16, 3, padding=1),
         nn.ReLU(),

@@ -1,19 +1,14 @@
 """The training runs of the parts: unions of supports, accuracies, and where the learning rate is.
 
-The union of the workers' supports is what an uncompressed downlink must carry. It grows for
-hundreds of steps, while the residuals fill, so it is measured over whole runs.
-
 In the thesis, the residual is in the unit of the update: a = eps + lr * g. What is sent late is
-then applied at the learning rate of the step that it comes from ("inside"; ``lr_inside`` in
-torchcomp). By default, torchcomp's residual is in the unit of the gradients, so it is applied at
-the learning rate of the step that sends it ("outside"). With a constant learning rate both are the
-same.
+applied at the learning rate of the step that it comes from ("inside"; ``lr_inside`` in torchcomp).
+By default, it is applied at that of the step that sends it ("outside").
 """
 
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from functools import cache, partial
 from pathlib import Path
@@ -21,12 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from recipes.bidirectional_topk.averagers import Traffic, count_traffic
-from recipes.bidirectional_topk.problems import (
-    SHIFTED_DIGITS,
-    Problem,
-    batches,
-    open_problem,
-)
+from recipes.bidirectional_topk.problems import Problem, batches, open_problem
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.experiments import ResultTable, fill, tuning_seeds
 from recipes.image_data.in_memory import evaluate
@@ -60,26 +50,14 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The cells of a run's result.
-
-    Attributes:
-        d, k: number of parameters, and of entries of a message.
-        touched: number of parameters that ever had a gradient other than 0.
-        accuracy, loss: accuracy in per cent, 0 if the run diverged, and mean loss.
-        unions: entries that at least one worker sent, in units of K: the mean of each window of
-            :data:`WINDOW` steps. 0 without compression on the uplink.
-    """
-
     d: int
     k: int
-    touched: int
     accuracy: str
     loss: str
     unions: str
 
 
 def constant(done: float) -> float:
-    """Return 1."""
     return 1.0
 
 
@@ -107,7 +85,7 @@ def train(
     """Take all steps of a run. Return also the workers, as they are after the last step."""
     model = problem.build(run.seed)
     workers = SerialWorkers(model, METHODS[run.method], run.workers, run.ratio)
-    start, before = workers.weights.clone(), run.lr
+    before = run.lr
     unions: list[float] = []
     chosen = itertools.islice(batches(problem, run.workers, run.seed), run.steps)
     for step, indices in enumerate(chosen):
@@ -124,11 +102,9 @@ def train(
     diverged = len(unions) < run.steps
     tested = problem.test if run.images == "test" else problem.validation
     accuracy, loss = (0.0, math.inf) if diverged else evaluate(model, tested)
-    # Parameters that have changed or have a residual.
-    unsent = (workers.residuals != 0).any(0) | (workers.server_residual != 0)
     windows = [fmean(unions[i : i + WINDOW]) for i in range(0, len(unions), WINDOW)]
     outcome = Outcome(
-        *(start.numel(), workers.k, int((unsent | (workers.weights != start)).sum())),
+        *(workers.weights.numel(), workers.k),
         *(f"{accuracy:.3f}", f"{loss:.4f}", " ".join(f"{union:.2f}" for union in windows)),
     )
     return outcome, workers
@@ -154,38 +130,15 @@ def open_union(arguments: argparse.Namespace) -> Measure:
         f"{dataset}, {steps} steps, unions over windows of {WINDOW} steps",
         resume=arguments.resume,
     )
-    first, varied = (2, 1) if quick else (3, 2)
+    few, many = ((2, 4), (2, 4, 8)) if quick else ((5, 20, 100), (2, 5, 10, 20, 50, 100))
     usual = Run(dataset, "mlp", ONE_WAY, 20, LR, steps, seed=0)
-    runs = [
-        replace(usual, seed=seed, workers=n)
-        for seed in arguments.seeds[:first]
-        for n in ((2, 4, 8) if quick else (2, 5, 10, 20, 50, 100))
-    ]
-    for seed in arguments.seeds[:varied]:
-        runs += _varied(replace(usual, seed=seed), quick=quick)
+    runs = [replace(usual, seed=s, workers=n) for s in arguments.seeds[:3] for n in many]
+    for seed in arguments.seeds[:2]:
+        same = replace(usual, seed=seed)
+        runs += [replace(same, method=BOTH_WAYS, workers=n) for n in many]
+        runs += [replace(same, model="cnn", workers=n) for n in few]
     measure = partial(measure_union, data=arguments.data)
     return lambda: fill(table, runs, measure, arguments.processes)
-
-
-def _varied(usual: Run, *, quick: bool) -> Iterator[Run]:
-    """Yield runs that differ from the usual ones in method, model, K, learning rate or data."""
-    few = (2, 4) if quick else (5, 20, 100)
-    one, longer = (4, 150) if quick else (20, 2 * STEPS)
-    long = replace(usual, workers=2 if quick else 20, steps=longer)
-    for n in (2, 4, 8) if quick else (2, 5, 10, 20, 50, 100):
-        yield replace(usual, method=BOTH_WAYS, workers=n)
-    for n in few:
-        yield replace(usual, model="cnn", workers=n)
-    for n in (4,) if quick else (20, 50):
-        for ratio in (0.003,) if quick else (0.0003, 0.003, 0.01):
-            yield replace(usual, workers=n, ratio=ratio)
-    for lr in (0.1,) if quick else (0.1, 1.0):
-        yield replace(usual, workers=one, lr=lr)
-    yield long
-    if usual.dataset == "digits":
-        for n in few:
-            yield replace(usual, dataset=SHIFTED_DIGITS, workers=n)
-        yield replace(long, dataset=SHIFTED_DIGITS)
 
 
 def measure_union(run: Run, data: Path | None) -> tuple[Any, ...]:
@@ -239,7 +192,6 @@ def open_accuracy(arguments: argparse.Namespace) -> Measure:
 
 
 def measure_accuracy(run: Run, data: Path | None) -> Outcome:
-    """Return the outcome of a run."""
     return train(run, _problem(run.dataset, run.model, data))[0]
 
 

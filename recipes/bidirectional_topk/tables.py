@@ -11,21 +11,9 @@ from scipy import stats
 
 from recipes.bidirectional_topk import counterexample
 from recipes.bidirectional_topk.averagers import random_union, received_bytes, server_bytes
-from recipes.bidirectional_topk.problems import SHIFTED_DIGITS
-from recipes.bidirectional_topk.runs import (
-    BOTH_WAYS,
-    FORMS,
-    LR,
-    LR_RUN,
-    ONE_WAY,
-    RATIO,
-    STEPS,
-    WINDOW,
-    best_lr,
-)
+from recipes.bidirectional_topk.runs import BOTH_WAYS, FORMS, LR_RUN, ONE_WAY, WINDOW, best_lr
 from recipes.bidirectional_topk.workers import METHODS
-from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows, where
-from recipes.spread import Spread, paired, spread
+from recipes.rows import Row, Spread, by_seed, grouped, over_seeds, paired, read_rows, spread, where
 from recipes.tables import TableMaker, markdown_table, table
 
 PUBLISHED = {20: 19.4, 50: 46.5, 100: 86.0}
@@ -56,20 +44,15 @@ class Unions:
         return by_seed(self.rows, lambda row: [*map(float, str(row["unions"]).split())])
 
     @property
-    def length(self) -> int:
-        """Steps that are summarised. Of longer runs it is the first part, for comparison."""
-        return min(STEPS, self.steps)
-
-    @property
     def late(self) -> dict[int, float]:
         """Mean union over the last 400 of 1000 steps, by seed."""
-        return self.over(self.length * 3 // 5, self.length)
+        return self.over(self.steps * 3 // 5, self.steps)
 
     @property
     def halves(self) -> tuple[dict[int, float], dict[int, float]]:
         """Both halves of :attr:`late`. They are equal if the union has stopped changing."""
-        first, middle = self.length * 3 // 5, self.length * 4 // 5
-        return self.over(first, middle), self.over(middle, self.length)
+        first, middle = self.steps * 3 // 5, self.steps * 4 // 5
+        return self.over(first, middle), self.over(middle, self.steps)
 
     @property
     def change(self) -> str:
@@ -81,11 +64,6 @@ class Unions:
     def random(self) -> float:
         """Expected union of random supports among all parameters, in units of K."""
         return random_union(self.d, self.k, self.workers)
-
-    def random_touched(self) -> float:
-        """Return the same among the parameters that ever had a gradient other than 0."""
-        mean = statistics.fmean(by_seed(self.rows, "touched").values())
-        return random_union(round(mean), self.k, self.workers)
 
     @property
     def saving(self) -> dict[int, float]:
@@ -103,7 +81,7 @@ class Unions:
 
 Quantity = Callable[[Unions], Mapping[int, float]]
 """From runs with the same settings to a value by seed."""
-_SETTINGS = ("dataset", "model", "method", "workers", "lr", "steps", "ratio")
+_SETTINGS = ("model", "method", "workers")
 
 
 def unions_of(results: Path) -> list[Unions]:
@@ -114,10 +92,7 @@ def unions_of(results: Path) -> list[Unions]:
 
 def usual(groups: Sequence[Unions], **changed: Any) -> list[Unions]:
     """Return the unidirectional runs of the MLP, except for what is ``changed``, in order of N."""
-    # The shifted digits are measured beside another data set, unless they were chosen alone.
-    datasets = sorted({each.dataset for each in groups} - {SHIFTED_DIGITS})
-    like = {"dataset": (*datasets, SHIFTED_DIGITS)[0], "model": "mlp", "method": ONE_WAY}
-    like |= {"lr": LR, "steps": groups[0].steps, "ratio": RATIO, **changed}
+    like = {"model": "mlp", "method": ONE_WAY, **changed}
     return [e for e in groups if all(getattr(e, name) == value for name, value in like.items())]
 
 
@@ -162,7 +137,7 @@ def unions(results: Path) -> str:
     """Return the union by N, early and late."""
     groups = unions_of(results)
     both_ways = {each.workers: each for each in usual(groups, method=BOTH_WAYS)}
-    last = groups[0].length
+    last = groups[0].steps
     late, middle = last * 3 // 5, last * 4 // 5
     columns = {
         "N": lambda each: each.workers,
@@ -188,13 +163,7 @@ def savings(results: Path) -> str:
     return table(columns, usual(unions_of(results)))
 
 
-def entries(each: Unions) -> Mapping[int, float]:
-    """Return the saving in entries, by seed."""
-    return each.late
-
-
-def nbytes(each: Unions) -> Mapping[int, float]:
-    """Return the saving in bytes, by seed."""
+def _nbytes(each: Unions) -> Mapping[int, float]:
     return each.saving
 
 
@@ -204,11 +173,10 @@ def growths(results: Path) -> str:
     digits, cnn = usual(groups), usual(groups, model="cnn")
     alike = [each for each in digits if each.workers in {e.workers for e in cnn}]
     fitted: list[tuple[str, list[Unions], Quantity]] = [
-        ("MLP, entries", digits, entries),
-        ("MLP, bytes", digits, nbytes),
-        ("MLP, bytes, the N below", alike, nbytes),
-        ("CNN, bytes", cnn, nbytes),
-        ("MLP on shifted digits, bytes", usual(groups, dataset=SHIFTED_DIGITS), nbytes),
+        ("MLP, entries", digits, lambda each: each.late),
+        ("MLP, bytes", digits, _nbytes),
+        ("MLP, bytes, the N below", alike, _nbytes),
+        ("CNN, bytes", cnn, _nbytes),
         ("random supports (MLP), entries", digits, lambda each: {0: each.random}),
         ("random supports (MLP), bytes", digits, lambda each: {0: each.random_saving}),
     ]
@@ -225,85 +193,32 @@ def growths(results: Path) -> str:
     return table(columns, fits)
 
 
-def variations(results: Path) -> str:
-    """Return the late union with other models, data, values of K and learning rates."""
-    groups = unions_of(results)
-    chosen = {
-        "CNN": usual(groups, model="cnn"),
-        "shifted digits": usual(groups, dataset=SHIFTED_DIGITS),
-        **{
-            f"K = {ratio:g} d": usual(groups, ratio=ratio)
-            for ratio in sorted({each.ratio for each in groups} - {RATIO})
-        },
-        **{f"lr {lr:g}": usual(groups, lr=lr) for lr in sorted({e.lr for e in groups} - {LR})},
-    }
-    columns = {
-        "": lambda each: each[0],
-        "N": lambda each: each[1].workers,
-        "K": lambda each: each[1].k,
-        "union, in K": lambda each: _deviation(each[1].late),
-        "change": lambda each: each[1].change,
-        "random supports": lambda each: f"{each[1].random:.2f}",
-        "touched parameters": lambda each: (
-            f"{100 * over_seeds(each[1].rows, 'touched').mean / each[1].d:.1f} %"
-        ),
-        "random among these": lambda each: f"{each[1].random_touched():.2f}",
-    }
-    return table(columns, [(name, each) for name, found in chosen.items() for each in found])
-
-
-def long_runs(results: Path) -> str:
-    """Return the union of the longer runs, over 250 steps at a time."""
-    groups = [each for each in unions_of(results) if each.steps > STEPS]
-    columns: dict[str, Callable[[Unions], str]] = {"": lambda each: str(each.dataset)}
-    for t in range(0, 2 * STEPS, 250):
-        columns[f"{t + 1}-{t + 250}"] = lambda each, t=t: _deviation(each.over(t, t + 250), 1)
-    return table(columns, sorted(groups, key=lambda each: str(each.dataset)))
-
-
 # --- Traffic without a server ---------------------------------------------------------------------
 
 
-def traffic_means(results: Path) -> list[dict[str, float]]:
-    """Return the counted and planned bytes that one of N ranks receives per step, by N."""
+def traffic(results: Path) -> str:
+    """Return the counted and planned bytes that one of N ranks receives per step."""
     rows = [row for row in read_rows(results / "union.csv") if row["down"] != ""]
-    return [_traffic(n, same) for n, same in sorted(grouped(rows, "workers").items())]
-
-
-def _traffic(n: int, rows: list[Row]) -> dict[str, float]:
     ratio, d = rows[0]["ratio"], rows[0]["d"]
     gather = METHODS[ONE_WAY].spec(ratio)
-    by_shard = METHODS[BOTH_WAYS].spec(ratio, selection="shard")
-    counted = {name: over_seeds(rows, name).mean for name in ("up", "down", "selection", "busiest")}
-    return {
-        "workers": n,
-        **counted,
-        "total": counted["up"] + counted["down"] + counted["selection"],
-        "by_shard": received_bytes(by_shard, d, n),
-        "gather": received_bytes(gather, d, n),
-        "sharded": received_bytes(gather.replace("allgather", "sharded"), d, n),
+    planned = {
+        'all, `selection="shard"`': METHODS[BOTH_WAYS].spec(ratio, selection="shard"),
+        "`ef(topk)`, allgather": gather,
+        "`ef(topk)`, sharded": gather.replace("allgather", "sharded"),
     }
-
-
-_TRAFFIC = {
-    "N": "workers",
-    "up": "up",
-    "down": "down",
-    "selection": "selection",
-    "all": "total",
-    "busiest rank, up": "busiest",
-    'all, `selection="shard"`': "by_shard",
-    "`ef(topk)`, allgather": "gather",
-    "`ef(topk)`, sharded": "sharded",
-}
-
-
-def traffic(results: Path) -> str:
-    """Return the bytes that a rank receives per step, without a server."""
-    columns = {
-        head: lambda each, name=name: f"{each[name]:,.0f}" for head, name in _TRAFFIC.items()
-    }
-    return table(columns, traffic_means(results))
+    ways = ("up", "down", "selection")
+    counted: dict[str, Callable[[Row], float]] = {way: lambda r, w=way: r[w] for way in ways}
+    counted["all"] = lambda row: sum(row[way] for way in ways)
+    counted["busiest rank, up"] = lambda row: row["busiest"]
+    columns: dict[str, Callable[[list[Row]], object]] = {"N": lambda same: same[0]["workers"]}
+    for head, value in counted.items():
+        columns[head] = lambda same, value=value: f"{over_seeds(same, value).mean:,.0f}"
+    for head, spec in planned.items():
+        columns[head] = lambda same, spec=spec: (
+            f"{received_bytes(spec, d, same[0]['workers']):,.0f}"
+        )
+    groups = grouped(sorted(rows, key=lambda row: int(row["workers"])), "workers")
+    return table(columns, groups.values())
 
 
 # --- Accuracy -------------------------------------------------------------------------------------
@@ -318,7 +233,6 @@ class Case:
     accuracies: dict[str, dict[int, float]]
 
     def ahead(self, ours: str, theirs: str) -> Spread:
-        """Return the difference of two methods, paired by seed."""
         return paired(self.accuracies[ours], self.accuracies[theirs])
 
 
@@ -415,8 +329,6 @@ TABLES: dict[str, TableMaker] = {
     "unions": unions,
     "savings": savings,
     "growths": growths,
-    "variations": variations,
-    "long_runs": long_runs,
     "traffic": traffic,
     "accuracy": accuracy,
     "differences": differences,

@@ -22,15 +22,8 @@ _TOGETHER = 25
 
 @dataclass(frozen=True)
 class Method:
-    """Which directions are compressed.
-
-    Attributes:
-        up: whether each worker sends the K largest entries of its gradient plus its residual.
-        down: whether the server sends the K largest entries of the mean plus its residual.
-    """
-
-    up: bool
-    down: bool
+    up: bool  # whether each worker sends the K largest entries of its gradient plus its residual
+    down: bool  # whether the server sends the K largest entries of the mean plus its residual
 
     def spec(self, ratio: float, selection: str = "exact") -> str:
         """Return the method as torchcomp's spec string, for K = ``ratio`` times d."""
@@ -52,30 +45,16 @@ METHODS = {
 
 
 class SerialWorkers:
-    """``count`` workers and a server that train one model with plain SGD.
-
-    Args:
-        model: the model that they share. Every step changes its parameters.
-        method: which directions are compressed.
-        count: number of workers, N.
-        ratio: K = ``ratio`` times d.
-
-    Attributes:
-        weights: the parameters as one vector (d). They are views of it.
-        k: number of entries that a message has.
-        residuals: those of the workers (N, d).
-        server_residual: that of the server (d).
-        union: number of entries that at least one worker sent in the last step.
-    """
+    """``count`` workers and a server that train one model with plain SGD."""
 
     def __init__(self, model: nn.Module, method: Method, count: int, ratio: float) -> None:
         self.model, self.method, self.count = model, method, count
         self.weights = parameters_to_vector(model.parameters()).detach()
-        vector_to_parameters(self.weights, model.parameters())
+        vector_to_parameters(self.weights, model.parameters())  # which are then views of it
         d = self.weights.numel()
         self._topk = TopK(ratio)
         self.k = self._topk.kept(d)
-        self.union = 0
+        self.union = 0  # entries that at least one worker sent in the last step
         self.residuals = torch.zeros(count if method.up else 0, d)
         self.server_residual = torch.zeros(d)
         # A step writes the new residuals here, because the selection also reads the old ones.
@@ -86,10 +65,7 @@ class SerialWorkers:
         self._gradients_of = _gradients_of_each(model)
 
     def step(self, images: Tensor, labels: Tensor, lr: float) -> bool:
-        """Take a step of SGD on images (N, batch, C, H, W) and labels (N, batch) of N workers.
-
-        If the result is not finite, return False and leave the weights as they are.
-        """
+        """Take a step on images (N, batch, C, H, W) and labels (N, batch), if it is finite."""
         update = self._uplink(images, labels) if self.method.up else self._mean(images, labels)
         if self.method.down:
             update = self._downlink(update)
@@ -105,7 +81,6 @@ class SerialWorkers:
         return dict(zip(names, vector.split(sizes), strict=True))
 
     def _uplink(self, images: Tensor, labels: Tensor) -> Tensor:
-        """Return the mean of the workers' messages."""
         total = torch.zeros_like(self.weights)
         sent = torch.zeros_like(self.weights, dtype=torch.bool)
         for first in range(0, self.count, _TOGETHER):
@@ -127,7 +102,6 @@ class SerialWorkers:
         return self._gradients_of(images.flatten(0, 1)[None], labels.flatten()[None])[0]
 
     def _downlink(self, mean: Tensor) -> Tensor:
-        """Return the message of the server."""
         after = self._server_after
         chosen = self._topk.select_sum(mean, self.server_residual, after, self._vectors[-1])
         message = torch.zeros_like(after)

@@ -97,7 +97,6 @@ def _pass_on(pipe: int) -> None:
 
 
 def _children() -> list[int]:
-    """Return the processes that this one has started and that have not ended."""
     found = list[int]()
     for path in Path("/proc/self/task").glob("*/children"):
         # A thread can end in between. Another one then has its children.

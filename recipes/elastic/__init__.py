@@ -1,1 +1,1 @@
-"""Training under torchrun with restarts and changing numbers of ranks, and what kills cost."""
+"""Training under torchrun with restarts and changing numbers of ranks."""

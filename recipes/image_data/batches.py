@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from recipes.errors import RecipeError
-from recipes.image_data.augment import Augmentation, normalise
-from recipes.image_data.mixup import MixUp
+from recipes.image_data.augment import Augmentation, MixUp, RandAugment, normalise
 from recipes.image_data.order import Indices, TrainOrder, test_shard
 from recipes.image_data.presets import PRESETS, Preset
-from recipes.image_data.randaugment import RandAugment
 from recipes.image_data.readers import FfcvReader, FileReader, MemoryReader
 from recipes.image_data.sources import FILE_WORDS, SPLITS, photographs, read_public
 from recipes.settings import Settings
@@ -37,7 +35,6 @@ class Batches:
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
         return int(self.train_reader.classes)
 
     @property
@@ -46,11 +43,7 @@ class Batches:
         return bool(self.train_reader.reproducible)
 
     def train(self, epoch: int, first_step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield this rank's images and targets of an epoch, beginning at ``first_step``.
-
-        Images have shape (N, C, H, W). Targets are labels (N) or, with MixUp, probabilities
-        (N, classes).
-        """
+        """Yield this rank's images and targets of an epoch, beginning at ``first_step``."""
         augmentation = Augmentation(self.preset, self.order)
         rows = list(self.order.batches(epoch, first_step))
         batches = self.train_reader.batches(rows, epoch)
@@ -72,7 +65,6 @@ class Batches:
 def open_batches(
     settings: Settings, rank: int, world_size: int, device: torch.device, workers: int
 ) -> Batches:
-    """Open a data set for one rank."""
     preset = preset_of(settings)
     train, test = _readers(settings, preset, workers)
     # A label that the model has no output for would fail inside the loss, on the device.
@@ -104,8 +96,6 @@ def preset_of(settings: Settings) -> Preset:
 
 @dataclass(frozen=True)
 class DatasetSizes:
-    """Number of images and classes of a data set."""
-
     train_images: int
     test_images: int
     classes: int
@@ -121,7 +111,6 @@ def dataset_sizes(settings: Settings) -> DatasetSizes:
 
 
 def _readers(settings: Settings, preset: Preset, workers: int) -> list[Any]:
-    """Return the readers of the training and the test images."""
     path = Path(settings.data_path).expanduser() if settings.data_path else None
     if not preset.photographs:
         if settings.loader == "ffcv":

@@ -109,8 +109,8 @@ def _silent() -> Iterator[None]:
 class _NonRaising:
     """A source that returns a blank image in place of one that cannot be decoded.
 
-    An exception would end the worker process that reads the image, and FFCV's writer would wait
-    for that process forever. The workers record the first error instead, and the parent raises it.
+    An exception would end the worker process that reads the image, and FFCV's writer would wait for
+    it forever. The workers record the first error instead, and the parent raises it.
     """
 
     def __init__(self, source: Photographs) -> None:
@@ -133,7 +133,6 @@ class _NonRaising:
             return np.zeros((1, 1, 3), np.uint8), 0
 
     def raise_first_error(self) -> None:
-        """Raise the first error that a worker recorded, if any."""
         if count := self.errors.value:
             raise RecipeError(f"{self.first_error.get()} [{count} of {len(self)} images failed]")
 

@@ -53,12 +53,10 @@ class TrainOrder:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of whole batches in an epoch."""
         return self.samples // self.batch_size
 
     @property
     def rank_slice(self) -> slice:
-        """This rank's slice of every batch."""
         per_rank = self.batch_size // self.world_size
         return slice(self.rank * per_rank, (self.rank + 1) * per_rank)
 

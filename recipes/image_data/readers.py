@@ -24,8 +24,6 @@ from recipes.interruption import ignore_signals
 
 
 class MemoryReader:
-    """Reads images that are in memory."""
-
     reproducible = True
 
     def __init__(self, source: Arrays) -> None:
@@ -34,21 +32,12 @@ class MemoryReader:
         self._labels = torch.from_numpy(source.labels)
 
     def batches(self, rows: list[Indices], epoch: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield images and labels."""
         for row in map(torch.from_numpy, rows):
             yield self._images[row], self._labels[row]
 
 
 class FileReader:
-    """Reads image files with PIL, torchvision and torch's DataLoader.
-
-    Args:
-        source: the image files.
-        preset: of the data set.
-        train: whether to read training images, which are cropped at random.
-        workers: number of loader processes.
-        seed: of the random crops.
-    """
+    """Reads image files with PIL, torchvision and torch's DataLoader."""
 
     reproducible = True
 
@@ -179,5 +168,4 @@ class _FixedOrder:
         self.indices = indices.astype(np.uint64)
 
     def sample_order(self, epoch: int) -> Any:
-        """Return the indices. FFCV's own count of epochs does not matter."""
         return self.indices

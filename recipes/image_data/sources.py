@@ -35,7 +35,6 @@ PUBLIC = ("digits", *_TORCHVISION)
 
 
 def vision() -> Any:
-    """Return torchvision with its data sets and transforms."""
     torchvision = import_torchvision()
     for name in ("datasets", "transforms.functional"):
         importlib.import_module(f"torchvision.{name}")
@@ -54,7 +53,6 @@ class Arrays:
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
         return int(self.labels.max()) + 1
 
 

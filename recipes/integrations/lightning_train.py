@@ -16,8 +16,6 @@ from torchcomp.integrations.lightning import Compression, LocalSteps
 
 
 class Classifier(lightning.LightningModule):
-    """The network, with the losses of this rank."""
-
     def __init__(self) -> None:
         super().__init__()
         self.network = common.network()

@@ -19,7 +19,6 @@ from recipes.integrations import common
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train on one rank."""
     args = config["args"]
     model = prepare_model(common.network())
     optimizer = common.adam(model)

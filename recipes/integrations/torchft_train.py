@@ -63,7 +63,6 @@ class Training:
         return {"model": self.model.state_dict(), "optimizer": self.sgd.state_dict()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Heal this rank."""
         self.model.load_state_dict(state["model"])
         self.sgd.load_state_dict(state["optimizer"])
 
@@ -77,7 +76,6 @@ class Training:
         return bool(self.manager.current_step() > before)
 
     def log(self, file: TextIO) -> None:
-        """Write a line about the last step."""
         weights = torch.cat([p.detach().view(-1) for p in self.model.parameters()])
         mean = torch.cat([p.grad.view(-1) for p in self.model.parameters() if p.grad is not None])
         residual = torch.tensor(list(self.handle.residual_norms().values())).norm()

@@ -3,11 +3,9 @@
     python -m recipes.integrations.upstream nanogpt --source CLONE --compress "ef(topk(0.01))"
     python -m recipes.integrations.upstream timm --source CLONE --sync "every(4)" -- --model-ema
 
-The program copies the script out of a clone of its repository, inserts the lines of torchcomp,
-prints them as a diff, makes a small data set, and starts the script with torchrun. Flags after
-``--`` go to the script. Without ``--compress`` and ``--sync``, plain DDP trains. What the script
-needs to run at all, or on a CPU, is a diff of its own. The pages in ``docs/integrations`` say what
-was run.
+It copies the script out of a clone of its repository, inserts the lines of torchcomp, prints them
+as a diff, makes a small data set, and starts the script with torchrun. Flags after ``--`` go to the
+script. Without ``--compress`` and ``--sync``, plain DDP trains.
 """
 
 import argparse
@@ -39,17 +37,13 @@ SCRIPTS: Mapping[str, Mapping[str, Any]] = yaml.safe_load(
 
 @dataclass(frozen=True)
 class Edit:
-    """A change at the only line of an upstream file that begins with ``at``.
-
-    ``lines`` replace it, indented like it; ``...`` is the line itself.
-    """
+    """A change at the only line of an upstream file that begins with ``at``."""
 
     at: str
     lines: str
     file: str = "train.py"
 
     def apply(self, text: str) -> str:
-        """Return the changed text of the file."""
         lines = text.splitlines()
         found = [index for index, line in enumerate(lines) if line.lstrip().startswith(self.at)]
         if len(found) != 1:
@@ -65,7 +59,6 @@ class Edit:
 
 
 def main() -> None:
-    """Copy, edit and run an upstream script."""
     with exit_on_user_error():
         arguments = parse(sys.argv[1:])
         script, out = SCRIPTS[arguments.script], arguments.out or Path("runs", arguments.script)
@@ -82,7 +75,6 @@ def main() -> None:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__.splitlines()[0],
         epilog="Flags after -- go to the script.",
@@ -106,14 +98,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def read(folder: Path) -> Files:
-    """Return the Python files of the script's folder."""
     if not (folder / "train.py").is_file():
         raise RecipeError(f"--source: no train.py in {folder}; pass a clone of the repository")
     return {path.name: path.read_text() for path in sorted(folder.glob("*.py"))}
 
 
 def edits_of(script: Mapping[str, Any], arguments: argparse.Namespace) -> list[Edit]:
-    """Return the lines of torchcomp."""
     spec = arguments.compress or arguments.sync
     if spec is None:
         return []
@@ -124,7 +114,6 @@ def edits_of(script: Mapping[str, Any], arguments: argparse.Namespace) -> list[E
 
 
 def edited(files: Files, edits: Iterable[Edit]) -> Files:
-    """Return the files with all edits, one after the other."""
     new = dict(files)
     for edit in edits:
         new[edit.file] = edit.apply(new.get(edit.file, ""))
@@ -143,7 +132,6 @@ def diff(old: Files, new: Files) -> str:
 
 
 def write(folder: Path, files: Files) -> None:
-    """Write the script and the modules next to it."""
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text)

@@ -15,11 +15,7 @@ _TOKENS = {"train": 200_000, "val": 20_000}
 
 
 def write_image_folder(folder: Path) -> None:
-    """Write scikit-learn's handwritten digits as JPEG files, one sub-folder per class.
-
-    ``train`` has 1,437 images and ``val`` 360, in 10 classes. Each shows its digit of 8 x 8 pixels
-    16 times, in the colour of its class: random crops and flips leave something to recognise.
-    """
+    """Write scikit-learn's handwritten digits as JPEG files, one sub-folder per class."""
     from PIL import Image
     from sklearn.datasets import load_digits
 
@@ -34,11 +30,7 @@ def write_image_folder(folder: Path) -> None:
 
 
 def write_tokens(folder: Path) -> None:
-    """Write ``train.bin``, ``val.bin`` (uint16) and ``meta.pkl``: a random Markov chain.
-
-    A symbol says much about the next one. Guessing costs 4.16 nats per symbol, knowing the chain
-    1.79.
-    """
+    """Write ``train.bin``, ``val.bin`` (uint16) and ``meta.pkl``: a random Markov chain."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(0)
     chances = generator.dirichlet(np.full(_SYMBOLS, 0.05), size=_SYMBOLS)

@@ -1,1 +1,1 @@
-"""Experiments on JointSpar and JointSpar-LARS: bandit, traffic, backward time, accuracy."""
+"""Experiments on JointSpar and JointSpar-LARS: traffic, backward time, accuracy."""

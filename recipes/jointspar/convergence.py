@@ -1,30 +1,27 @@
 """Convergence of the paper's algorithm and of ours, with linear scaling, SGD and LARS.
 
-Each run simulates its ranks in one process (simulation.py). The batch of a worker is fixed, so the
-whole batch and the learning rate grow with the number of workers. Held-out images and seeds that
-are not reported choose the learning rate of each method and optimizer. Every method is then trained
-with its own learning rate and with that of dense training.
+The batch of a simulated worker is fixed, so the whole batch and the learning rate grow with their
+number. Held-out images and seeds that are not reported choose the learning rate of each method.
+Every method is then trained with its own learning rate and with that of dense training.
 """
 
 import argparse
 import itertools
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from recipes.errors import RecipeError
 from recipes.experiments import ResultTable, fill, tuning_seeds
-from recipes.image_data.in_memory import evaluate, standardise
+from recipes.image_data.in_memory import evaluate
 from recipes.image_data.order import TrainOrder
-from recipes.image_data.sources import read_public
+from recipes.jointspar.large_batch import digits
 from recipes.jointspar.methods import Dense, LayerSampling, parse_method
-from recipes.jointspar.simulation import SimulatedRanks, check_simulated
-from recipes.jointspar.training import Batches, Images, ResidualMLP, Schedule, build_optimizer
+from recipes.jointspar.simulation import SimulatedRanks
+from recipes.jointspar.training import Batches, ResidualMLP, Schedule, build_optimizer
 from recipes.rows import Row, best, columns, grouped, typed
 from torchcomp.jointspar import Literal
 
@@ -40,8 +37,8 @@ OUTCOME = (
     *("train_loss", "validation", "test", "computed", "sent"),
     *("lowest_p", "highest_p", "largest_norm"),
 )
-# L is the largest norm seen so far, 1 to 13 here. In the bandit experiment's units, p_min^3 / L^2,
-# this alpha is then 0.005 to 0.9, around the best of that experiment, 0.1.
+# L is the largest norm seen so far, 1 to 13 here. In units of p_min^3 / L^2, for which the exponent
+# of a kept layer at p_min is about 1, this alpha is then 0.005 to 0.9.
 _PAPERS_RULE = Literal(1e-8)
 DENSE = str(Dense())
 PAPER = str(LayerSampling(0.6, selection="per-rank", rule=_PAPERS_RULE))
@@ -68,12 +65,8 @@ class Run:
 
 def open_convergence(arguments: argparse.Namespace) -> Callable[[], None]:
     """Return what tunes every method and optimizer, and trains the reported runs."""
-    methods = _methods(arguments.methods)
-    workers = arguments.workers or (QUICK_WORKERS if arguments.quick else WORKERS)
-    epochs, lrs = (3, QUICK_LRS) if arguments.quick else (30, LRS)
-    for count in workers:
-        if not steps_per_epoch(count):
-            raise RecipeError(f"--workers {count} x {BATCH} images: digits has too few images")
+    quick = arguments.quick
+    workers, epochs, lrs = (QUICK_WORKERS, 3, QUICK_LRS) if quick else (WORKERS, 30, LRS)
     task = f"digits, residual MLP of 10 layers, {epochs} epochs, {BATCH} images per worker"
     tuning, table = (
         ResultTable(
@@ -87,7 +80,7 @@ def open_convergence(arguments: argparse.Namespace) -> Callable[[], None]:
             ("convergence", ("quantity", *map(str, range(1, epochs + 1)))),
         )
     )
-    cases = list(itertools.product(arguments.optimizers, workers, methods))
+    cases = list(itertools.product(OPTIMIZERS, workers, METHODS))
     planned = [
         Run(*case, lr, seed)
         for seed in tuning_seeds(arguments.seeds, 2)
@@ -97,10 +90,9 @@ def open_convergence(arguments: argparse.Namespace) -> Callable[[], None]:
 
     def measure() -> None:
         fill(tuning, planned, partial(_outcome, epochs=epochs), arguments.processes)
-        # A resumed table can have more: other workers, or a tuning seed that is reported now.
-        wanted = {(run.workers, run.seed) for run in planned}
-        rows = [r for r in typed(tuning.rows) if (r["workers"], r["seed"]) in wanted]
-        chosen = chosen_lrs(rows)
+        # A resumed table can have a tuning seed that is reported now.
+        seeds = {run.seed for run in planned}
+        chosen = chosen_lrs([row for row in typed(tuning.rows) if row["seed"] in seeds])
         reported = [
             Run(*case, lr, seed)
             for seed in arguments.seeds
@@ -112,34 +104,19 @@ def open_convergence(arguments: argparse.Namespace) -> Callable[[], None]:
     return measure
 
 
-def _methods(texts: Sequence[str] | None) -> tuple[str, ...]:
-    """Return the canonical texts of the methods, with dense training first."""
-    if not texts:
-        return METHODS
-    methods = [parse_method(text) for text in texts]
-    for method in methods:
-        check_simulated(method)
-    return tuple(dict.fromkeys([DENSE, *map(str, methods)]))
-
-
 def chosen_lrs(rows: Sequence[Row]) -> dict[tuple[str, str], float]:
-    """Return the learning rate of one worker for each optimizer and method.
-
-    It is the one with the best mean accuracy on held-out images over the worker counts and the
-    tuning seeds. It is the same for all worker counts, since the paper scales it linearly.
-    """
+    """Return the learning rate of one worker for each optimizer and method."""
     groups = grouped(rows, "optimizer", "method")
     return {key: best(group, "lr", "validation") for key, group in groups.items()}
 
 
 def steps_per_epoch(workers: int) -> int:
-    """Return the whole batches in an epoch."""
-    return len(_digits()[0].labels) // (BATCH * workers)
+    return len(digits()[0].labels) // (BATCH * workers)
 
 
 def simulate(run: Run, epochs: int) -> tuple[list[str], list[list[str]]]:
     """Train with simulated ranks; return the run's cells and curves, NaN if it diverged."""
-    images, method = _digits(), parse_method(run.method)
+    images, method = digits(), parse_method(run.method)
     count, batch = len(images[0].labels), BATCH * run.workers
     ranks = [
         Batches(images[0], TrainOrder(count, batch, rank, run.workers, run.seed))
@@ -187,14 +164,3 @@ def optimizer_for(run: Run) -> str:
     method = parse_method(run.method)
     per_rank = isinstance(method, LayerSampling) and not method.shared
     return "lars-own" if per_rank and run.optimizer == "lars" else run.optimizer
-
-
-@cache
-def _digits() -> Images:
-    return standardise(read_public("digits", None))
-
-
-if __name__ == "__main__":
-    from recipes.jointspar.experiment import main
-
-    main(["--only", "convergence", *sys.argv[1:]])

@@ -1,12 +1,7 @@
 """The methods that the experiments compare, and the texts that name them.
 
 A method is written as the expression that builds it: ``dense``, ``topk(0.3)``, or
-``jointspar(...)`` with the arguments of :class:`torchcomp.JointSpar`. The paper's algorithm, for
-example, is
-
-    jointspar(0.6, selection="per-rank", rule=Literal(alpha=1e-5, bound=3.0))
-
-``str(method)`` is the inverse of :func:`parse_method`. The optimizer is chosen separately: ``lars``
+``jointspar(...)`` with the arguments of :class:`torchcomp.JointSpar`. The optimizer ``lars``
 divides by a running norm of the gradients before their division by p, which keeps the mean update.
 ``lars-own`` divides by the norm of each gradient, which cancels 1 / p.
 """
@@ -51,11 +46,7 @@ class TopK(Component):
 
 @dataclass(frozen=True)
 class LayerSampling(Component):
-    """``jointspar(0.6)``: a random set of layers, with the options of :class:`torchcomp.JointSpar`.
-
-    ``topk`` compresses the kept layers by TopK with error feedback. With all layers kept it would
-    send this share of dense DDP's bytes.
-    """
+    """``jointspar(0.6)``: a random set of layers, perhaps compressed by TopK (``topk``)."""
 
     name: ClassVar[str] = "jointspar"
     kind: ClassVar[str] = "method"
@@ -81,7 +72,6 @@ class LayerSampling(Component):
 
     @property
     def options(self) -> SamplingOptions:
-        """The options of the library."""
         return SamplingOptions(self.budget, self.costs, self.p_min, self.rule, self.selection)
 
     @property

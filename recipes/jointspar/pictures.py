@@ -1,14 +1,11 @@
 """The pictures of the parts, from their CSV files."""
 
-import json
 import math
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
-from statistics import fmean, median
+from statistics import median
 from typing import Any
 
-from recipes.jointspar.bandit import BLOCK
 from recipes.jointspar.convergence import (
     DENSE,
     OURS,
@@ -26,18 +23,12 @@ from recipes.jointspar.tables import (
     name_of,
     speed_ratios,
 )
-from recipes.pictures import MARKERS, Cells, Line, Panel, draw
-from recipes.rows import Row, distinct, grouped, read_rows, where
-from recipes.spread import paired, spread
+from recipes.pictures import MARKERS, Line, Panel, draw
+from recipes.rows import Row, distinct, grouped, paired, read_rows, spread, where
 
 
 def convergence(optimizer: str, folder: Path, path: Path) -> None:
-    """Draw loss and accuracy against the step, for each number of workers.
-
-    All methods have dense training's learning rate, so that only the sampling differs. Lines are
-    medians over the seeds, in which a run that diverged counts as the worst. A method has no line
-    if half of its runs diverged. The panel then names it.
-    """
+    """Draw loss and accuracy against the step, for each number of workers."""
     lr = chosen_lrs(read_rows(folder / "convergence_tuning.csv"))[optimizer, DENSE]
     rows = where(read_rows(folder / "convergence_curves.csv"), optimizer=optimizer, lr=lr)
     styles = _styles(distinct(rows, "method"))
@@ -91,7 +82,6 @@ def _medians(rows: list[Row], styles: dict[str, dict[str, Any]]) -> Panel:
 
 
 def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
-    """Return color, line style and label of each method's line."""
     names = list(dict.fromkeys(name_of(method) for method in methods if method != DENSE))
     styles = {}
     for method in methods:
@@ -104,42 +94,8 @@ def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def bandit(folder: Path, path: Path) -> None:
-    """Draw excess cost and regret of all forms; only the best of the paper's has a color."""
-    groups = grouped(read_rows(folder / "bandit_curves.csv"), "form")
-    curves = {
-        form: [fmean(values) for values in zip(*map(curve_of, rows), strict=True)]
-        for form, rows in groups.items()
-    }
-    steps = [BLOCK * (i + 1) for i in range(len(curves["uniform"]))]
-    half = len(steps) // 2
-    literal = [form for form in curves if form.startswith("literal")]
-    best = min(literal, key=lambda form: curves[form][half - 1])
-    costs, regrets = [], []
-    for form, curve in curves.items():
-        style: dict[str, Any] = {}
-        if form in literal and form != best:
-            style = {"color": "0.8", "linewidth": 0.8, "zorder": 1}
-        elif form == "uniform":
-            style = {"color": "black", "linestyle": "--", "zorder": 5}
-        label = f"{form} (best)" if form == best else form
-        costs.append(Line(label, steps, [100 * value for value in curve], style=style))
-        regrets.append(Line(label, steps, [BLOCK * v for v in accumulate(curve)], style=style))
-    x = f"step (norms change at {steps[half - 1]:,}); grey: literal, other alphas"
-    marks = {"log": "y", "xmarks": [steps[half - 1]]}
-    left = Panel(
-        x, f"cost above the optimum, % (means over {BLOCK} steps)", "", costs, ymarks=[2], **marks
-    )
-    right = Panel(x, "regret: excess cost summed over the steps", "", regrets, **marks)
-    title = "JointSpar's bandit: cost above the optimum (dotted: 2 %), and regret"
-    draw(path, title, [left, right], size=(6, 4.6), columns=6)
-
-
 def accuracy(folder: Path, path: Path) -> None:
-    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds.
-
-    Runs that failed are left out. Their number is written next to the point.
-    """
+    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds."""
     dense, *others = contenders_of(folder)
     groups: dict[str, list[Contender]] = {}
     for each in others:
@@ -180,44 +136,8 @@ def _points(label: str, own: list[Contender], x: list[float], color: str, marker
     return Line(label, x, means, shown, style, notes=notes)
 
 
-def probabilities(folder: Path, path: Path) -> None:
-    """Draw a heat map of the probabilities of all layers over time, and the kept layers."""
-    log = folder / "metrics.jsonl"
-    # A folder that is resumed can have the finished rows without the log.
-    if not log.is_file():
-        print(f"{log} does not exist, so there is no {path.name}")
-        return
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    layers = list(rows[0]["p"])[::-1]
-    p = [[row["p"][layer] for row in rows] for layer in layers]
-    kept = [[float(layer in row["kept"]) for row in rows] for layer in layers]
-    options = {"interpolation": "nearest", "vmin": 0, "vmax": 1}
-    named = dict(enumerate(layers))
-    left = Panel(
-        *("step", "layer, from the input down to the output"),
-        "probability p of each layer: dark 0, bright 1",
-        cells=Cells(p, options={**options, "cmap": "viridis"}),
-        yticks=named,
-    )
-    right = Panel(
-        "step",
-        title="kept (black)",
-        cells=Cells(kept, options={**options, "cmap": "Greys"}),
-        yticks=named,
-    )
-    share = sum(map(sum, kept)) / (len(rows) * len(layers))
-    last = rows[-1]["p"].values()
-    title = (
-        f"JointSpar keeps {share:.0%} of the layers over {len(rows)} steps; final p from "
-        f"{min(last):.2f} to {max(last):.2f}"
-    )
-    draw(path, title, [left, right], size=(6, 1 + 0.2 * len(layers)))
-
-
 PICTURES = {
     "convergence_sgd": partial(convergence, "sgd"),
     "convergence_lars": partial(convergence, "lars"),
-    "bandit": bandit,
     "accuracy": accuracy,
-    "probabilities": probabilities,
 }

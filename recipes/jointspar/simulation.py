@@ -1,8 +1,7 @@
 """JointSpar on simulated ranks: one process, one copy of the weights, the library's sampler.
 
-The ranks' gradients are computed one after another. A test compares the result with
-:class:`torchcomp.JointSpar` on DDP. What is missing is everything that makes real ranks slow, so
-many workers fit on few cores.
+The ranks' gradients are computed one after another, so many workers fit on few cores. A test
+compares the result with :class:`torchcomp.JointSpar` on DDP.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,20 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from recipes.errors import RecipeError
-from recipes.jointspar.methods import Dense, LayerSampling, Method
+from recipes.jointspar.methods import LayerSampling, Method
 from torchcomp.engine.keys import Key
 from torchcomp.jointspar import Sampler, default_layers
 
 
 class SimulatedRanks:
-    """Average the gradients of simulated ranks, which share ``module``, by a method.
-
-    ``samplers`` has one for each rank, or one for all if the selection is shared; none for dense.
-    """
+    """Average the gradients of simulated ranks, which share ``module``, by a method."""
 
     def __init__(self, module: nn.Module, method: Method, ranks: int, seed: int) -> None:
-        check_simulated(method)
         self._parameters = dict(module.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._parameters.items()}
         self.samplers: list[Sampler] = []
@@ -41,10 +35,9 @@ class SimulatedRanks:
         self._sent: list[float] = []
 
     def backward(self, losses: Sequence[Callable[[], Tensor]]) -> bool:
-        """Store the mean gradients in ``grad``, or None in layers that no rank kept.
+        """Store the mean gradients in ``grad``, None in dropped layers. Return if all are finite.
 
-        ``losses`` has a function for each rank, which returns the loss of its batch. Return whether
-        the mean is finite. If it is not, the caller must end the run.
+        ``losses`` has a function for each rank, which returns the loss of its batch.
         """
         sums: dict[str, Tensor] = {}
         samplers = cycle(self.samplers or [None])
@@ -81,7 +74,6 @@ class SimulatedRanks:
         return float(np.min(p)), float(np.max(p))
 
     def _gradients(self, loss: Tensor, sampler: Sampler | None) -> dict[str, Tensor]:
-        """Return a rank's gradients of its kept layers, divided by p."""
         names = list(self._parameters) if sampler is None else sampler.names(sampler.kept)
         if not names:
             return {}
@@ -94,7 +86,6 @@ class SimulatedRanks:
         return {n: g / float(sampler.p[sampler.layer_of[n]]) for n, g in gradients.items()}
 
     def _learn(self, means: dict[str, Tensor]) -> None:
-        """Update p, and draw the layers of the next step."""
         if not self.samplers:
             return
         kept = [sampler.kept for sampler in self.samplers]
@@ -117,12 +108,3 @@ class SimulatedRanks:
         """Return the running average of this parameter's gradient norm, before division by p."""
         (sampler,) = self.samplers
         return sampler.norm(self._names[id(parameter)])
-
-
-def check_simulated(method: Method) -> None:
-    """Raise RecipeError unless simulated ranks can average by a method."""
-    compressed = isinstance(method, LayerSampling) and method.topk is not None
-    if compressed or not isinstance(method, Dense | LayerSampling):
-        raise RecipeError(
-            f"{method} cannot be simulated: only dense and jointspar(...) can, without topk"
-        )

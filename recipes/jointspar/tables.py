@@ -1,7 +1,7 @@
 """The tables of the pages, from the committed results."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -9,8 +9,19 @@ from pathlib import Path
 
 from recipes.jointspar.convergence import DENSE, QUANTITIES, chosen_lrs
 from recipes.jointspar.methods import LayerSampling, parse_method
-from recipes.rows import Row, best, by_seed, distinct, grouped, over_seeds, read_rows, where
-from recipes.spread import Spread, paired, spread
+from recipes.rows import (
+    Row,
+    Spread,
+    best,
+    by_seed,
+    distinct,
+    grouped,
+    over_seeds,
+    paired,
+    read_rows,
+    spread,
+    where,
+)
 from recipes.tables import TableMaker, markdown_table, table
 from torchcomp.jointspar import Literal
 
@@ -24,7 +35,6 @@ LEVELS = (0.1, 0.01)
 
 
 def name_of(text: str) -> str:
-    """Return a short name of a method, without its budget."""
     method = parse_method(text)
     if not isinstance(method, LayerSampling):
         return method.name
@@ -42,10 +52,7 @@ _NAMED: dict[str, Callable[[str], str]] = {
 
 
 def epochs_to(row: Row, level: float) -> float:
-    """Return the epochs until the training loss is first at most ``level``; NaN if it never is.
-
-    Between two epochs, the logarithm of the loss is interpolated linearly.
-    """
+    """Return the epochs until the training loss is first at most ``level``; NaN if it never is."""
     losses = curve_of(row)
     if losses[0] <= level:
         return 1.0
@@ -56,22 +63,15 @@ def epochs_to(row: Row, level: float) -> float:
 
 
 def curve_of(row: Row) -> list[float]:
-    """Return the values after each epoch."""
     return [value for name, value in row.items() if name.isdecimal()]
 
 
-def _pivot(
-    named: Mapping[str, Callable[[str], object]], rows: list[Row], cell: Callable[[str, int], str]
-) -> str:
-    """Return a table of methods by numbers of workers."""
-    columns = dict(named)
-    for n in sorted(distinct(rows, "workers")):
-        columns[f"{n} workers"] = lambda method, n=n: cell(method, n)
-    return table(columns, distinct(rows, "method"))
+def _by_workers(rows: list[Row], cell: Callable[..., str]) -> dict[str, Callable[..., object]]:
+    counts = sorted(distinct(rows, "workers"))
+    return {f"{n} workers": lambda each, n=n: cell(each, n) for n in counts}
 
 
 def _accuracies(results: Path, optimizer: str, *, same_lr: bool) -> str:
-    """Return test accuracies and differences to dense training."""
     rows = where(read_rows(results / "convergence.csv"), optimizer=optimizer)
     lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
 
@@ -84,11 +84,11 @@ def _accuracies(results: Path, optimizer: str, *, same_lr: bool) -> str:
         )
         return _compared(own, dense, failed_below(dense), alone=method == DENSE)
 
-    return _pivot({**_NAMED, "lr": lambda method: f"{lr(method):g}"}, rows, cell)
+    columns = {**_NAMED, "lr": lambda method: f"{lr(method):g}", **_by_workers(rows, cell)}
+    return table(columns, distinct(rows, "method"))
 
 
 def failed_below(dense: Mapping[int, float]) -> float:
-    """Return the accuracy below which a run has failed."""
     return spread(dense.values()).mean - FAILED
 
 
@@ -112,7 +112,6 @@ def speed_ratios(rows: list[Row], method: str, level: float) -> list[float]:
 
 
 def _reached(rows: list[Row], level: float) -> dict[int, float]:
-    """Return the epochs to a training loss, of the seeds that reach it."""
     found = by_seed(rows, lambda row: epochs_to(row, level))
     return {seed: epochs for seed, epochs in found.items() if not math.isnan(epochs)}
 
@@ -123,7 +122,8 @@ def _speeds(results: Path, optimizer: str) -> str:
     curves = read_rows(results / "convergence_curves.csv")
     rows = where(curves, optimizer=optimizer, lr=lr, quantity=QUANTITIES[0])
 
-    def cell(method: str, level: float, n: int) -> str:
+    def cell(each: tuple[str, float], n: int) -> str:
+        method, level = each
         of_workers = where(rows, workers=n)
         runs = where(of_workers, method=method)
         ours, ratios = _reached(runs, level), speed_ratios(of_workers, method, level)
@@ -142,18 +142,13 @@ def _speeds(results: Path, optimizer: str) -> str:
         head: lambda each, name=name: name(each[0]) for head, name in _NAMED.items()
     }
     columns["loss"] = lambda each: f"{each[1]:g}"
-    for n in sorted(distinct(rows, "workers")):
-        columns[f"{n} workers"] = lambda each, n=n: cell(*each, n)
+    columns |= _by_workers(rows, cell)
     methods = distinct(curves, "method")
     return table(columns, [(method, level) for method in methods for level in LEVELS])
 
 
 def _sets(results: Path) -> str:
-    """Return the layers computed and the bytes sent, the final p, and the largest norm L.
-
-    They are over the runs with both optimizers, in which each method has its own learning rate.
-    Runs that diverged are left out.
-    """
+    """Return the layers computed and the bytes sent, the final p, and the largest norm L."""
     lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
     rows = [
         row
@@ -169,9 +164,7 @@ def _sets(results: Path) -> str:
         own = where(rows, method=method)
         return f"{min(row[low] for row in own):.2g} to {max(row[high] for row in own):.2g}"
 
-    columns = dict(_NAMED)
-    for n in sorted(distinct(rows, "workers")):
-        columns[f"{n} workers"] = lambda method, n=n: cell(method, n)
+    columns = {**_NAMED, **_by_workers(rows, cell)}
     columns["final p"] = lambda method: span(method, "lowest_p", "highest_p")
     columns["L"] = lambda method: (
         span(method, "largest_norm", "largest_norm") if "Literal" in method else ""
@@ -179,15 +172,12 @@ def _sets(results: Path) -> str:
     return table(columns, distinct(rows, "method"))
 
 
-# --- Large batch and wall-clock time --------------------------------------------------------------
+# --- Large batch ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Contender:
-    """A method and an optimizer at the learning rate that the held-out images choose.
-
-    ``tests`` has the test accuracies by learning rate and seed; below ``least``, a run has failed.
-    """
+    """A method and an optimizer at the learning rate that the held-out images choose."""
 
     method: str
     optimizer: str
@@ -198,7 +188,6 @@ class Contender:
 
     @property
     def budget(self) -> float:
-        """Share of the bytes."""
         return parse_method(self.method).budget
 
     @property
@@ -212,7 +201,6 @@ class Contender:
         return {seed: test for seed, test in tests.items() if test >= self.least}
 
     def failed(self, lr: float | None = None) -> int:
-        """Return the number of failed runs."""
         return len(self.tests[lr or self.lr]) - len(self.finished(lr))
 
     @property
@@ -222,7 +210,6 @@ class Contender:
 
 
 def label_of(text: str, optimizer: str) -> str:
-    """Return the name of a method with an optimizer."""
     method = parse_method(text)
     named = {"dense": "dense LARS", "topk": "ef(topk)"}.get(method.name, "")
     if isinstance(method, LayerSampling):
@@ -245,18 +232,6 @@ def contenders_of(results: Path) -> list[Contender]:
     return sorted(found, key=lambda each: each.method != DENSE)
 
 
-def _by_budget(others: Iterable[tuple[float, str, str]], dense: str) -> str:
-    """Return a table of cells (budget, label, text), and a last line with dense training."""
-    cells = {(budget, label): text for budget, label, text in others}
-    labels = list(dict.fromkeys(label for _, label in cells))
-    rows = [
-        [f"{budget:.0%}", *(cells.get((budget, label), "") for label in labels)]
-        for budget in sorted({budget for budget, _ in cells})
-    ]
-    rows.append(["100 %: dense LARS", dense, *[""] * (len(labels) - 1)])
-    return markdown_table(["bytes", *labels], rows)
-
-
 def accuracy_table(results: Path) -> str:
     """Return the accuracies of the large-batch runs, and the differences to dense training."""
     dense, *others = contenders_of(results)
@@ -268,12 +243,18 @@ def accuracy_table(results: Path) -> str:
         count = len(own.tests[own.lr])
         return f"{made}, {own.failed()} of {count} failed" if own.failed() else made
 
+    cells = {(each.budget, each.label): cell(each) for each in others}
+    labels = list(dict.fromkeys(label for _, label in cells))
+    rows = [
+        [f"{budget:.0%}", *(cells.get((budget, label), "") for label in labels)]
+        for budget in sorted({budget for budget, _ in cells})
+    ]
     last = f"{dense.accuracy.with_deviation()}, lr {dense.lr:g}"
-    return _by_budget([(each.budget, each.label, cell(each)) for each in others], last)
+    rows.append(["100 %: dense LARS", last, *[""] * (len(labels) - 1)])
+    return markdown_table(["bytes", *labels], rows)
 
 
 def _pairs(results: Path) -> dict[float, dict[str, Contender]]:
-    """Return learned and uniform p, with running and own norms, by budget."""
     plain = [
         each
         for each in contenders_of(results)
@@ -286,7 +267,6 @@ def _pairs(results: Path) -> dict[float, dict[str, Contender]]:
 
 
 def _difference(pair: Sequence[Contender], lrs: Sequence[float]) -> str:
-    """Return the paired difference of two contenders, and how many runs of each failed."""
     (ours, theirs), (own_lr, their_lr) = pair, lrs
     finished, others = ours.finished(own_lr), theirs.finished(their_lr)
     cells = [paired(finished, others).with_error()] if finished.keys() & others.keys() else []
@@ -295,11 +275,7 @@ def _difference(pair: Sequence[Contender], lrs: Sequence[float]) -> str:
 
 
 def learned_table(results: Path) -> str:
-    """Return the paired differences of learned and uniform p, and the failed runs of both.
-
-    With own norms, the two can have chosen different learning rates. They are also compared at
-    equal ones.
-    """
+    """Return the paired differences of learned and uniform p, and the failed runs of both."""
     lrs = sorted({lr for each in contenders_of(results) for lr in each.tests})
 
     def pair(own: dict[str, Contender], norm: str) -> list[Contender]:
@@ -324,63 +300,6 @@ def learned_table(results: Path) -> str:
     return table(columns, _pairs(results).items())
 
 
-def higher_lr_table(results: Path) -> str:
-    """Return the failed runs and the mean of the others at the higher learning rate."""
-
-    def cell(own: Contender) -> str:
-        lr = max(own.tests)
-        finished = own.finished(lr).values()
-        mean = f"; {spread(finished).with_deviation()}" if finished else ""
-        return f"{own.failed(lr)} of {len(own.tests[lr])}{mean}"
-
-    columns = {
-        "bytes": lambda own: f"{own[0]:.0%}",
-        "learned p: failed; the others": lambda own: cell(own[1]["JointSpar-LARS"]),
-        "uniform p": lambda own: cell(own[1]["uniform dropping"]),
-    }
-    return table(columns, _pairs(results).items())
-
-
-def wall_clock_table(results: Path) -> str:
-    """Return the seconds of a run on two hosts."""
-    rows = read_rows(results / "wall_clock.csv")
-    cells = [
-        (parse_method(row["method"]).budget, label_of(row["method"], row["optimizer"]), row)
-        for row in rows
-    ]
-    others = [(b, label, f"{row['seconds']:.1f} s") for b, label, row in cells if b < 1]
-    (dense,) = where(rows, method=DENSE)
-    return _by_budget(others, f"{dense['seconds']:.1f} s")
-
-
-# --- The other parts ------------------------------------------------------------------------------
-
-
-def bandit_table(results: Path) -> str:
-    """Return the excess cost of both forms of Algorithm 1."""
-    rows = read_rows(results / "bandit.csv")
-    before, after = (name for name in rows[0] if name.startswith("excess_at_"))
-    half = int(before.rpartition("_")[2])
-
-    def steps(own: list[Row]) -> str:
-        found = [row["steps_to_2_percent"] for row in own]
-        return "never" if "never" in found else spread(found).with_deviation(0)
-
-    columns = {
-        "form": lambda own: own[0]["form"],
-        f"after {half:,} steps": lambda own: _percent(over_seeds(own, before)),
-        "steps to 2 %": steps,
-        f"{half:,} steps after a change of norms": lambda own: _percent(over_seeds(own, after)),
-    }
-    return table(columns, grouped(rows, "form").values())
-
-
-def _percent(share: Spread) -> str:
-    digits = 2 if share.mean < 0.02 else 0
-    percent = Spread(100 * share.mean, 100 * share.deviation, share.count)
-    return f"{percent.with_deviation(digits)} %"
-
-
 def network_table(results: Path) -> str:
     """Return the time of a step of ResNet-18 on two hosts."""
 
@@ -393,11 +312,8 @@ def network_table(results: Path) -> str:
 
 
 TABLES: dict[str, TableMaker] = {
-    "bandit": bandit_table,
     "accuracy": accuracy_table,
     "learned": learned_table,
-    "higher_lr": higher_lr_table,
-    "wall_clock": wall_clock_table,
     "network": network_table,
     "sets": _sets,
 }

@@ -1,13 +1,8 @@
 """One run on real ranks with a large batch and warm-up, by one method and one optimizer."""
 
-import json
 import math
-import statistics
-import time
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,7 +60,6 @@ class Batches:
         self._epoch, self._rows = -1, torch.empty(0)
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        """Return this rank's images and labels at a step."""
         epoch, index = divmod(step, self.order.steps_per_epoch)
         if epoch != self._epoch:
             self._epoch, self._rows = epoch, torch.from_numpy(self.order.batches(epoch))
@@ -97,21 +91,11 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The measurements of a finished run on this rank, as texts.
-
-    Attributes:
-        validation, test: accuracy in per cent, or NaN if training diverged.
-        bytes_share: bytes sent, as a share of dense DDP's.
-        step_ms, backward_ms: medians. The backward pass includes the exchange.
-        seconds: duration of all steps, without evaluation.
-    """
+    """Accuracies in per cent, NaN if training diverged, and the share of dense DDP's bytes."""
 
     validation: str
     test: str
     bytes_share: str
-    step_ms: str
-    backward_ms: str
-    seconds: str
 
 
 def train(
@@ -122,55 +106,34 @@ def train(
     optimizer_name: str,
     schedule: Schedule,
     seed: int,
-    log: Path | None = None,
 ) -> Outcome:
-    """Train on this rank's part of every batch. All ranks must pass the same weights.
-
-    Rank 0 writes a line of metrics per step to ``log``.
-    """
+    """Train on this rank's part of every batch. All ranks must pass the same weights."""
     order = TrainOrder(len(images[0].labels), batch, dist.get_rank(), dist.get_world_size(), seed)
     data = Batches(images[0], order)
     model = DistributedDataParallel(module)
     exchange = attach(method, model, seed)
     sampled = exchange if isinstance(method, LayerSampling) else None
     optimizer = build_optimizer(model, optimizer_name, schedule.lr, sampled)
-    writing = log is not None and dist.get_rank() == 0
-    steps, backwards = [], []
-    with log.open("w") if log is not None and writing else nullcontext() as file:
-        for step in range(schedule.steps):
-            for group in optimizer.param_groups:
-                group["lr"] = schedule.lr_at(step)
-            inputs, labels = data.batch(step)
-            begin = time.perf_counter()
-            optimizer.zero_grad()
-            loss = cross_entropy(model(inputs), labels)
-            computed = time.perf_counter()
-            try:
-                loss.backward()
-            except torchcomp.NonFiniteError:
-                # Raised on every rank at the same step, so all of them stop together.
-                break
-            backwards.append(time.perf_counter() - computed)
-            optimizer.step()
-            steps.append(time.perf_counter() - begin)
-            if file is not None:
-                row = exchange.stats.row() if sampled else {}
-                file.write(json.dumps({**row, "step": step + 1, "loss": loss.item()}) + "\n")
+    for step in range(schedule.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = schedule.lr_at(step)
+        inputs, labels = data.batch(step)
+        optimizer.zero_grad()
+        try:
+            cross_entropy(model(inputs), labels).backward()
+        except torchcomp.NonFiniteError:
+            # Raised on every rank at the same step, so all of them stop together.
+            found = [math.nan, math.nan]
+            break
+        optimizer.step()
+    else:
+        found = [evaluate(module, part)[0] for part in images[1:]]
     share = exchange.stats.total_bytes_sent / max(exchange.stats.total_dense_bytes_sent, 1)
-    finished = len(steps) == schedule.steps
-    found = [evaluate(module, part)[0] if finished else math.nan for part in images[1:]]
     exchange.close()
-    medians = [1000 * statistics.median(times or [math.nan]) for times in (steps, backwards)]
-    return Outcome(
-        *(f"{accuracy:.3f}" for accuracy in found),
-        f"{share:.4f}",
-        *(f"{median:.3f}" for median in medians),
-        f"{sum(steps):.2f}",
-    )
+    return Outcome(*(f"{accuracy:.3f}" for accuracy in found), f"{share:.4f}")
 
 
 def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:
-    """Install a method, and return its handle."""
     if isinstance(method, Dense):
         return torchcomp.register(model, "mean", seed=seed)
     if isinstance(method, TopK):
@@ -190,10 +153,7 @@ def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:
 def build_optimizer(
     model: nn.Module, name: str, lr: float, sampled: Sampling | None = None
 ) -> Optimizer:
-    """Return the optimizer; biases and norms have no weight decay.
-
-    Only ``lars`` asks ``sampled`` for the norms of undivided gradients.
-    """
+    """Return the optimizer; only ``lars`` asks ``sampled`` for the norms of undivided gradients."""
     decay = 5e-4
     if name == "sgd":
         vectors = [p for p in model.parameters() if p.dim() <= 1]

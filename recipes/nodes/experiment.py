@@ -18,11 +18,9 @@ import torch
 
 from recipes.errors import exit_on_user_error
 from recipes.experiments import ExperimentParser, ResultTable, fill_on_ranks
-from recipes.nodes.corpus import open_corpus
 from recipes.nodes.modes import MODES
-from recipes.nodes.settings import Settings
 from recipes.nodes.tables import losses
-from recipes.nodes.train import Outcome, train
+from recipes.nodes.train import Outcome, Settings, open_corpus, train
 from recipes.result_files import make_folder
 from recipes.rows import columns
 
@@ -58,7 +56,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = ExperimentParser(__doc__, _HERE, quick_seeds=(0,))
     parsed = parser.read(words)
     parsed.out = parser.output_folder(parsed)
@@ -66,7 +63,6 @@ def parse(words: list[str]) -> argparse.Namespace:
 
 
 def train_once(run: tuple[str, str, int], steps: int) -> Outcome:
-    """Train in a mode, with a method and a seed."""
     mode, compress, seed = run
     settings = Settings(mode=mode, compress=compress, seed=seed, steps=steps, device="cpu")
     outcome = train(settings, torch.device("cpu"))

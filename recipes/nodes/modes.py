@@ -19,22 +19,13 @@ _DIMENSIONS = ("replicate", "shard")
 
 @dataclass(frozen=True)
 class Replica:
-    """This rank's part of a model in training.
+    """This rank's part of a model in training."""
 
-    Attributes:
-        model: what the training loop calls.
-        handle: of the exchange.
-        node_size: ranks per node.
-        flat_card_bytes: bytes that a node sends to others per step; None in two levels, where the
-            handle counts them.
-        sharding_bytes: bytes per step that this rank sends for FSDP2 itself.
-    """
-
-    model: nn.Module
-    handle: torchcomp.Handle
-    node_size: int
+    model: nn.Module  # what the training loop calls
+    handle: torchcomp.Handle  # of the exchange
+    node_size: int  # ranks per node
     flat_card_bytes: int | None = None
-    sharding_bytes: int = 0
+    sharding_bytes: int = 0  # bytes per step that this rank sends for FSDP2 itself
 
     @property
     def between(self) -> int:
@@ -53,7 +44,6 @@ class Replica:
 
     @property
     def residual(self) -> int:
-        """Bytes of the residuals of this rank."""
         slots = self.handle.state_dict()["slots"].values()
         residuals = [slot["tensors"].values() for slot in slots if slot["kind"] == "debt"]
         return sum(tensor.nbytes for tensors in residuals for tensor in tensors)
@@ -80,11 +70,8 @@ def replicate(
 
 
 def _sharding_bytes(model: SmallGPT, ranks: int) -> int:
-    """Return the bytes that a rank sends per step in the collectives of FSDP2.
-
-    Parameters are all-gathered for the forward pass, those of the blocks once more for the backward
-    pass. Gradients are reduce-scattered.
-    """
+    # Parameters are all-gathered for the forward pass, those of the blocks once more for the
+    # backward pass. Gradients are reduce-scattered.
     blocks = sum(_padded_bytes(model.blocks.parameters(), ranks))
     everything = sum(_padded_bytes(model.parameters(), ranks))
     return (2 * everything + blocks) * (ranks - 1) // ranks

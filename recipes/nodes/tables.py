@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows
-from recipes.spread import paired
+from recipes.rows import Row, by_seed, grouped, over_seeds, paired, read_rows
 from recipes.tables import TableMaker, table
 
 _PLAIN = ("mean", "ddp")
@@ -33,7 +32,4 @@ def losses(results: Path, *only: str) -> str:
     return table(columns, shown)
 
 
-TABLES: dict[str, TableMaker] = {
-    "losses": losses,
-    "modes": lambda results: losses(results, _TOPK),
-}
+TABLES: dict[str, TableMaker] = {"losses": losses, "modes": lambda results: losses(results, _TOPK)}

@@ -2,18 +2,15 @@
 
     torchrun --nproc-per-node 4 -m recipes.nodes.train --mode hsdp --compress "ef(topk(0.1))"
 
-On one machine, this runs as two nodes with two ranks each. ``--mode`` is one of
-
-- ``ddp``: DDP, all ranks exchange with all others. With ``--compress mean``, what plain DDP does.
-- ``two-level``: DDP. The ranks of a node average first, uncompressed. The nodes then exchange.
-- ``hsdp``: FSDP2. The ranks of a node share one copy of the model. The copies then exchange.
-
-GPUs use NCCL, CPUs use gloo.
+On one machine, this runs as two nodes with two ranks each. With ``--mode ddp``, all ranks exchange
+with all others. With ``two-level``, the ranks of a node average first, uncompressed. With ``hsdp``,
+they share one copy of the model with FSDP2. GPUs use NCCL, CPUs use gloo.
 """
 
 import gc
 import sys
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -27,33 +24,71 @@ from recipes.distributed import (
     this_worker,
     threads_per_worker,
 )
-from recipes.errors import exit_on_user_error
+from recipes.errors import RecipeError, exit_on_user_error
 from recipes.image_data.order import keyed_seed
 from recipes.nodes import checkpoint
-from recipes.nodes.corpus import open_corpus
-from recipes.nodes.modes import Replica, replicate
-from recipes.nodes.settings import Settings, read_settings
+from recipes.nodes.modes import MODES, Replica, replicate
+from recipes.options import check_batch, check_limits, option, read_options
 from recipes.settings import Settings as WorkerSettings
 from recipes.small_gpt.corpus import Corpus
 from recipes.small_gpt.model import SmallGPT
-from recipes.small_gpt.training import SHAPE, draw, evaluate, new_optimizer, train_step
+from recipes.small_gpt.training import BATCH, LR, SHAPE, draw, evaluate, new_optimizer, train_step
+from torchcomp.specs.spec import parse_aggregator
+
+# Three plays of Shakespeare. README.md names the source.
+TEXT = Path(__file__).with_name("shakespeare.txt")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings of a run. Its nodes are made of consecutive ranks, as torchrun starts them."""
+
+    mode: str = option("hsdp", "how the model is replicated and sharded", choices=MODES)
+    compress: str = option("ef(topk(0.1))", 'what nodes exchange: a spec; "mean" sends everything')
+    ranks_per_node: int = option(2, "ranks that share a network card", min=1)
+    steps: int = option(200, "optimizer steps", min=1)
+    batch: int = option(BATCH, "sequences per step, of all ranks together", min=1)
+    lr: float = option(LR, "peak learning rate of AdamW", above=0)
+    seed: int = option(0, "of weights and batches", min=0)
+    log_every: int = option(20, "steps between two lines", min=1)
+    checkpoint_every: int = option(0, "steps between two checkpoints (0: none)", min=0)
+    resume: bool = option(False, "continue from the newest checkpoint in --out, in any mode")
+    out: str = option("runs/nodes", "folder of the checkpoints")
+    device: str = option(
+        "auto", "auto: a GPU per rank, or the CPU if there is none", choices=("auto", "cpu", "cuda")
+    )
+
+    @property
+    def task(self) -> str:
+        """What a resumed run must keep. The mode and the number of ranks can change."""
+        return f"{self.steps} steps, batch {self.batch}, lr {self.lr:g}, seed {self.seed}"
+
+
+def read_settings(argv: list[str], world_size: int) -> Settings:
+    settings = read_options(Settings, argv)
+    check_limits(settings)
+    parse_aggregator(settings.compress)
+    if world_size % settings.ranks_per_node:
+        raise RecipeError(
+            f"--ranks-per-node {settings.ranks_per_node}: {world_size} ranks cannot be divided "
+            "into nodes of that size. Start as many ranks on each node"
+        )
+    check_batch(settings.batch, world_size)
+    return settings
+
+
+@lru_cache(maxsize=1)
+def open_corpus() -> Corpus:
+    """Return the text. Its paragraphs are speeches; every tenth is held out."""
+    return Corpus.of(TEXT.read_text(), TEXT.name)
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
-
-    Attributes:
-        loss: mean cross-entropy on the validation text after the last step, in nats per character.
-        between: bytes that the ranks of a node sent to other nodes in the last step.
-        inside: bytes that they sent to each other.
-        residual: bytes of the residuals of this rank.
-    """
-
     loss: float
-    between: int
-    inside: int
-    residual: int
+    between: int  # bytes that the ranks of a node sent to other nodes in the last step
+    inside: int  # bytes that they sent to each other
+    residual: int  # bytes of the residuals of this rank
 
 
 @exit_on_user_error(torchcomp.CheckpointError, torchcomp.UnsupportedModelError)
@@ -103,7 +138,6 @@ def _on(device: torch.device, corpus: Corpus) -> Corpus:
 
 
 def _print(step: int, loss: torch.Tensor, replica: Replica) -> None:
-    """Print the mean loss of all ranks, and the bytes of the last step."""
     dist.all_reduce(loss)
     if dist.get_rank() == 0:
         print(

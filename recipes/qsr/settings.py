@@ -4,14 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
-from recipes.errors import RecipeError
-from recipes.lr_schedules import step_decay
-from torchcomp.specs.learning_rates import DECAYS, LRFunction, decaying, warmed_up
+from recipes.optimizers import step_decay
+from torchcomp.specs.learning_rates import LRFunction, decaying, warmed_up
 
 PARALLEL = "parallel"
-MODELS = ("mlp", "vit")
-OPTIMIZERS = ("sgd", "adamw")
-ALL_DECAYS = (*DECAYS, "step")
 METHODS = (PARALLEL, "constant H", "linear", "QSR", "cubic", "post-local", "SWAP")
 MAIN_METHODS = (PARALLEL, "constant H", "QSR")
 FINAL_LR = 1e-6
@@ -23,36 +19,16 @@ _DROPS, _GAMMA = (0.5, 0.75), 0.1
 
 @dataclass(frozen=True)
 class Setting:
-    """What all methods of one comparison share.
-
-    Attributes:
-        label_noise: fraction of the training labels that are replaced by random classes.
-        optimizer: "sgd" (momentum 0.9) or "adamw".
-        decay: of the learning rate after warm-up, one of :data:`ALL_DECAYS`.
-        ranks: K, the workers.
-        batch: images per step, summed over all ranks: each takes a share, as in the paper.
-        epochs: passes over the training images.
-    """
+    """What all methods of one comparison share."""
 
     dataset: str = "digits"
-    label_noise: float = 0.2
+    label_noise: float = 0.2  # fraction of the training labels that are replaced by random classes
     model: str = "mlp"
-    optimizer: str = "sgd"
-    decay: str = "cosine"
-    ranks: int = 4
-    batch: int = 32
-    epochs: int = 120
-
-    def check(self, samples: int) -> None:
-        """Raise RecipeError if the values do not go together, or with the training images."""
-        if self.batch % self.ranks:
-            raise RecipeError(
-                f"--ranks {self.ranks}: expected a divisor of the batch of {self.batch} images"
-            )
-        if self.epochs < 2:
-            raise RecipeError(f"--epochs {self.epochs}: expected at least 2, one of them warm-up")
-        if self.batch > samples:
-            raise RecipeError(f"--batch {self.batch}: expected at most {samples} training images")
+    optimizer: str = "sgd"  # "sgd" (momentum 0.9) or "adamw"
+    decay: str = "cosine"  # of the learning rate after warm-up, such as "cosine" or "step"
+    ranks: int = 4  # K, the workers
+    batch: int = 32  # images per step, summed over all ranks: each takes a share, as in the paper
+    epochs: int = 120  # passes over the training images
 
     def total_steps(self, samples: int) -> int:
         """Return T, the number of steps, for a number of training images."""
@@ -96,27 +72,17 @@ class Run:
 
 @dataclass(frozen=True)
 class Grid:
-    """The points to try: the same number for every method.
+    """The points to try: the same number for every method."""
 
-    Attributes:
-        lrs: peak learning rates of parallel training, by optimizer. The others use the best.
-        weight_decays: of all methods, by optimizer. Each method uses its own best.
-        periods: H of constant H, and of post-local SGD after half of the steps.
-        rules: H_base and the coefficient (alpha, for QSR) divided by the peak learning rate.
-        switches: when SWAP stops averaging every step, as a fraction of the steps after warm-up.
-        map_bases: H_base of the map.
-        map_ratios: alpha divided by the peak learning rate, of the map.
-        seeds: how many seeds every point is tried with.
-    """
-
+    # Peak learning rates of parallel training, by optimizer. The others use the best.
     lrs: Mapping[str, tuple[float, ...]]
     weight_decays: Mapping[str, tuple[float, ...]]
-    periods: tuple[int, ...] = (2, 4, 8)
+    periods: tuple[int, ...] = (2, 4, 8)  # H of constant H, and of post-local SGD
+    # H_base, and the coefficient (alpha, for QSR) divided by the peak learning rate.
     rules: tuple[tuple[int, float], ...] = ((2, 1.0), (4, 1.0), (4, 2.0))
+    # When SWAP stops averaging every step, as a share of the steps after warm-up.
     switches: tuple[float, ...] = (0.5, 0.7, 0.9)
-    map_bases: tuple[int, ...] = (2, 4, 8, 16)
-    map_ratios: tuple[float, ...] = (0.25, 0.5, 1.0, 2.0, 4.0)
-    seeds: int = 3
+    seeds: int = 3  # how many seeds every point is tried with
 
     def points(
         self, method: str, setting: Setting, samples: int, peak: float | None = None
@@ -155,8 +121,6 @@ QUICK_GRID = Grid(
     periods=(4,),
     rules=((2, 1.0),),
     switches=(0.5,),
-    map_bases=(2, 4),
-    map_ratios=(0.5, 1.0),
     seeds=1,
 )
 
@@ -170,12 +134,8 @@ def rule(exponent: int, coefficient: float, h_base: int) -> str:
 
 @dataclass(frozen=True)
 class Study:
-    """One comparison, perhaps with the accuracy during the run and a map of H_base and alpha."""
-
     setting: Setting
     methods: tuple[str, ...] = MAIN_METHODS
-    curves: bool = False
-    map: bool = False
 
 
 SGD_MLP = Setting()
@@ -183,14 +143,12 @@ ADAMW_MLP = Setting(optimizer="adamw")
 ADAMW_VIT = Setting(model="vit", optimizer="adamw", epochs=40)
 
 PARTS = {
-    "sgd_mlp": (Study(SGD_MLP, METHODS, curves=True, map=True),),
-    "adamw_mlp": (Study(ADAMW_MLP, curves=True, map=True),),
-    "adamw_vit": (Study(ADAMW_VIT, curves=True),),
+    "sgd_mlp": (Study(SGD_MLP, METHODS),),
+    "adamw_mlp": (Study(ADAMW_MLP),),
+    "adamw_vit": (Study(ADAMW_VIT),),
     "lengths": tuple(Study(Setting(epochs=epochs)) for epochs in (30, 360)),
     "decays": tuple(Study(Setting(decay=decay)) for decay in ("linear", "step-cosine", "step")),
     "workers": tuple(Study(Setting(ranks=ranks)) for ranks in (2, 8)),
     "clean_labels": (Study(Setting(label_noise=0.0)),),
 }
-"""The published comparisons, by the names that ``--only`` takes."""
-OWN = "own"
-"""The part of a setting that the command line describes."""
+"""The comparisons, by the names that ``--only`` takes."""

@@ -12,15 +12,24 @@ from recipes.qsr.settings import (
     GRID,
     MAIN_METHODS,
     METHODS,
-    OWN,
     PARALLEL,
     PARTS,
     SGD_MLP,
     Point,
     Setting,
 )
-from recipes.rows import Row, build, by_seed, grouped, over_seeds, read_rows, where
-from recipes.spread import Spread, paired, spread
+from recipes.rows import (
+    Row,
+    Spread,
+    build,
+    by_seed,
+    grouped,
+    over_seeds,
+    paired,
+    read_rows,
+    spread,
+    where,
+)
 from recipes.tables import TableMaker, table
 
 _NONE = "–"
@@ -48,11 +57,9 @@ class Entry:
 
     @property
     def by_seed(self) -> dict[int, float]:
-        """Accuracy in per cent by seed."""
         return by_seed(self.rows, "accuracy")
 
     def ahead_of(self, other: "Entry") -> Spread:
-        """Return the difference in accuracy, paired by seed."""
         return paired(self.by_seed, other.by_seed)
 
 
@@ -60,10 +67,8 @@ class Results:
     """Everything that the files of a folder hold."""
 
     def __init__(self, folder: Path) -> None:
-        names = [f"{part}{kind}" for part in (*PARTS, OWN) for kind in ("", "_curves")]
-        found = {n: read_rows(folder / f"{n}.csv") for n in names if (folder / f"{n}.csv").exists()}
-        rows = [row for n, own in found.items() if not n.endswith("_curves") for row in own]
-        self.curves = [row for n, own in found.items() if n.endswith("_curves") for row in own]
+        files = [file for part in PARTS if (file := folder / f"{part}.csv").exists()]
+        rows = [row for file in files for row in read_rows(file)]
         self._by_setting = grouped(rows, lambda row: build(Setting, row))
 
     def settings(self) -> list[Setting]:

@@ -36,15 +36,13 @@ class Images:
     labels: Tensor
 
     def rows(self, chosen: Tensor) -> "Images":
-        """Return some of the images."""
         return Images(self.images[chosen], self.labels[chosen])
 
 
 def draw(seed: int, part: str, label_noise: float) -> tuple[Images, Images]:
     """Return a seed's training images, with its wrong labels, and images to evaluate on.
 
-    The seed is that of the split and the wrong labels, so that differences over the seeds include
-    those of the data. ``part`` is "validation" or "test".
+    Both depend on the seed, so that differences over the seeds include those of the data.
     """
     half = _halves()[part]
     random = torch.Generator().manual_seed(keyed_seed(SPLIT, seed))
@@ -69,7 +67,6 @@ def _halves() -> dict[str, Images]:
 
 
 def inputs(images: Tensor) -> Tensor:
-    """Convert uint8 images to the model's normalised input."""
     return normalise(images, PRESET)
 
 
@@ -82,7 +79,6 @@ def build(model: str, seeds: Sequence[int]) -> nn.Module:
 
 
 def _fresh(seed: int, make: Callable[..., _Model], *shape: Any) -> _Model:
-    """Return a model whose weights depend on the seed alone."""
     # The caller's random state stays as it is.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -125,7 +121,6 @@ class LinearStack(nn.Module):
 
 
 def _stacked(models: Sequence[nn.Sequential]) -> nn.Sequential:
-    """Return S multilayer perceptrons of the same shape as one."""
     layers: list[nn.Module] = [nn.Flatten(2)]
     for same in zip(*models, strict=True):
         layers.append(LinearStack(same) if isinstance(same[0], nn.Linear) else nn.ReLU())

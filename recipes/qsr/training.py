@@ -5,7 +5,6 @@ decides when to average, by :func:`torchcomp.sync_steps`. Tests compare the resu
 ``torchcomp.LocalSGD`` and of plain DDP: they are equal.
 """
 
-import copy
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +28,6 @@ from recipes.qsr.task import (
     inputs,
 )
 
-# The accuracy is measured as many times during a run, at equal distances.
-CURVE_POINTS = 16
 # Images that are augmented at a time. One call for an epoch of the digits is faster than 11.
 _AUGMENTED = 1024
 Batch = tuple[Tensor, Tensor]
@@ -38,22 +35,10 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a run.
-
-    Attributes:
-        accuracy, loss: of the averaged model, in per cent, and its mean cross-entropy.
-        syncs: number of averages of the parameters, or of the gradients.
-        nbytes: bytes that one rank of processes would send, as the library counts them.
-    """
-
     accuracy: float
     loss: float
-    syncs: int
-    nbytes: int
-
-
-Reading = tuple[int, float]
-"""Step and accuracy of the averaged model, at a point of a run."""
+    syncs: int  # number of averages of the parameters, or of the gradients
+    nbytes: int  # bytes that one rank of processes would send, as the library counts them
 
 
 def sync_steps(setting: Setting, point: Point) -> list[int]:
@@ -66,23 +51,16 @@ def sync_steps(setting: Setting, point: Point) -> list[int]:
     )
 
 
-def train(
-    setting: Setting, point: Point, seeds: Sequence[int], part: str, *, curve: bool = False
-) -> list[tuple[Outcome, list[Reading]]]:
-    """Train with all seeds side by side; return the outcome and the curve of each."""
+def train(setting: Setting, point: Point, seeds: Sequence[int], part: str) -> list[Outcome]:
+    """Train with all seeds side by side; return the outcome of each."""
     total, ranks = setting.total_steps(SAMPLES), setting.ranks
     lr_at, ends = setting.lr_function(point.lr, SAMPLES), set(sync_steps(setting, point))
     drawn = [draw(seed, part, setting.label_noise) for seed in seeds]
-    evaluated = [each for _, each in drawn]
     # All ranks start with the same weights.
     model = build(setting.model, [*seeds] * ranks)
     optimizer = build_optimizer(setting, point, model)
-    marks = {round(total * i / CURVE_POINTS) for i in range(1, CURVE_POINTS)} if curve else set()
-    found: list[tuple[int, list[tuple[float, float]]]] = []
     stream = batches(setting, seeds, [each for each, _ in drawn])
     for step, batch in enumerate(itertools.islice(stream, total)):
-        if step in marks:
-            found.append((step, evaluate(averaged(model, setting, len(seeds)), evaluated)))
         optimizer.param_groups[0]["lr"] = lr_at(step)
         optimizer.zero_grad()
         loss_of(model, shard(batch, ranks)).backward()
@@ -91,15 +69,11 @@ def train(
         optimizer.step()
         if step + 1 in ends and point.schedule != PARALLEL:
             average_over_ranks(model, ranks)
-    found.append((total, evaluate(averaged(model, setting, len(seeds)), evaluated)))
     one = sum(parameter.numel() for parameter in model.parameters()) // (ranks * len(seeds))
     dense_bytes = torchcomp.explain("mean", numel=one, world_size=ranks).dense_bytes_sent
-    counts = (len(ends), len(ends) * dense_bytes)
-    points = found if curve else []
-    return [
-        (Outcome(*found[-1][1][i], *counts), [(step, scores[i][0]) for step, scores in points])
-        for i in range(len(seeds))
-    ]
+    # Every run ends with an average: all ranks have the same weights.
+    scores = evaluate(first_models(model, len(seeds)), [each for _, each in drawn])
+    return [Outcome(*score, len(ends), len(ends) * dense_bytes) for score in scores]
 
 
 def shard(batch: Batch, ranks: int) -> Batch:
@@ -110,15 +84,7 @@ def shard(batch: Batch, ranks: int) -> Batch:
     return images, labels
 
 
-def averaged(model: nn.Module, setting: Setting, seeds: int) -> nn.Module:
-    """Return the mean over the ranks, side by side for all seeds, as a copy."""
-    mean = copy.deepcopy(model)
-    average_over_ranks(mean, setting.ranks)
-    return first_models(mean, seeds)
-
-
 def build_optimizer(setting: Setting, point: Point, model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer."""
     parameters, lr, decay = model.parameters(), point.lr, point.weight_decay
     if setting.optimizer == "adamw":
         return torch.optim.AdamW(parameters, lr=lr, weight_decay=decay, fused=True)
@@ -133,10 +99,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def batches(setting: Setting, seeds: Sequence[int], parts: Sequence[Images]) -> Iterator[Batch]:
-    """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch.
-
-    The seeds are those of order and augmentation; ``parts`` are their training images.
-    """
+    """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch."""
     orders = [TrainOrder(SAMPLES, setting.batch, 0, 1, seed) for seed in seeds]
     steps = max(1, _AUGMENTED // setting.batch)
     for epoch in itertools.count():

@@ -17,17 +17,11 @@ VOCABULARY = len(_CHARACTERS)
 
 @dataclass(frozen=True)
 class Corpus:
-    """Character codes of a text, 1-D int64.
+    """Character codes of a text, 1-D int64."""
 
-    Attributes:
-        train: nine of ten paragraphs.
-        validation: every tenth paragraph.
-        name: the source, and a checksum.
-    """
-
-    train: Tensor
-    validation: Tensor
-    name: str
+    train: Tensor  # nine of ten paragraphs
+    validation: Tensor  # every tenth paragraph
+    name: str  # the source, and a checksum
 
     @classmethod
     def of(cls, text: str, source: str) -> "Corpus":

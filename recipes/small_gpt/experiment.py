@@ -22,15 +22,7 @@ from recipes.rows import columns
 from recipes.small_gpt.corpus import open_corpus
 from recipes.small_gpt.pictures import tradeoff
 from recipes.small_gpt.tables import TABLES
-from recipes.small_gpt.training import (
-    BATCH,
-    DENSE,
-    LR,
-    SHAPE,
-    Outcome,
-    split,
-    train,
-)
+from recipes.small_gpt.training import BATCH, DENSE, LR, SHAPE, Outcome, split, train
 from torchcomp.specs.checks import check_count, check_positive
 from torchcomp.specs.spec import parse_aggregator, parse_outer_step
 
@@ -73,7 +65,6 @@ def main() -> None:
 
 
 def parse(words: list[str]) -> argparse.Namespace:
-    """Read the command line."""
     parser = ExperimentParser(__doc__.splitlines()[0], _HERE, quick_seeds=(0,))
     parser.add_argument(
         "--methods",
@@ -114,7 +105,6 @@ def check_method(method: str) -> None:
 
 
 def task(arguments: argparse.Namespace) -> str:
-    """Return the settings that all rows of a table share."""
     return (
         f"{arguments.ranks} ranks, {arguments.steps} steps, batch {BATCH} x {SHAPE.context}, "
         f"peak lr {arguments.lr:g}, {open_corpus().name}"

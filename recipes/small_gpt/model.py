@@ -9,26 +9,14 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of the model.
-
-    Attributes:
-        vocabulary: number of tokens.
-        context: longest sequence.
-        layers: number of blocks.
-        heads: attention heads per block.
-        width: features per token, a multiple of `heads`.
-    """
-
-    vocabulary: int
-    context: int = 32
-    layers: int = 2
-    heads: int = 2
-    width: int = 64
+    vocabulary: int  # number of tokens
+    context: int = 32  # longest sequence
+    layers: int = 2  # number of blocks
+    heads: int = 2  # attention heads per block
+    width: int = 64  # features per token, a multiple of `heads`
 
 
 class Attention(nn.Module):
-    """Causal self-attention."""
-
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads = heads
@@ -36,7 +24,6 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix (batch, time, width) over time."""
         q, k, v = self.qkv(x).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.out(mixed.transpose(1, 2).flatten(2))

@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from recipes.rows import Row, grouped, over_seeds, read_rows, where
+from recipes.rows import Row, Spread, grouped, over_seeds, read_rows, where
 from recipes.small_gpt.training import DENSE
-from recipes.spread import Spread
 from recipes.tables import TableMaker, table
 
 _WARMUP = 'warmup(topk(0.17, values="int4"), steps=60, start=0.34)'
@@ -42,7 +41,6 @@ def compared(folder: Path) -> list[Method]:
 
 
 def others(folder: Path) -> list[Method]:
-    """Return the methods of a folder without plain DDP."""
     return [each for each in compared(folder) if each.name != DENSE]
 
 

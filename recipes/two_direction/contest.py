@@ -1,78 +1,75 @@
-"""The digits and the paper's data: what a worker sends and receives until f is within a gap of f*.
+"""What a worker sends and receives until f is within a gap of f*, by regulariser and n.
 
-* ``contest``: by regulariser and number of workers.
-* ``alpha``: by size of the server's message, and by its price r. A worker pays (1 - r) up + r down
-  for its coordinates. 2Direction's coin then has the probability p for r. With equal messages in
-  both directions that p is the default, 1/(omega + 1), so the messages are smaller downwards.
+Each method uses its best step size 2^i. A reported seed chooses no step: step sizes are tuned on
+the shards and the messages of a seed that is not reported. A second such seed checks the choice:
+where f oscillates, the first can reach the gap by chance with a step that is too large.
 """
 
 import argparse
-import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
-from recipes.experiments import ResultTable
+from recipes.experiments import ResultTable, tuning_seeds
+from recipes.rows import Row, typed, where
 from recipes.two_direction.data_sets import Samples, open_samples
-from recipes.two_direction.methods import METHODS, Messages, Problem
-from recipes.two_direction.race import (
-    CURVE,
-    CURVE_OF,
-    OUTCOME,
-    RUN,
-    Race,
-    Setting,
-    check,
-    race,
-)
+from recipes.two_direction.methods import ACCELERATED, METHODS, Problem
 from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
-from torchcomp.two_direction.theory import Probabilities, priced_probabilities
+from recipes.two_direction.tuning import MethodRun, Tuned, tune
+from torchcomp.two_direction.parameter_server import Simulated
 
-MUS = (0.0, 1e-4, 1e-3, 1e-2)
-WORKERS = (10, 100)
-GAP, GAP_WITHOUT_MU = 1e-6, 1e-3
-"""f - f* to reach. Without a regulariser, f - f* falls too slowly to reach 1e-6."""
-BUDGET = 1_000_000
-"""Coordinates that a run can send."""
+MUS, QUICK_MUS = (0.0, 1e-4, 1e-3, 1e-2), (0.0, 1e-2)
+WORKERS, QUICK_WORKERS = (10, 100), (10,)
+# f - f* to reach. Without a regulariser, f - f* falls too slowly to reach 1e-6.
+GAP, GAP_WITHOUT_MU, QUICK_GAP = 1e-6, 1e-3, 1e-1
+# The methods of the paper's own comparison, and AGD's other form.
 PAPER = ("2Direction", "AGD", "AGD, three sequences", "EF21-P + DIANA")
-"""The methods of the paper's own comparison, and AGD's other form."""
-BUDGET_OF_OTHERS = 300_000
-"""The same for the other methods, which need more than those of the paper in most settings."""
+# Coordinates that a run can send. The others need more than the paper's in most settings.
+BUDGET, BUDGET_OF_OTHERS = 1_000_000, 300_000
 
-DIGITS_D = 650
-PRICES = (0.0, 0.25, 0.5, 0.75, 0.9, 1.0)
-"""The values of r."""
-K_UP = 65
-K_DOWNS = (7, 33, 65, 195, 650)
-PRICED_K_DOWNS = (33, 7)
-"""The values of the server's message, for the sweep of r."""
-_ALPHA_MU, _ALPHA_WORKERS, _QUICK_GAP = 1e-3, 10, 1e-1
-# Up to the largest step that accelerated methods allow, 1/mu.
-_ALPHA_POWERS = range(-4, 10)
-
-Measure = Callable[[], None]
+SHARED = ("n", "mu", "k", "gap")
+RUN = (*SHARED, "method", "power", "seed")
+OUTCOME = ("reached", "iterations", "value", "up", "down", "bytes_up", "bytes_down")
+CURVE_OF, CURVE = ("mu", "method"), ("iterations", "total", "gap")
+# More points would not change the picture.
+_CURVE_POINTS = 100
+# If the second tuning seed fails, try this many smaller step sizes.
+_SMALLER = 3
+# It fails if it needs this many times the coordinates of the first.
+_SLOWER = 4
 
 
-def powers(mu: float) -> range:
-    """Return the i of the step sizes 2^i to try.
+@dataclass(frozen=True)
+class Setting:
+    """What all methods of a race share: the problem, the messages, and the limits of a run."""
 
-    No best one of the contest is at an end, except at 1/mu, the largest of accelerated methods.
-    """
+    case: Callable[[int], tuple[Problem, float]]  # from a seed to the problem and its infimum
+    n: int  # workers
+    mu: float  # strong convexity; 0 is allowed
+    k: int  # values of a compressed message
+    gap: float  # a run ends when f - f* is at most this
+    budget: int  # coordinates, up and down, that a run can send
+    powers: range  # the i of the step sizes 2^i to try
+
+    @property
+    def shared(self) -> tuple[float, ...]:
+        return (self.n, self.mu, self.k, self.gap)
+
+    def steps(self, method: str) -> list[int]:
+        """Return the i of the step sizes 2^i that a method allows."""
+        return [i for i in self.powers if method not in ACCELERATED or 2.0**i * self.mu <= 1]
+
+
+def powers_for(mu: float) -> range:
+    """Return the i to try. No best one is at an end, except at 1/mu."""
     # Without a regulariser, f becomes ever flatter on the way, so larger steps are stable.
     return range(-4, 9) if mu else range(17)
 
 
-def setting(
-    samples: Samples,
-    n: int,
-    mu: float,
-    sent: Messages | None = None,
-    gap: float | None = None,
-    steps: range | None = None,
-) -> Setting:
-    """Return softmax regression on n workers; by default, messages of a tenth of d both ways."""
-    gap = gap or (GAP if mu else GAP_WITHOUT_MU)
-    tenth = max(1, samples.d // 10)
+def setting(samples: Samples, n: int, mu: float, *, quick: bool = False) -> Setting:
+    """Return softmax regression on n workers, with messages of a tenth of d."""
+    gap = QUICK_GAP if quick else GAP if mu else GAP_WITHOUT_MU
 
     # The minimisation takes seconds, and every method needs the same f*.
     @lru_cache(maxsize=16)
@@ -80,103 +77,28 @@ def setting(
         f = SoftmaxRegression(samples.shards(n, seed), mu)
         return f, minimise(f, gap / 100)
 
-    sent = sent or Messages(tenth, tenth)
-    return Setting(samples.name, case, n, mu, sent, gap, BUDGET, steps or powers(mu))
+    k = max(1, samples.d // 10)
+    return Setting(case, n, mu, k, gap, BUDGET, range(-1, 7) if quick else powers_for(mu))
 
 
-def open_contest(arguments: argparse.Namespace) -> Measure:
-    """Check the flags of the contest, and return what measures it."""
-    samples = open_samples(arguments.dataset, arguments.data)
-    k = arguments.k or max(1, samples.d // 10)
-    methods = arguments.methods or [*METHODS]
-    parts: list[tuple[ResultTable, list[Race]]] = []
-    for n in arguments.workers:
-        first = [
-            setting(samples, n, mu, Messages(k, k), arguments.gap, arguments.powers)
-            for mu in arguments.mu
-        ]
-        budgets = (arguments.budget or BUDGET, arguments.budget or BUDGET_OF_OTHERS)
-        races: list[Race] = [
-            (replace(each, budget=budget), own)
-            for budget, own in zip(budgets, _divided(methods), strict=True)
-            for each in first
-            if own
-        ]
+def open_contest(arguments: argparse.Namespace) -> Callable[[], None]:
+    """Open the tables of the contest, and return what measures it."""
+    samples, quick = open_samples(arguments.dataset, arguments.data), arguments.quick
+    parts = []
+    for n in QUICK_WORKERS if quick else WORKERS:
+        settings = [setting(samples, n, mu, quick=quick) for mu in (QUICK_MUS if quick else MUS)]
+        races = [(each, PAPER) for each in settings]
+        if not quick:
+            others = [method for method in METHODS if method not in PAPER]
+            races += [(replace(each, budget=BUDGET_OF_OTHERS), others) for each in settings]
         table = ResultTable(
             arguments.out / f"contest_{samples.name}_n{n}.csv",
-            *(RUN, OUTCOME, _task(samples, n, k, arguments)),
+            *(RUN, OUTCOME, _task(samples, settings[0])),
             resume=arguments.resume,
             curve=CURVE,
             curve_of=CURVE_OF,
         )
         parts.append((table, races))
-    return checked(parts, arguments)
-
-
-def _divided(methods: list[str]) -> tuple[list[str], list[str]]:
-    """Return the paper's methods and the others."""
-    return [m for m in methods if m in PAPER], [m for m in methods if m not in PAPER]
-
-
-def _task(samples: Samples, n: int, k: int, arguments: argparse.Namespace) -> str:
-    budget = (
-        f"at most {arguments.budget:,} coordinates"
-        if arguments.budget
-        else f"at most {BUDGET:,} coordinates for {', '.join(PAPER)} and {BUDGET_OF_OTHERS:,} "
-        "for the others"
-    )
-    ranges = (
-        {"": arguments.powers}
-        if arguments.powers
-        else {" for mu > 0": powers(1.0), " for mu = 0": powers(0.0)}
-    )
-    steps = ", ".join(f"2^{own[0]} to 2^{own[-1]}{name}" for name, own in ranges.items())
-    sizes = f"{n} workers, d = {samples.d}, K = {k}"
-    gap = f", gap {arguments.gap:g}" if arguments.gap else ""
-    return f"{samples.name}, {sizes}, {budget}, step sizes {steps}{gap}"
-
-
-def open_alpha(arguments: argparse.Namespace) -> Measure:
-    """Return what measures the races by size and by price of the server's message."""
-    gap = _QUICK_GAP if arguments.quick else GAP
-    steps = f"step sizes 2^{_ALPHA_POWERS[0]} to 2^{_ALPHA_POWERS[-1]}"
-    where = f"digits, {_ALPHA_WORKERS} workers, mu = {_ALPHA_MU:g}, f - f* to {gap:g}"
-    task = f"{where}, at most {BUDGET:,} coordinates, {steps}"
-    path = arguments.out / "alpha.csv"
-    table = ResultTable(path, RUN, OUTCOME, task, resume=arguments.resume)
-    # One setting for all sizes of messages: f* is then found once.
-    base = setting(open_samples(), _ALPHA_WORKERS, _ALPHA_MU, None, gap, _ALPHA_POWERS)
-    return checked([(table, _alpha_races(base, quick=arguments.quick))], arguments)
-
-
-def _alpha_races(base: Setting, *, quick: bool) -> list[Race]:
-    races: list[Race] = [
-        # AGD's messages are dense: one race is enough.
-        (replace(base, sent=Messages(K_UP, K_DOWNS[0])), ("AGD", "AGD, three sequences"))
-    ]
-    for k in K_DOWNS[1:3] if quick else K_DOWNS:
-        races.append((replace(base, sent=Messages(K_UP, k)), ("EF21-P + DIANA", "2Direction")))
-    for k in K_DOWNS[1:2] if quick else PRICED_K_DOWNS:
-        chances = (chance(Messages(K_UP, k), r) for r in PRICES)
-        # Several prices can have the same probability.
-        for own in dict.fromkeys(each for each in chances if each):
-            races.append((replace(base, sent=Messages(K_UP, k, own)), ("2Direction",)))
-    return races
-
-
-def chance(sent: Messages, r: float) -> Probabilities | None:
-    """Return 2Direction's probabilities for a price r, or None if they are its default."""
-    omega = DIGITS_D / sent.k_up - 1
-    found = priced_probabilities(omega, d=DIGITS_D, k_up=sent.k_up, k_down=sent.k_down, r=r)
-    # The default is p = tau = 1/(omega + 1).
-    return None if math.isclose(found.p, 1 / (omega + 1)) else found
-
-
-def checked(parts: list[tuple[ResultTable, list[Race]]], arguments: argparse.Namespace) -> Measure:
-    """Check all races before the first one, and return what runs them."""
-    for _, races in parts:
-        for each, methods in races:
-            check(each, methods, arguments.seeds)
 
     def measure() -> None:
         for table, races in parts:
@@ -184,3 +106,107 @@ def checked(parts: list[tuple[ResultTable, list[Race]]], arguments: argparse.Nam
                 race(each, methods, arguments.seeds, table)
 
     return measure
+
+
+def _task(samples: Samples, one: Setting) -> str:
+    steps = ", ".join(
+        f"2^{own[0]} to 2^{own[-1]} for {name}"
+        for name, own in (("mu > 0", powers_for(1.0)), ("mu = 0", powers_for(0.0)))
+    )
+    quick = "" if one.gap == GAP_WITHOUT_MU else ", quick"
+    return (
+        f"{samples.name}, {one.n} workers, d = {samples.d}, K = {one.k}, at most {BUDGET:,} "
+        f"coordinates for {', '.join(PAPER)} and {BUDGET_OF_OTHERS:,} for the others, step sizes "
+        f"{steps}{quick}"
+    )
+
+
+def race(
+    setting: Setting, methods: Sequence[str], seeds: Sequence[int], table: ResultTable
+) -> None:
+    """Run what the table lacks; save each run, with the curve of each method's first one."""
+    print(f"\n{setting.n} workers, mu = {setting.mu:g}: f - f* <= {setting.gap:g}")
+    for method in methods:
+        known = where(typed(table.rows), method=method)
+        known = [row for row in known if tuple(row[name] for name in SHARED) == setting.shared]
+        for power, seed, done in measure(setting, method, seeds, known):
+            points = [] if known else curve(done, setting.case(seed)[1])
+            table.add((*setting.shared, method, power, seed), outcome(done), points)
+            known = [*known, *typed(table.rows[-1:])]
+        print(line(known), flush=True)
+
+
+def measure(
+    setting: Setting, method: str, seeds: Sequence[int], known: Sequence[Row]
+) -> Iterator[tuple[int, int, MethodRun]]:
+    """Run the seeds that the ``known`` rows lack; yield the power, the seed and the run of each."""
+    failed_on = tuning_seeds(seeds, 1)[0]
+    missing = [seed for seed in seeds if seed not in {row["seed"] for row in known}]
+    if not missing or [row["seed"] for row in known] == [failed_on]:
+        return
+    if known:
+        power = known[0]["power"]
+    else:
+        best = tuned(setting, method, seeds)
+        power = best.power
+        if not best.run.reached:
+            yield power, failed_on, best.run
+            return
+    for seed in missing:
+        yield power, seed, run(setting, method, power, seed)
+
+
+def tuned(setting: Setting, method: str, seeds: Sequence[int]) -> Tuned:
+    """Return the method's step size 2^i, chosen with the tuning seeds of the reported ``seeds``."""
+    first, second = tuning_seeds(seeds, 2)
+    f, least = setting.case(first)
+    best = tune(
+        lambda step: METHODS[method](f, Simulated(setting.n, first), setting.k, step),
+        f.value,
+        target=least + setting.gap,
+        budget=setting.budget,
+        powers=setting.steps(method),
+    )
+    if not best.run.reached:
+        return best
+    limited = replace(setting, budget=min(setting.budget, _SLOWER * best.run.cost))
+    for power in range(best.power, best.power - 1 - _SMALLER, -1):
+        if run(limited, method, power, second).reached:
+            return replace(best, power=power)
+    return best
+
+
+def run(setting: Setting, method: str, power: int, seed: int) -> MethodRun:
+    """Run a method with step size 2^power until it reaches the gap or spends the budget."""
+    f, least = setting.case(seed)
+    built = METHODS[method](f, Simulated(setting.n, seed), setting.k, 2.0**power)
+    out = MethodRun(built, f.value, least + setting.gap)
+    out.advance(setting.budget)
+    return out
+
+
+def outcome(done: MethodRun) -> tuple[Any, ...]:
+    last, sent = done.curve[-1], done.curve[-1].traffic
+    counts = (sent.up_coordinates, sent.down_coordinates, sent.up_bytes, sent.down_bytes)
+    return (done.reached, last.iterations, last.value, *counts)
+
+
+def curve(done: MethodRun, least: float) -> list[tuple[Any, ...]]:
+    """Return about :data:`_CURVE_POINTS` points of a run, with the cells of :data:`CURVE`."""
+    stride = -(-len(done.curve) // _CURVE_POINTS)
+    points = [*done.curve[:-1:stride], done.curve[-1]]
+    return [
+        (point.iterations, point.traffic.coordinates, f"{point.value - least:.6g}")
+        for point in points
+    ]
+
+
+def line(rows: Sequence[Row]) -> str:
+    """Return a method's line of the printed table, over all seeds."""
+    reached = [row["up"] + row["down"] for row in rows if row["reached"]]
+    power = f"2^{rows[0]['power']}"
+    name = f"{rows[0]['method']:<22}{power:>6}{len(reached):>4} of {len(rows)}"
+    if not reached:
+        return f"{name}   not within {rows[0]['up'] + rows[0]['down']:,} coordinates"
+    spread = f"{min(reached):,} to {max(reached):,} coordinates"
+    return f"{name}   {sum(reached) / len(reached):,.0f} coordinates ({spread})"

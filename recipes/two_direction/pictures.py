@@ -5,28 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from recipes.pictures import Cells, Line, Panel, draw, spreads
-from recipes.rows import Row, distinct, read_rows, where
-from recipes.spread import Spread
+from recipes.pictures import Line, Panel, Picture, draw, spreads
+from recipes.rows import Row, Spread, distinct, read_rows, where
 from recipes.two_direction.contest import PAPER
 from recipes.two_direction.methods import METHODS
-from recipes.two_direction.quadratics import MAP_PRICES, D
-from recipes.two_direction.tables import (
-    OURS,
-    Cost,
-    cheapest,
-    priced,
-    ratio,
-    reached,
-    thousands,
-    tie,
-)
+from recipes.two_direction.tables import reached, thousands
 
 # Every method has the same colour in all pictures.
 COLOURS = {method: f"C{index}" for index, method in enumerate(METHODS)}
 _TRAFFIC = "thousand coordinates, up and down"
-# The map's text must fit into its cells.
-_SHORT = {"AGD, three sequences": "AGD 3-seq.", "EF21-P + DIANA": "EF21-P+\nDIANA"}
 
 
 def contest(name: str, folder: Path, path: Path) -> None:
@@ -82,55 +69,6 @@ def _gap(rows: Sequence[Row], curves: Sequence[Row]) -> Panel:
     )
 
 
-def winners(folder: Path, path: Path) -> None:
-    """Draw the map of winners: condition number by omega, for each n and price."""
-    rows = read_rows(folder / "winners.csv")
-    panels = [
-        [_map(where(rows, n=n), r, f"n = {n}, r = {r:g}") for r in MAP_PRICES]
-        for n in sorted(distinct(rows, "n"))
-    ]
-    title = (
-        "Cells: the method that pays least, and how many times more the second pays (in brackets "
-        f"2Direction, if it is neither)\nPrice (1 − r) up + r down; quadratics, d = {D}; means of "
-        f"{_seeds(rows)}"
-    )
-    draw(path, title, *panels, size=(4.6, 3.7))
-
-
-def _map(rows: list[Row], r: float, title: str) -> Panel:
-    mus = sorted(distinct(rows, "mu"), reverse=True)
-    ks = sorted(distinct(rows, "k_up"), reverse=True)
-    found = [[_cell(where(rows, mu=mu, k_up=k), priced(r)) for mu in mus] for k in ks]
-    values = [[COLOURS[best] if best else "white" for best, _ in line] for line in found]
-    return Panel(
-        x="condition number L/mu",
-        y="omega of RandK",
-        title=title,
-        cells=Cells(values, [[text for _, text in line] for line in found]),
-        xticks={x: f"{1 / mu:,.0f}" for x, mu in enumerate(mus)},
-        yticks={y: f"{D / k - 1:g}" for y, k in enumerate(ks)},
-    )
-
-
-def _cell(rows: list[Row], cost: Cost) -> tuple[str, str]:
-    """Return the cheapest method of a cell of the map, and its text."""
-    ranked = cheapest(rows, METHODS, cost)
-    if not ranked:
-        return "", ""
-    best, least = ranked[0]
-    text, second = _SHORT.get(best, best), ""
-    if len(ranked) > 1:
-        second, pays = ranked[1]
-        text += f"\n{pays / least:.2f}x"
-        times = ratio(where(rows, method=second), where(rows, method=best), cost)
-        if times and tie(times):
-            text += f",\na tie with\n{_SHORT.get(second, second)}"
-    ours = dict(ranked).get(OURS)
-    if ours and OURS not in (best, second):
-        text += f" ({ours / least:.2f}x)"
-    return best, text
-
-
 def _line(method: str, groups: Mapping[float, list[Row]], **more: Any) -> Line:
     costs = {x: reached(rows, thousands) for x, rows in groups.items()}
     return _means(method, costs, **_style(method), **more)
@@ -151,8 +89,8 @@ def _seeds(rows: list[Row]) -> str:
     return f"{count} seeds" if count > 1 else "one seed"
 
 
-PICTURES = {
-    "contest_digits_n10": partial(contest, "contest_digits_n10"),
-    "contest_digits_n100": partial(contest, "contest_digits_n100"),
-    "winners": winners,
-}
+def picture(name: str) -> Picture:
+    return partial(contest, name)
+
+
+PICTURES = {name: picture(name) for name in ("contest_digits_n10", "contest_digits_n100")}

@@ -16,10 +16,7 @@ _ITERATIONS = 200
 
 
 class SoftmaxRegression:
-    """The problem on equal shards, evaluated for all workers in one batch.
-
-    A shard can lack samples of some classes.
-    """
+    """The problem on equal shards, evaluated for all workers in one batch."""
 
     def __init__(self, shards: Sequence[Samples], mu: float) -> None:
         # (workers, samples of a worker, features)
@@ -58,8 +55,6 @@ def minimise(f: SoftmaxRegression, certainty: float) -> float:
     """Return the infimum f* of f, found by L-BFGS.
 
     Without a regulariser, f can have no minimum: f* is then 0, if the classes can be separated.
-    Otherwise, the error is estimated under the assumption that there is a minimum, no further from
-    the last point than that point is from 0.
     """
     gradients = f.gradients(range(f.n))
     x = torch.zeros(f.d, dtype=torch.float64, requires_grad=True)

@@ -2,25 +2,11 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
 
-from recipes.rows import Row, by_seed, grouped, over_seeds, read_rows, where
-from recipes.spread import Spread, spread
+from recipes.rows import Row, Spread, by_seed, over_seeds, read_rows, spread, where
 from recipes.tables import TableMaker, table
-from recipes.two_direction.contest import (
-    DIGITS_D,
-    K_DOWNS,
-    K_UP,
-    MUS,
-    PAPER,
-    PRICED_K_DOWNS,
-    PRICES,
-    WORKERS,
-    chance,
-)
-from recipes.two_direction.methods import METHODS, Messages
-from recipes.two_direction.quadratics import MAP_PRICES, D
-from recipes.two_direction.race import shared_by
+from recipes.two_direction.contest import MUS, PAPER, WORKERS
+from recipes.two_direction.methods import METHODS
 
 OURS = "2Direction"
 Cost = Callable[[Row], float]
@@ -37,22 +23,13 @@ def megabytes(row: Row) -> float:
     return float(row["bytes_up"] + row["bytes_down"]) / 1e6
 
 
-def priced(r: float, unit: str = "") -> Cost:
-    """Return the cost at a price of the downlink: thousands of (1 - r) up + r down."""
-    up, down = f"{unit}up", f"{unit}down"
-    return lambda row: ((1 - r) * row[up] + r * row[down]) / 1000
-
-
 def reached(rows: list[Row], cost: Cost) -> Spread | None:
     """Return the cost over the seeds, or None unless all runs reached the gap."""
     return over_seeds(rows, cost) if rows and all(row["reached"] for row in rows) else None
 
 
 def ratio(ours: list[Row], theirs: list[Row], cost: Cost) -> Spread | None:
-    """Return how many times more ``ours`` cost than ``theirs``, seed by seed.
-
-    None unless all runs of both reached the gap, with a seed in common.
-    """
+    """Return how many times more ``ours`` cost than ``theirs``, seed by seed."""
     if reached(ours, cost) is None or reached(theirs, cost) is None:
         return None
     least = by_seed(theirs, cost)
@@ -99,7 +76,6 @@ def _costs(n: int, methods: Iterable[str], cost: Cost, digits: int = 1) -> Table
 
 
 def _ranking(results: Path) -> str:
-    """Return who sends least, and how much more 2Direction sends than each rival."""
     rows = _contest(results)
     columns: dict[str, Callable[[list[Row]], object]] = {
         "n": lambda own: own[0]["n"],
@@ -134,70 +110,6 @@ def _more(rows: list[Row], rival: str, cost: Cost) -> str:
     return f"{more.with_error(1)} %"
 
 
-def _sizes(results: Path) -> str:
-    rows = where(read_rows(results / "alpha.csv"), p=0.0)
-    columns: dict[str, Callable[[int], str]] = {"K down / d": lambda k: f"{k / DIGITS_D:.2f}"}
-    for method in (OURS, "EF21-P + DIANA"):
-        columns[method] = lambda k, method=method: _cost(
-            where(rows, method=method, k_down=k), thousands
-        )
-    return table(columns, K_DOWNS)
-
-
-def chosen_p(k_down: int, r: float) -> float:
-    """Return the probability of 2Direction's coin for a price, 0 for its default."""
-    found = chance(Messages(K_UP, k_down), r)
-    return found.p if found else 0.0
-
-
-def _prices(results: Path) -> str:
-    rows = read_rows(results / "alpha.csv")
-
-    def cost(at: tuple[int, float], method: str, **wanted: object) -> str:
-        return _cost(where(rows, method=method, **wanted), priced(at[1]))
-
-    columns = {
-        "K down": lambda at: at[0],
-        "r": lambda at: f"{at[1]:g}",
-        "p for r": lambda at: f"{chosen_p(*at):.3f}" if chosen_p(*at) else "default",
-        "2Direction, default p": lambda at: cost(at, OURS, k_down=at[0], p=0.0),
-        "2Direction, p for r": lambda at: cost(at, OURS, k_down=at[0], p=chosen_p(*at)),
-        "EF21-P + DIANA": lambda at: cost(at, "EF21-P + DIANA", k_down=at[0]),
-        "AGD, three sequences": lambda at: cost(at, "AGD, three sequences"),
-    }
-    return table(columns, [(k_down, r) for k_down in PRICED_K_DOWNS for r in PRICES])
-
-
-def _wins(results: Path) -> str:
-    """Return where 2Direction pays least, or as little as the cheapest, of the map's cells."""
-    found: list[dict[str, Any]] = []
-    for own in grouped(read_rows(results / "winners.csv"), shared_by).values():
-        for r in MAP_PRICES:
-            names = [method for method, _ in cheapest(own, PAPER, priced(r))]
-            rival = next(name for name in names if name != OURS)
-            ours, theirs = where(own, method=OURS), where(own, method=rival)
-            times = ratio(theirs, ours, priced(r))
-            if times is None or (names[0] != OURS and not tie(times)):
-                continue
-            in_bytes = ratio(theirs, ours, priced(r, "bytes_"))
-            named = {"r": f"{r:g}", "rival": rival, "times": times, "in_bytes": in_bytes}
-            found.append({**own[0], **named})
-    columns = {
-        "n": lambda each: each["n"],
-        "L/mu": lambda each: f"{1 / each['mu']:,.0f}",
-        "omega": lambda each: f"{D / each['k_up'] - 1:g}",
-        "r": lambda each: each["r"],
-        "best rival": lambda each: each["rival"],
-        "it pays, in coordinates": lambda each: _times(each["times"]),
-        "in bytes": lambda each: _times(each["in_bytes"]),
-    }
-    return table(columns, found)
-
-
-def _times(own: Spread) -> str:
-    return f"{own.mean:.2f} ± {own.error:.2f} times as much"
-
-
 TABLES: dict[str, TableMaker] = {
     "paper_10": _costs(10, PAPER, thousands),
     "coordinates_10": _costs(10, METHODS, thousands),
@@ -205,7 +117,4 @@ TABLES: dict[str, TableMaker] = {
     "megabytes_10": _costs(10, PAPER, megabytes, 2),
     "megabytes_100": _costs(100, PAPER, megabytes, 2),
     "ranking": _ranking,
-    "sizes": _sizes,
-    "prices": _prices,
-    "wins": _wins,
 }

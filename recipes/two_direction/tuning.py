@@ -1,12 +1,8 @@
 """Tuning of step sizes 2^i: run all candidates side by side and pause those that fall far behind.
 
 Advance the cheapest candidate, in small portions. Pause it if the best one so far was better at an
-eighth of its cost. Resume it only if that best one fails, which means that it diverges or spends
-its budget without reaching the target. Few candidates therefore cost much more than the winner, and
-none is given up because of one that later diverges or stalls.
-
-This is a heuristic. If the best candidate reaches the target late, a paused one might have been
-cheaper.
+eighth of its cost. Resume it only if that best one fails: it diverges, or spends its budget without
+reaching the target. This is a heuristic: a paused one might have been cheaper.
 """
 
 import math
@@ -34,39 +30,20 @@ _EXPLODED = 1e6
 
 @dataclass(frozen=True)
 class Point:
-    """One point of a curve.
-
-    Attributes:
-        iterations: done so far.
-        traffic: what one worker sent and received so far.
-        value: f at the method's solution.
-    """
-
-    iterations: int
-    traffic: ServerTraffic
-    value: float
+    iterations: int  # done so far
+    traffic: ServerTraffic  # what one worker sent and received so far
+    value: float  # f at the method's solution
 
 
 @dataclass
 class MethodRun:
-    """A run of a method with one step size, which can be advanced in portions.
+    """A run of a method with one step size, which can be advanced in portions."""
 
-    f is evaluated in each of the first 200 iterations, and then about every 1 %: a run can end 1 %
-    after it reaches its target.
-
-    Attributes:
-        method: the method.
-        value: f.
-        target: the run ends when f is at most this.
-        curve: the points so far.
-        best: the lowest f so far.
-    """
-
-    method: Method
-    value: Callable[[Tensor], float]
-    target: float = -math.inf
-    curve: list[Point] = field(default_factory=list, init=False)
-    best: float = field(default=math.inf, init=False)
+    method: Method  # the method
+    value: Callable[[Tensor], float]  # f
+    target: float = -math.inf  # the run ends when f is at most this
+    curve: list[Point] = field(default_factory=list, init=False)  # the points so far
+    best: float = field(default=math.inf, init=False)  # the lowest f so far
 
     def __post_init__(self) -> None:
         self._append(self.value(self.method.solution))
@@ -113,17 +90,8 @@ class MethodRun:
 
 @dataclass(frozen=True)
 class Tuned:
-    """The outcome of a tuning.
-
-    Attributes:
-        power: the winner's i, of the step size 2^i.
-        run: the winner's run.
-        abandoned: the coordinates that each other i had sent when the tuning ended.
-    """
-
-    power: int
-    run: MethodRun
-    abandoned: dict[int, int]
+    power: int  # the winner's i, of the step size 2^i
+    run: MethodRun  # the winner's run
 
 
 def tune(
@@ -149,11 +117,10 @@ def tune(
     if not finite:
         raise SpecError(f"every step size of 2^{sorted(runs)} diverged", "powers")
     power = min(finite, key=lambda i: _rank(runs[i]))
-    return Tuned(power, runs[power], {i: run.cost for i, run in runs.items() if i != power})
+    return Tuned(power, runs[power])
 
 
 def _cap(runs: Collection[MethodRun], budget: float) -> float:
-    """Return the cost at which a run can no longer win."""
     return min([budget, *(run.cost for run in runs if run.reached)])
 
 

@@ -5,9 +5,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch.distributed.run
@@ -17,198 +15,124 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from recipes.cluster import launch
 from recipes.settings import read_settings
 from recipes.signals import REQUEUE, SIGNALS
-from tests.recipes.forked_ranks import RECIPES
+from tests.recipes.runs import RECIPES
 from tests.support.commands import ROOT, run
 from tests.support.patience import PATIENCE
 
 CLUSTER = RECIPES / "cluster"
 BATCH_SCRIPT = CLUSTER / "slurm.sbatch"
-SHELL_SCRIPTS = [BATCH_SCRIPT, *(Path(__file__).parent / "slurm_stand_ins").iterdir()]
 
 
-# Slurm.
-
-
-@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
-def test_shell_scripts_parse(script: Path) -> None:
-    run(["bash", "-n", script])
-
-
-@pytest.mark.parametrize("script", SHELL_SCRIPTS, ids=lambda path: path.name)
-def test_shell_scripts_pass_shellcheck(script: Path) -> None:
+def test_scripts_and_manifests_are_clean():
     # Beside the interpreter, as pip installs it: the folder need not be in PATH.
     shellcheck = Path(sys.executable).parent / "shellcheck"
-    run([shellcheck, "--shell=bash", "--severity=warning", script])
+    run([shellcheck, "--shell=bash", "--severity=warning", BATCH_SCRIPT])
+    run([sys.executable, "-m", "yamllint", "-d", "relaxed", *CLUSTER.glob("*.yaml")])
 
 
-def test_slurm_signals_the_batch_script_and_may_requeue_it() -> None:
+def test_slurm_signals_the_batch_script_and_may_requeue_it():
     text = BATCH_SCRIPT.read_text()
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=?(.*)$", text, flags=re.MULTILINE))
-    assert options["signal"] == "B:USR1@120"
-    assert options["open-mode"] == "append"
-    assert options["requeue"] == ""
-    assert (options["nodes"], options["gpus-per-node"]) == ("8", "8")
     # The launcher starts the ranks of a node.
-    assert options["ntasks-per-node"] == "1"
+    wanted = {"signal": "B:USR1@120", "open-mode": "append", "requeue": "", "nodes": "8"}
+    wanted |= {"gpus-per-node": "8", "ntasks-per-node": "1"}
+    assert wanted.items() <= options.items()
     assert f"\nrequeue={REQUEUE}\n" in text
 
 
-def batch_script(tmp_path: Path, cwd: Path, scontrol: str) -> tuple[int, str, list[str]]:
-    """Run the batch script with an ``srun`` that ends at once, and with a ``scontrol``.
+SIGNAL = 'if [ "$1" = show ]; then kill -USR1 "$SCRIPT"; fi'
 
-    Returns:
-        The exit code, what the script has printed, and the calls of both commands.
-    """
-    for name, body in (("srun", ""), ("scontrol", scontrol)):
+
+@pytest.mark.parametrize(("scontrol", "srun"), [(SIGNAL, ""), ("", f"exit {REQUEUE}")])
+def test_a_signal_before_the_ranks_start_or_a_code_of_theirs_requeues_the_job(
+    scontrol, srun, tmp_path
+):
+    for name, body in (("srun", srun), ("scontrol", scontrol)):
         (tmp_path / name).write_text(f'#!/bin/bash\necho "{name} $*" >>{tmp_path}/calls\n{body}\n')
         (tmp_path / name).chmod(0o755)
     names = ["SLURM_JOB_NODELIST", "SLURM_NNODES", "SLURM_GPUS_ON_NODE", "SLURM_CPUS_PER_TASK"]
     variables = {"PATH": f"{tmp_path}:{os.environ['PATH']}", **dict.fromkeys(names, "1")}
-    ended = subprocess.run(
-        ["bash", "-c", f'SCRIPT=$$ exec bash "{BATCH_SCRIPT}"'],
-        cwd=cwd,
-        env=os.environ | variables | {"SLURM_JOB_ID": "7"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
-    calls = tmp_path / "calls"
-    lines = calls.read_text().splitlines() if calls.exists() else []
-    return ended.returncode, ended.stdout + ended.stderr, lines
-
-
-def test_a_signal_before_the_ranks_start_requeues_the_job(tmp_path: Path) -> None:
-    signal_the_script = 'if [ "$1" = show ]; then kill -USR1 "$SCRIPT"; fi'
-    code, _, calls = batch_script(tmp_path, ROOT, signal_the_script)
-    assert code == REQUEUE
-    assert calls == ["scontrol show hostnames 1", "scontrol requeue 7"]
-
-
-def nccl_settings(interface: str, *more: str) -> dict[str, str]:
-    """Return what the batch script exports, to jobs that were submitted with the variables."""
-    variables = " ".join([f"INTERFACE={interface}", *more])
-    command = f"env -i {variables} bash -c 'set -a; source nccl_25g.env; env'"
-    lines = run(["bash", "-c", command], cwd=CLUSTER).stdout.splitlines()
-    pairs = dict(line.split("=", 1) for line in lines)
-    return {name: value for name, value in pairs.items() if name.startswith(("NCCL_", "GLOO_"))}
+    command = ["bash", "-c", f'SCRIPT=$$ exec bash "{BATCH_SCRIPT}"']
+    environment = os.environ | variables | {"SLURM_JOB_ID": "7"}
+    assert subprocess.run(command, cwd=ROOT, env=environment).returncode == REQUEUE
+    calls = [line.split()[:2] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert [calls[0], calls[-1]] == [["scontrol", "show"], ["scontrol", "requeue"]]
+    assert (len(calls) == 2) == (scontrol == SIGNAL)
 
 
 # Kubernetes.
 
 
-@pytest.fixture
-def job() -> dict[str, Any]:
-    return read_yaml("trainjob.yaml")
-
-
-@pytest.fixture
-def runtime() -> dict[str, Any]:
-    return read_yaml("runtime.yaml")
-
-
-def read_yaml(name: str) -> dict[str, Any]:
-    content: dict[str, Any] = yaml.safe_load((CLUSTER / name).read_text())
+def read_yaml(name):
+    content = yaml.safe_load((CLUSTER / name).read_text())
     assert content["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
     return content
 
 
-@pytest.mark.parametrize("manifest", sorted(CLUSTER.glob("*.yaml")), ids=lambda path: path.name)
-def test_manifests_pass_yamllint(manifest: Path) -> None:
-    rules = "{extends: default, rules: {document-start: disable, line-length: {max: 100}, "
-    rules += "braces: {max-spaces-inside: 1}, comments: {min-spaces-from-content: 1}}}"
-    run([sys.executable, "-m", "yamllint", "--strict", "-d", rules, manifest])
-
-
-def only_job(template: dict[str, Any]) -> dict[str, Any]:
-    """Return the spec of the only Kubernetes job in a runtime, or in a patch of one."""
-    (replicated,) = template["spec"]["replicatedJobs"]
-    assert replicated["name"] == "node"
-    spec: dict[str, Any] = replicated["template"]["spec"]
-    return spec
-
-
-def test_the_job_starts_the_launcher_with_valid_flags(job: dict[str, Any]) -> None:
-    trainer = job["spec"]["trainer"]
+def test_the_job_starts_the_launcher_with_valid_flags_and_the_nccl_settings():
+    trainer = read_yaml("trainjob.yaml")["spec"]["trainer"]
     assert trainer["command"][1:] == ["-m", launch.__spec__.name]
     assert trainer["args"][:2] == ["-m", "recipes.train"]
     settings = read_settings(trainer["args"][2:])
     assert settings.auto_resume
     assert settings.checkpoint_every > 0
+    # What the batch script exports, to jobs that were submitted with the variables.
+    command = "env -i INTERFACE=eth0 bash -c 'set -a; source nccl_25g.env; env'"
+    lines = run(["bash", "-c", command], cwd=CLUSTER).stdout.splitlines()
+    pairs = dict(line.split("=", 1) for line in lines if line.startswith(("NCCL_", "GLOO_")))
+    assert {entry["name"]: entry["value"] for entry in trainer["env"]} == pairs
 
 
-def test_the_job_has_the_nccl_settings_of_the_batch_script(job: dict[str, Any]) -> None:
-    found = {entry["name"]: entry["value"] for entry in job["spec"]["trainer"]["env"]}
-    assert found == nccl_settings("eth0")
-
-
-def test_the_runtime_restarts_interrupted_jobs(runtime: dict[str, Any]) -> None:
-    assert runtime["kind"] == "ClusterTrainingRuntime"
-    assert runtime["metadata"]["labels"]["trainer.kubeflow.org/framework"] == "torch"
-    assert runtime["spec"]["mlPolicy"]["torch"] == {}
-    template = runtime["spec"]["template"]
-    (rule,) = template["spec"]["failurePolicy"]["rules"]
+def test_the_runtime_restarts_interrupted_jobs():
+    template = read_yaml("runtime.yaml")["spec"]["template"]["spec"]
+    (rule,) = template["failurePolicy"]["rules"]
     assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
-    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
-    spec = only_job(template)
-    exit_code, disruption = spec["podFailurePolicy"]["rules"]
+    (replicated,) = template["replicatedJobs"]
+    exit_code, disruption = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
     assert exit_code["onExitCodes"]["values"] == [REQUEUE]
     assert disruption["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert {exit_code["action"], disruption["action"]} == {"FailJob"}
-    assert spec["template"]["spec"]["restartPolicy"] == "Never"
 
 
 # The launcher.
 
 
 @pytest.fixture
-def _handlers() -> Iterator[None]:
+def ended_by(monkeypatch):
+    """Call the launcher, whose ranks end with these codes, and return how it ends."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
-    yield
+
+    def call(codes, argv=("script.py",)):
+        failures = {r: ProcessFailure(r, 0, code, "") for r, code in enumerate(codes)}
+
+        def main(argv):
+            raise ChildFailedError("recipes.train", failures)
+
+        monkeypatch.setattr(torch.distributed.run, "main", main)
+        with pytest.raises((SystemExit, ChildFailedError)) as ended:
+            launch.main(list(argv))
+        return ended.value
+
+    yield call
     signal.set_wakeup_fd(-1)
     for number, handler in before.items():
         signal.signal(number, handler)
 
 
-def end_ranks_with(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    failures = {
-        rank: ProcessFailure(local_rank=rank, pid=0, exitcode=code, error_file="")
-        for rank, code in enumerate(codes)
-    }
-
-    def main(argv: list[str]) -> None:
-        raise ChildFailedError("recipes.train", failures)
-
-    monkeypatch.setattr(torch.distributed.run, "main", main)
+def test_the_launcher_exits_with_the_code_of_interrupted_ranks_alone(ended_by):
+    # torchrun stopped the second rank; both ranks were starting.
+    for codes in ([REQUEUE], [REQUEUE, -signal.SIGTERM], [-signal.SIGUSR1] * 2):
+        assert ended_by(codes).code == REQUEUE
+        # A signal while Python ends must not change the code.
+        assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
+    for codes in ([1], [1, REQUEUE], [-signal.SIGKILL, -signal.SIGTERM]):
+        assert isinstance(ended_by(codes), ChildFailedError)
 
 
-@pytest.mark.usefixtures("_handlers")
-@pytest.mark.parametrize(
-    "codes",
-    [
-        [REQUEUE],
-        [REQUEUE, -signal.SIGTERM],  # torchrun stopped the second rank
-        [-signal.SIGUSR1, -signal.SIGUSR1],  # both ranks were starting
-    ],
-)
-def test_the_launcher_exits_with_the_code_of_interrupted_ranks(
-    codes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_ranks_with(codes, monkeypatch)
-    with pytest.raises(SystemExit) as exit_:
-        launch.main(["script.py"])
-    assert exit_.value.code == REQUEUE
-    # A signal while Python ends must not change the code.
-    assert {signal.getsignal(number) for number in SIGNALS} == {signal.SIG_IGN}
-
-
-@pytest.mark.usefixtures("_handlers")
-@pytest.mark.parametrize("codes", [[1], [1, REQUEUE], [-signal.SIGKILL, -signal.SIGTERM]])
-def test_the_launcher_reports_other_failures_as_torchrun_does(
-    codes: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    end_ranks_with(codes, monkeypatch)
-    with pytest.raises(ChildFailedError):
-        launch.main(["script.py"])
+def test_the_launcher_refuses_restarts_by_torchrun(ended_by, monkeypatch):
+    assert "--max-restarts" in ended_by([1], ["--max-restarts", "3", "script.py"]).code
+    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
+    assert "--max-restarts" in ended_by([1]).code
 
 
 # In place of torch: waits in C, where Python runs no handler, for a lock that nobody releases.
@@ -220,24 +144,20 @@ lock(mutex), lock(mutex)
 """
 
 
-def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path: Path) -> None:
+def test_a_signal_while_the_launcher_starts_asks_for_a_requeue(tmp_path):
     (tmp_path / "torch.py").write_text(TORCH_THAT_WAITS)
-    ended = subprocess.run(
-        [sys.executable, "-m", "recipes.cluster.launch", "script.py"],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(tmp_path)},
-        timeout=PATIENCE,
+    command = [sys.executable, "-m", "recipes.cluster.launch", "script.py"]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    assert (
+        subprocess.run(command, cwd=ROOT, env=environment, timeout=PATIENCE).returncode == REQUEUE
     )
-    assert ended.returncode == REQUEUE
 
 
-def test_a_signal_after_the_ranks_have_ended_does_not_ask_for_a_requeue(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_signal_after_the_ranks_have_ended_does_not_ask_for_a_requeue(monkeypatch):
     reader, writer = os.pipe()
     os.write(writer, bytes([signal.SIGUSR1] * 2))
     os.close(writer)
-    children, passed_on, exits = iter([[17], []]), list[int](), list[int]()
+    children, passed_on, exits = iter([[17], []]), [], []
     monkeypatch.setattr(launch, "_children", lambda: next(children))
     monkeypatch.setattr(os, "kill", lambda pid, number: passed_on.append(pid))
     monkeypatch.setattr(os, "_exit", exits.append)
@@ -245,20 +165,3 @@ def test_a_signal_after_the_ranks_have_ended_does_not_ask_for_a_requeue(
         launch._pass_on(reader)
     os.close(reader)
     assert (passed_on, exits) == ([17], [])
-
-
-def error_of_the_launcher(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the message with which the launcher ends before it starts a rank."""
-    end_ranks_with([1], monkeypatch)
-    with pytest.raises(SystemExit) as exit_:
-        launch.main(argv)
-    assert isinstance(exit_.value.code, str)
-    return exit_.value.code
-
-
-@pytest.mark.usefixtures("_handlers")
-def test_the_launcher_refuses_restarts_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ["--max-restarts", "3", "script.py"]
-    assert "--max-restarts" in error_of_the_launcher(flags, monkeypatch)
-    monkeypatch.setenv("PET_MAX_RESTARTS", "2")
-    assert "--max-restarts" in error_of_the_launcher(["script.py"], monkeypatch)

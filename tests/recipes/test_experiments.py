@@ -1,73 +1,46 @@
 """The shared parts of the experiments: flags, tables that resume, spreads, tables of pages."""
 
-import argparse
 import importlib
 import math
-import shlex
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-from recipes import page_tables
 from recipes.errors import RecipeError
-from recipes.experiments import (
-    PROVENANCE,
-    ExperimentParser,
-    Part,
-    ResultTable,
-    fill,
-    run_parts,
-    tuning_seeds,
-)
+from recipes.experiments import ExperimentParser, ResultTable
 from recipes.page_tables import filled, pages
-from recipes.pictures import Cells, Line, Panel, draw, spreads
-from recipes.result_files import read_csv, read_notes
-from recipes.rows import best, build, by_seed, cells, columns, grouped, read_rows, where
-from recipes.spread import Spread, paired, spread
-from recipes.tables import table
+from recipes.rows import best, paired, spread
+from tests.recipes.runs import RECIPES
 
 HOME = Path("recipes") / "work"
-RECIPES = Path(page_tables.__file__).parent
 EXPERIMENTS = sorted(path.parent.name for path in RECIPES.glob("*/experiment.py"))
-RESULTS = sorted(path.relative_to(RECIPES) for path in RECIPES.glob("*/results/**/*.csv"))
-# Their programs were part of version 0.1.0 alone.
-DROPPED = {"backward.csv", "on_ranks.csv", "scaling.csv", "selection.csv"}
 
 
-def parser() -> ExperimentParser:
-    return ExperimentParser("text", HOME, ("one", "two"), seeds=(0, 1), quick_seeds=(0,))
+def read(*words):
+    parser = ExperimentParser("text", HOME, ("one", "two"), seeds=(0, 1), quick_seeds=(0,))
+    parsed = parser.read(words)
+    return parsed, parser.output_folder(parsed)
 
 
-@pytest.mark.parametrize(
-    ("words", "seeds"),
-    [([], (0, 1)), (["--quick"], (0,)), (["--seeds", "7, 3,7"], (7, 3))],
-)
-def test_seeds_are_a_list(words: list[str], seeds: tuple[int, ...]) -> None:
-    assert parser().read(words).seeds == seeds
-    assert parser().read([*words, "--only", "two", "one", "two"]).only == ["one", "two"]
-
-
-@pytest.mark.parametrize("text", ["", "1,", "-1", "1.5", "a", "1;2", str(2**32)])
-def test_a_bad_list_of_seeds_is_named(text: str) -> None:
-    with pytest.raises(RecipeError, match="--seeds"):
-        parser().read([f"--seeds={text}"])
-
-
-def test_other_seeds_do_not_overwrite_the_published_results() -> None:
-    def folder(*words: str, published: bool = True) -> Path:
-        return parser().output_folder(parser().read(words), published=published)
-
-    assert folder() == folder("--seeds", "0,1") == HOME / "results"
-    assert folder("--seeds", "3,7") == folder(published=False) == Path("runs/work")
-    assert folder("--seeds", "3", "--quick") == Path("runs/work-quick")
-    assert folder("--seeds", "3", "--out", "mine") == Path("mine")
+def test_other_seeds_do_not_overwrite_the_published_results():
+    for words, seeds, folder in (
+        ([], (0, 1), HOME / "results"),
+        (["--seeds", "0,1"], (0, 1), HOME / "results"),
+        (["--seeds", "7, 3,7"], (7, 3), Path("runs/work")),
+        (["--quick"], (0,), Path("runs/work-quick")),
+        (["--seeds", "3", "--out", "mine"], (3,), Path("mine")),
+    ):
+        parsed, out = read(*words, "--only", "two", "one", "two")
+        assert (parsed.seeds, out, parsed.only) == (seeds, folder, ["one", "two"])
     with pytest.raises(RecipeError, match="--quick"):
-        folder("--quick", "--out", str(HOME / "results"))
+        read("--quick", "--out", str(HOME / "results"))
+    for text in ("", "1,", "-1", "1.5", "a", "1;2", str(2**32)):
+        with pytest.raises(RecipeError, match="--seeds"):
+            read(f"--seeds={text}")
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
-def test_all_experiments_have_the_same_flags(name: str, tmp_path: Path) -> None:
+def test_all_experiments_have_the_same_flags(name, tmp_path):
     program = importlib.import_module(f"recipes.{name}.experiment")
     words = ["--seeds", "3,7,11", "--quick", "--resume", "--out", str(tmp_path / "new")]
     parsed = program.parse(words)
@@ -76,196 +49,40 @@ def test_all_experiments_have_the_same_flags(name: str, tmp_path: Path) -> None:
     for flag, value in (("--seeds", "a"), ("--only", "nothing"), ("--unknown", "1")):
         with pytest.raises(RecipeError, match=flag):
             program.parse([flag, value])
-    assert not parsed.out.exists()
-
-
-@pytest.mark.parametrize("path", [p for p in RESULTS if p.name not in DROPPED], ids=str)
-def test_published_rows_name_a_command_that_makes_them(path: Path) -> None:
-    rows = read_csv(RECIPES / path)
-    if set(PROVENANCE) - set(rows[0]):
-        assert path.stem.endswith("_curves") or "command" in read_notes(RECIPES / path)
-        return
-    seeds: dict[str, set[int]] = {}
-    for row in rows:
-        seeds.setdefault(row["command"], set()).update([int(row["seed"])] if "seed" in row else [])
-    for command, measured in seeds.items():
-        python, flag, module, *words = shlex.split(command)
-        assert (python, flag, module.split(".")[1]) == ("python", "-m", path.parts[0])
-        # A part of JointSpar, or lr_inside, is also a program of its own name.
-        part = module.split(".")[2]
-        only = [] if part == "experiment" else ["--only", part]
-        program = importlib.import_module(f"recipes.{path.parts[0]}.experiment")
-        parsed = program.parse([*only, *words])
-        assert measured <= {*parsed.seeds, *tuning_seeds(parsed.seeds, 3)}
-
-
-# --- Tables that resume ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Place:
-    lr: float
-    method: str
-
-
-@dataclass(frozen=True)
-class Run:
-    place: Place
-    seed: int
-
-
-def opened(tmp_path: Path, *, resume: bool, task: str = "a task", **more: object) -> ResultTable:
-    path = tmp_path / "runs.csv"
-    return ResultTable(path, columns(Run), ("loss",), task, resume=resume, **more)
-
-
-RUNS = [Run(Place(0.1, "a"), 0), Run(Place(0.1, "b"), 0)]
-
-
-def test_a_table_measures_what_it_lacks_and_every_row_says_how(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    measured: list[Run] = []
-
-    def measure(run: Run) -> tuple[str, list[tuple[int, int]]]:
-        measured.append(run)
-        return "1.5", [(1, 2), (2, 3)]
-
-    curve = {"curve": ("step", "value")}
-    for command, runs in (("first", RUNS[:1]), ("second", RUNS)):
-        monkeypatch.setattr("sys.argv", ["/private/recipes/work/experiment.py", command])
-        fill(opened(tmp_path, resume=command == "second", **curve), runs, measure)
-    assert measured == RUNS
-    rows = read_rows(tmp_path / "runs.csv")
-    assert [build(Run, row) for row in rows] == RUNS
-    module = "python -m recipes.work.experiment"
-    assert [row["command"] for row in rows] == [f"{module} first", f"{module} second"]
-    assert all(row["versions"] and row["date"] for row in rows)
-    curves = read_rows(tmp_path / "runs_curves.csv")
-    assert [(row["method"], row["step"]) for row in curves] == [
-        ("a", 1),
-        ("a", 2),
-        ("b", 1),
-        ("b", 2),
-    ]
-
-
-@pytest.mark.parametrize(
-    "damage", ["task", "columns", b"c", b"c,2,3,4,5,6,7,8", bytes(range(128, 256))]
-)
-def test_a_file_that_cannot_be_resumed_is_refused(damage: str | bytes, tmp_path: Path) -> None:
-    opened(tmp_path, resume=False).add(RUNS[0], 1)
-    path = tmp_path / "runs.csv"
-    whole = path.read_bytes()
-    if damage == "columns":
-        path.write_bytes(whole.replace(b"loss", b"accuracy"))
-    elif isinstance(damage, bytes):
-        path.write_bytes(whole + damage if damage[:1] == b"c" else damage)
-    before = path.read_bytes()
-    with pytest.raises(RecipeError, match=r"runs\.csv"):
-        opened(tmp_path, resume=True, task="other" if damage == "task" else "a task")
-    assert path.read_bytes() == before
-
-
-def test_all_parts_are_checked_before_the_first_one_and_a_wrong_result_ends_with_1(
-    tmp_path: Path,
-) -> None:
-    done: list[str] = []
-
-    def part(name: str, problems: list[str]) -> Part:
-        def start(arguments: argparse.Namespace) -> object:
-            done.append(f"open {name}")
-            return lambda: done.append(name) or problems
-
-        return Part(start)
-
-    arguments = argparse.Namespace(only=["a", "b"], out=tmp_path)
-    with pytest.raises(SystemExit, match="not 3"):
-        run_parts(arguments, {"a": part("a", ["not 3"]), "b": part("b", [])})
-    assert done == ["open a", "open b", "a", "b"]
-
-
-# --- Rows, spreads, tables and pictures -----------------------------------------------------------
-
-
-def test_rows_are_typed_selected_and_grouped(tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("# task: x\nseed,lr,ok,name\n0,0.1,True,a\n1,0.1,False,b\n")
-    rows = read_rows(tmp_path / "a.csv")
-    assert rows[0] == {"seed": 0, "lr": 0.1, "ok": True, "name": "a"}
-    assert where(rows, ok=False, lr=0.1) == rows[1:]
-    assert list(grouped(rows, "lr", "name")) == [(0.1, "a"), (0.1, "b")]
-    assert by_seed(rows, lambda row: row["lr"] * 10) == {0: 1.0, 1: 1.0}
-    assert cells((RUNS[0], "x")) == (0.1, "a", 0, "x")
-
-
-def test_the_best_choice_has_the_best_mean_and_a_diverged_run_counts_as_nothing() -> None:
-    rows = [{"lr": 1, "acc": 90.0}, {"lr": 1, "acc": 90.0}]
-    rows += [{"lr": 2, "acc": 99.0}, {"lr": 2, "acc": math.nan}]
-    assert best(rows, "lr", "acc") == 1
-    assert best(rows, "lr", lambda row: 1, lambda row: row["lr"]) == 2
-
-
-def test_spread_of_values_and_of_paired_differences() -> None:
-    assert spread([1, 2, 3]) == Spread(2.0, 1.0, 3)
-    assert spread([1, 2, 3]).error == pytest.approx(1 / math.sqrt(3))
-    # Seeds 0 and 1 differ by 1 and 3. Only one side has seed 2.
-    difference = paired({0: 2.0, 1: 5.0, 2: 9.0}, {1: 2.0, 0: 1.0})
-    assert (difference.mean, difference.count) == (2.0, 2)
-    assert difference.with_error() == "+2.00 ± 1.00"
-    with pytest.raises(ValueError, match="seed"):
-        paired({0: 1.0}, {1: 1.0})
-
-
-@pytest.mark.parametrize(
-    ("values", "text"),
-    [
-        ([1, 2, 3], "2.0 ± 1.0"),
-        ([1.0], "1.0"),
-        ([-0.001], "0.0"),
-        # A small deviation does not look like none, as far as two digits more show it.
-        ([1.0, 1.004], "1.002 ± 0.003"),
-        ([1.0, 1.00001], "1.0 ± 0.0"),
-    ],
-)
-def test_a_spread_as_text(values: list[float], text: str) -> None:
-    assert spread(values).with_deviation(1) == text
-
-
-def test_a_picture_has_lines_errors_and_cells(tmp_path: Path) -> None:
-    line = spreads("a", {1: spread([1, 2]), 2: spread([3])}, marker="o")
-    assert (line.y, line.error[1]) == ([1.5, 3], 0.0)
-    band = Line("b", [1, 2], [1, 2], [0.1, 0.2], band=True, notes=["here"])
-    panels = [Panel("x", "y", "t", [line, band], log="xy", legend=True)]
-    panels.append(Panel(cells=Cells([[1, 2]], [["1", "2"]])))
-    draw(tmp_path / "new" / "a.png", "a title that is longer than a line " * 8, panels)
-    assert (tmp_path / "new" / "a.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("page", list(pages()), ids=lambda page: f"{page.parent.name}/{page.name}")
-def test_the_tables_of_the_pages_are_those_of_the_results(page: Path) -> None:
+def test_the_tables_of_the_pages_are_those_of_the_results(page):
     text = page.read_text()
     assert text == filled(text), "run python -m recipes.page_tables"
 
 
-def test_a_table_is_written_between_its_marks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = {"numbers": lambda results: table({"a": abs, "b": lambda _: results.parent.name}, [-1])}
-    monkeypatch.setattr(page_tables, "_made_by", lambda folder, kind: made)
-    text = "before\n<!-- table: work/numbers -->\nold\n<!-- end -->\nafter"
-    assert filled(text) == (
-        "before\n<!-- table: work/numbers -->\n"
-        "| a | b |\n| --- | --- |\n| 1 | work |\n<!-- end -->\nafter"
-    )
+def test_a_file_that_cannot_be_resumed_is_refused(tmp_path):
+    def opened(resume):
+        return ResultTable(tmp_path / "runs.csv", ("run",), ("loss",), "a task", resume=resume)
+
+    opened(resume=False).add(("a",), (1,))
+    path = tmp_path / "runs.csv"
+    whole = path.read_bytes()
+    damaged = [whole.replace(b"loss", b"accuracy"), whole + b"c", whole + b"c,2,3,4,5,6,7,8"]
+    for content in (*damaged, bytes(range(128, 256)), whole.replace(b"a task", b"other")):
+        path.write_bytes(content)
+        with pytest.raises(RecipeError, match=r"runs\.csv"):
+            opened(resume=True)
+        assert path.read_bytes() == content
+    path.write_bytes(whole)
+    assert opened(resume=True).missing([("a",), ("b",)]) == [("b",)]
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "<!-- table: small_gpt/dense -->\nno end",
-        "<!-- table: small_gpt/dense -->\n<!-- table: small_gpt/dense -->\n<!-- end -->",
-        "<!-- table: small_gpt/unknown -->\n<!-- end -->",
-        "<!-- table: unknown/dense -->\n<!-- end -->",
-    ],
-)
-def test_a_bad_mark_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError):
-        filled(text)
+def test_spreads_and_paired_differences():
+    # Seeds 0 and 1 differ by 1 and 3. Only one side has seed 2.
+    difference = paired({0: 2.0, 1: 5.0, 2: 9.0}, {1: 2.0, 0: 1.0})
+    assert (difference.mean, difference.count) == (2.0, 2)
+    assert difference.with_error() == "+2.00 ± 1.00"
+    texts = {(1, 2, 3): "2.0 ± 1.0", (1.0,): "1.0", (-0.001,): "0.0"}
+    # A small deviation does not look like none, as far as two digits more show it.
+    texts |= {(1.0, 1.004): "1.002 ± 0.003", (1.0, 1.00001): "1.0 ± 0.0"}
+    assert {values: spread(values).with_deviation(1) for values in texts} == texts
+    # A run that diverged counts as nothing.
+    accuracies = [(1, 90.0), (1, 90.0), (2, 99.0), (2, math.nan)]
+    assert best([{"lr": lr, "accuracy": each} for lr, each in accuracies], "lr", "accuracy") == 1

@@ -1,12 +1,11 @@
-"""The small GPT on nodes: its modes agree, count their bytes, and load each other's checkpoints."""
+"""The small GPT: its model, its text and its experiment, and its modes on nodes: they agree, count
+their bytes, and load each other's checkpoints."""
 
 import hashlib
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,14 +15,17 @@ import torch.distributed as dist
 import torchcomp
 from recipes.errors import RecipeError
 from recipes.nodes import experiment, train
-from recipes.nodes.corpus import TEXT, open_corpus
 from recipes.nodes.modes import MODES, replicate
-from recipes.nodes.settings import Settings, read_settings
+from recipes.nodes.train import TEXT, Settings, open_corpus, read_settings
 from recipes.result_files import read_csv
-from recipes.small_gpt.corpus import VOCABULARY, Corpus
-from recipes.small_gpt.model import SmallGPT
+from recipes.rows import read_rows
+from recipes.small_gpt import experiment as small_gpt
+from recipes.small_gpt import tables
+from recipes.small_gpt.corpus import VOCABULARY, Corpus, windows
+from recipes.small_gpt.model import Shape, SmallGPT
 from recipes.small_gpt.training import SHAPE
 from tests.fsdp.runs import NEEDS_HOOK
+from tests.recipes.runs import RECIPES, quick
 from tests.support import commands
 from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes
@@ -31,36 +33,71 @@ from torchcomp import SpecError
 
 # One selection per parameter: the same in DDP's buckets as in FSDP2's units.
 TOPK = 'ef(topk(0.1, scope="tensor"))'
+LOCAL = 'every(8) with compress=quantize("int8")'
 CPU = torch.device("cpu")
 
 
-def test_the_text_is_that_of_the_page() -> None:
+def test_a_prediction_depends_on_earlier_tokens_only():
+    torch.manual_seed(0)
+    model = SmallGPT(Shape(vocabulary=11, context=8))
+    tokens = torch.randint(11, (2, 8))
+    changed = tokens.clone()
+    changed[:, 5:] = (tokens[:, 5:] + 1) % 11
+    torch.testing.assert_close(model(changed)[:, :5], model(tokens)[:, :5])
+    assert not torch.allclose(model(changed)[:, 5:], model(tokens)[:, 5:])
+
+
+def test_the_text_is_that_of_the_page_and_its_parts_share_no_paragraph():
     digest = hashlib.sha256(TEXT.read_bytes()).hexdigest()
     assert digest in (TEXT.parent / "README.md").read_text()
-    corpus = open_corpus()
-    assert 300_000 < len(corpus.train) + len(corpus.validation) < len(TEXT.read_text())
-    assert int(corpus.train.max()) < VOCABULARY
+    assert int(open_corpus().train.max()) < VOCABULARY
+    corpus = Corpus.of("\n\n".join(f"paragraph {i % 30}" for i in range(60)), "made")
+    assert len(corpus.train) > 8 * len(corpus.validation)
+    inputs, targets = windows(corpus.train, torch.tensor([0, 7]), 5)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+def test_a_quick_run_and_resume(tmp_path, monkeypatch):
+    methods = ("--methods", LOCAL, "ef(topk(0.1))", "--steps", "4", "--seeds", "3")
+    quick("small_gpt", tmp_path, monkeypatch, *methods)
+    rows = read_rows(tmp_path / "runs.csv")
+    assert [row["method"] for row in rows] == ["dense", LOCAL, "ef(topk(0.1))"]
+    assert (tmp_path / "tradeoff.png").is_file()
+
+
+def test_the_published_results_are_complete_and_agree():
+    found = {each.name: each for each in tables.others(RECIPES / "small_gpt" / "results")}
+    assert found["ef(topk(0.01))"].saving == pytest.approx(78.6, abs=0.1)
+    assert all(each.excess.count == 5 for each in found.values())
+    rows = read_csv(TEXT.parent / "results" / "runs.csv")
+    losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
+    assert set(losses) == set(product(MODES, experiment.METHODS, "01234"))
+    for seed in "01234":
+        assert len({losses[mode, "mean", seed] for mode in MODES}) == 1
+        assert abs(losses["hsdp", TOPK, seed] - losses["two-level", TOPK, seed]) < 0.00045
+
+
+# Nodes.
 
 
 @contextmanager
-def short_text() -> Iterator[None]:
+def short_text():
     """Train on a piece of the text, which is evaluated in milliseconds."""
     with patch.object(train, "open_corpus", lambda: Corpus.of(TEXT.read_text()[:20_000], "piece")):
         yield
 
 
-def outcome(mode: str, spec: str, steps: int = 2, **options: Any) -> train.Outcome:
-    settings = Settings(mode=mode, compress=spec, steps=steps, **options)
-    return train.train(settings, CPU)
+def outcome(mode, spec, steps=2, **options):
+    return train.train(Settings(mode=mode, compress=spec, steps=steps, **options), CPU)
 
 
-def in_all_modes() -> dict[tuple[str, str], train.Outcome]:
+def in_all_modes():
     with short_text():
         return {(mode, spec): outcome(mode, spec) for spec in ("mean", TOPK) for mode in MODES}
 
 
 @NEEDS_HOOK
-def test_modes_agree() -> None:
+def test_modes_agree():
     found = on_processes(4, in_all_modes)
     assert len({tuple(each.items()) for each in found}) == 1
     losses = {key: each.loss for key, each in found[0].items()}
@@ -70,7 +107,6 @@ def test_modes_agree() -> None:
     assert losses["ddp", TOPK] != pytest.approx(losses["two-level", TOPK], abs=1e-5)
     model = SmallGPT(SHAPE)
     plan = torchcomp.explain(TOPK, model=model, world_size=4, nodes=2).nodes
-    assert plan is not None
     flat, two, hsdp = (found[0][mode, TOPK] for mode in MODES)
     assert (flat.between, two.between) == (plan.flat_card_bytes, plan.card_bytes)
     assert hsdp.between == pytest.approx(two.between, rel=0.01)
@@ -79,12 +115,12 @@ def test_modes_agree() -> None:
     assert (flat.residual, two.residual, hsdp.residual) == (residual, residual // 2, residual // 2)
 
 
-def collectives_of_fsdp() -> tuple[int, int]:
+def collectives_of_fsdp():
     """The bytes that a rank sends in the collectives of FSDP2 per step: counted, and planned."""
     replica, sent = replicate(SmallGPT(SHAPE), "hsdp", "mean", 2, CPU), [0]
 
-    def counted(collective: Any) -> Any:
-        def call(*args: Any, **named: Any) -> Any:
+    def counted(collective):
+        def call(*args, **named):
             tensors = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
             # The tensor of all ranks. A rank sends, or receives and sends on, all but its own part.
             sent[0] += max(each.nbytes for each in tensors) // 2
@@ -101,12 +137,12 @@ def collectives_of_fsdp() -> tuple[int, int]:
 
 
 @NEEDS_HOOK
-def test_the_bytes_of_fsdp_itself() -> None:
+def test_the_bytes_of_fsdp_itself():
     for counted, planned in on_processes(4, collectives_of_fsdp):
         assert counted == planned > 0
 
 
-def resumed(folder: str) -> tuple[list[float], list[float], str, str]:
+def resumed(folder):
     """The losses of an HSDP and of a DDP run, those of resumed runs, and two errors."""
     with short_text():
         starts = [killed(mode, f"{folder}/{mode}") for mode in ("hsdp", "ddp")]
@@ -119,7 +155,7 @@ def resumed(folder: str) -> tuple[list[float], list[float], str, str]:
     return starts, losses, repr(other), repr(missing)
 
 
-def killed(mode: str, folder: str) -> float:
+def killed(mode, folder):
     """Run for 4 steps, and leave the checkpoints as if the run had been killed after step 2."""
     loss = outcome(mode, TOPK, steps=4, out=folder, checkpoint_every=2).loss
     dist.barrier()
@@ -130,7 +166,7 @@ def killed(mode: str, folder: str) -> float:
 
 
 @NEEDS_HOOK
-def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
+def test_a_run_resumes_in_any_mode(tmp_path):
     for (hsdp, ddp), losses, other, missing in on_processes(4, resumed, str(tmp_path)):
         assert losses[0] == hsdp
         assert losses[1] == pytest.approx(hsdp, abs=1e-5)
@@ -140,39 +176,23 @@ def test_a_run_resumes_in_any_mode(tmp_path: Path) -> None:
         assert missing.startswith("RecipeError")
 
 
-def test_the_published_results_are_complete_and_agree() -> None:
-    rows = read_csv(TEXT.parent / "results" / "runs.csv")
-    losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
-    assert set(losses) == set(product(MODES, experiment.METHODS, "01234"))
-    for seed in "01234":
-        assert len({losses[mode, "mean", seed] for mode in MODES}) == 1
-        difference = losses["hsdp", TOPK, seed] - losses["two-level", TOPK, seed]
-        assert abs(difference) < 0.00045
-
-
 @pytest.mark.parametrize(
-    ("words", "kind", "problem"),
-    [
-        (["--mode", "fsdp"], RecipeError, "hsdp"),
-        (["--compress", "topkk(0.1)"], SpecError, "topkk"),
-        (["--ranks-per-node", "3"], RecipeError, "--ranks-per-node 3"),
-        (["--batch", "6"], RecipeError, "--batch 6"),
-        (["--steps", "0"], RecipeError, "--steps"),
-    ],
+    "words", ["--mode fsdp", "--compress topkk(0.1)", "--ranks-per-node 3", "--batch 6"]
 )
-def test_bad_input_is_named(words: list[str], kind: type[Exception], problem: str) -> None:
-    with pytest.raises(kind, match=problem):
-        read_settings(words, world_size=4)
+def test_bad_input_is_named(words):
+    with pytest.raises((RecipeError, SpecError), match=words.split()[1][:5]):
+        read_settings(words.split(), 4)
+    for flags in (["--methods", "every(8) with compress=topkk"], ["--ranks", "3"], ["--lr", "0"]):
+        with pytest.raises((RecipeError, SpecError)):
+            small_gpt.parse(flags)
 
 
 @NEEDS_HOOK
 @pytest.mark.thorough
-def test_the_program_under_torchrun(tmp_path: Path) -> None:
+def test_the_program_under_torchrun(tmp_path):
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     flags = ["--mode", "hsdp", "--steps", "2", "--log-every", "1", "--device", "cpu"]
-    flags += ["--checkpoint-every", "2", "--out", str(tmp_path)]
     command = [*launcher, "--nproc-per-node", "4", "-m", "recipes.nodes.train", *flags]
     printed = commands.run(command, OMP_NUM_THREADS="1").stdout.splitlines()
     assert [line.split(":")[0] for line in printed[:2]] == ["step 1", "step 2"]
     assert "validation loss" in printed[2]
-    assert (tmp_path / "step-000002" / ".metadata").is_file()

@@ -1,64 +1,58 @@
-"""Models by name, the simple ViTs, and errors for unknown names and wrong image sizes."""
+"""Models by name, learning rates, and the configurations that use them."""
 
 import math
-import subprocess
-import sys
-from typing import Any
+import re
 
+import numpy as np
 import pytest
 import torch
 
+import torchcomp
+from recipes import train
 from recipes.errors import RecipeError
 from recipes.models import build_model, check_model
+from recipes.optimizers import build_optimizer, lr_function
+from recipes.options import read_yaml
+from recipes.settings import Settings, read_settings
 from recipes.simple_vit import sin_cos_positions
-from tests.support.patience import PATIENCE
+from tests.recipes.runs import RECIPES
+from tests.support.cases import only
+from tests.test_learning_rates import FINAL, by_hand
+from torchcomp.specs.learning_rates import DECAYS
+
+NAMES = ["smallcnn", "simple_vit/ti16", "vit_pytorch/simple_ti16"]
+NAMES += ["torchvision/resnet18", "timm/resnet10t"]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "smallcnn",
-        "simple_vit/ti16",
-        "vit_pytorch/simple_ti16",
-        "torchvision/resnet18",
-        "timm/resnet10t",
-    ],
-)
-def test_models_take_grey_and_colour_images(name: str) -> None:
-    for channels, size in ((1, 64), (3, 64)):
+@pytest.mark.parametrize("name", NAMES)
+def test_models_take_grey_and_colour_images(name):
+    for channels in (1, 3):
         model = build_model(name, channels=channels, classes=7, small_stem=False)
-        assert model.eval()(torch.zeros(2, channels, size, size)).shape == (2, 7)
+        assert model.eval()(torch.zeros(2, channels, 64, 64)).shape == (2, 7)
 
 
-def test_small_stem_keeps_the_resolution_of_small_images() -> None:
+def test_small_stem_keeps_the_resolution_of_small_images():
     model = build_model("torchvision/resnet18", channels=3, classes=10, small_stem=True)
     assert sum(parameter.numel() for parameter in model.parameters()) == 11_173_962
     assert model.maxpool(model.conv1(torch.zeros(1, 3, 32, 32))).shape[-1] == 32
 
 
-def vit_pytorch(size: str = "ti16", classes: int = 5) -> Any:
-    return build_model(f"vit_pytorch/simple_{size}", channels=3, classes=classes, small_stem=False)
-
-
-# The facts of the tests below are those of vit-pytorch 1.2.8's SimpleViT.
-
-
-@pytest.mark.parametrize("training", [True, False])
-def test_vit_pytorch_equals_its_equations(training: bool) -> None:
-    """Compare with the equations written out in float64, with weights that are not the first."""
+def test_vit_pytorch_equals_its_equations():
+    """Compare with those of version 1.2.8 in float64, with weights that are not the first."""
     torch.manual_seed(0)
-    model = vit_pytorch().double().train(training)
+    name = "vit_pytorch/simple_ti16"
+    model = build_model(name, channels=3, classes=5, small_stem=False).double()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     images = torch.randn(2, 3, 32, 48, dtype=torch.float64)
-    with torch.no_grad():
-        torch.testing.assert_close(model(images), vit_pytorch_by_hand(model, images))
 
+    def norm(values, layer):
+        centred = values - values.mean(-1, keepdim=True)
+        deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        return centred / deviation * layer.weight + layer.bias
 
-def vit_pytorch_by_hand(model: Any, images: torch.Tensor) -> torch.Tensor:
     before, linear, after = model.patches
-    rows = images.split(16, dim=2)
-    patches = [patch for row in rows for patch in row.split(16, dim=3)]
+    patches = [patch for row in images.split(16, dim=2) for patch in row.split(16, dim=3)]
     # Row, column, channel.
     pixels = torch.stack([patch.permute(0, 2, 3, 1).flatten(1) for patch in patches], dim=1)
     tokens = norm(linear(norm(pixels, before)), after)
@@ -71,16 +65,12 @@ def vit_pytorch_by_hand(model: Any, images: torch.Tensor) -> torch.Tensor:
         tokens = tokens + mixed @ block.self_attn.out_proj.weight.T
         x = norm(tokens, block.norm2)
         tokens = tokens + block.linear2(torch.nn.functional.gelu(block.linear1(x)))
-    return model.head(norm(tokens.mean(1), model.norm))
+    expected = model.head(norm(tokens.mean(1), model.norm))
+    for training in (True, False):
+        torch.testing.assert_close(model.train(training)(images), expected)
 
 
-def norm(values: torch.Tensor, layer: torch.nn.LayerNorm) -> torch.Tensor:
-    centred = values - values.mean(-1, keepdim=True)
-    deviation = (centred.square().mean(-1, keepdim=True) + 1e-5).sqrt()
-    return centred / deviation * layer.weight + layer.bias
-
-
-def test_positions_are_sines_and_cosines_of_row_and_column() -> None:
+def test_positions_are_sines_and_cosines_of_row_and_column():
     table = sin_cos_positions(8, 2, 3, like=torch.zeros((), dtype=torch.float64))
     x, y, slow = 2, 1, 1e-4
     expected = [f(p * w) for p in (x, y) for f in (math.sin, math.cos) for w in (1, slow)]
@@ -88,28 +78,23 @@ def test_positions_are_sines_and_cosines_of_row_and_column() -> None:
     assert len(table.unique(dim=0)) == 6
 
 
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("simple_vit/b15", "simple_vit .*'b15'.*'b16'"),
-        ("vit_pytorch/b16", "vit_pytorch .*'b16'.*'simple_b16'"),
-        ("torchvision/resnet19", "torchvision .*'resnet19'.*'resnet1"),
-        ("timm/vit_tiny_patch16_22", "timm .*'vit_tiny_patch16_22'.*'vit_tiny_patch16_224'"),
-        ("smalcnn", "--model 'smalcnn': .*simple_vit/SIZE.* smallcnn.$"),
-    ],
-)
-def test_unknown_models(name: str, message: str) -> None:
-    with pytest.raises(RecipeError, match=message):
-        build_model(name, channels=3, classes=10, small_stem=False)
+UNKNOWN = {
+    "simple_vit/b15": "simple_vit .*'b15'.*'b16'",
+    "vit_pytorch/b16": "vit_pytorch .*'b16'.*'simple_b16'",
+    "torchvision/resnet19": "torchvision .*'resnet19'.*'resnet1",
+    "timm/vit_tiny_patch16_22": "timm .*'vit_tiny_patch16_22'.*_224'",
+    "smalcnn": "--model 'smalcnn': .*simple_vit/SIZE.* smallcnn.$",
+}
 
 
-@pytest.mark.parametrize("name", ["smallcnn", "torchvision/vgg11"])
-def test_small_stem_belongs_to_resnets(name: str) -> None:
-    with pytest.raises(RecipeError, match="--small-stem"):
-        build_model(name, channels=3, classes=10, small_stem=True)
+@pytest.mark.parametrize("name", [*UNKNOWN, "smallcnn", "torchvision/vgg11"])
+def test_unknown_models(name):
+    stem = name not in UNKNOWN
+    with pytest.raises(RecipeError, match=UNKNOWN.get(name, "--small-stem")):
+        build_model(name, channels=3, classes=10, small_stem=stem)
 
 
-def test_images_that_do_not_fit_are_refused_before_training() -> None:
+def test_images_that_do_not_fit_are_refused_before_training():
     name = "timm/vit_tiny_patch16_224"
     model = build_model(name, channels=1, classes=10, small_stem=False)
     with pytest.raises(RecipeError, match=f"--model {name} .*1 x 8 x 8: Input"):
@@ -117,11 +102,106 @@ def test_images_that_do_not_fit_are_refused_before_training() -> None:
     assert model.training
 
 
-def test_torchvision_imports_without_its_compiled_operators() -> None:
-    code = (
-        "from torchcomp.advisor.torchvision_compat import import_torchvision\n"
-        "first = import_torchvision()\n"
-        "assert import_torchvision() is first\n"
-        "first.models.get_model('resnet18', weights=None)\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
+# Learning rates: those of every step equal the formula in float64.
+
+
+@pytest.mark.parametrize("decay", [*DECAYS, "step"])
+def test_the_optimizer_gets_exactly_the_learning_rate_of_every_step(decay):
+    more = {"milestones": (3, 6), "gamma": 0.1} if decay == "step" else {}
+    settings = Settings(epochs=9, lr=0.8, final_lr=FINAL, warmup_steps=20, schedule=decay, **more)
+    lr_at = lr_function(settings, 10)
+    expected = [0.8 * 0.1 ** ((step >= 30) + (step >= 60)) for step in range(91)]
+    expected[:20] = [FINAL + (0.8 - FINAL) * step / 20 for step in range(20)]
+    if decay != "step":
+        expected = by_hand(decay, total=90, warmup=20, peak=0.8)
+    np.testing.assert_allclose([lr_at(t) for t in range(91)], expected, rtol=1e-12)
+    made = build_optimizer(settings, torch.nn.Linear(2, 2))
+    scheduler = torch.optim.lr_scheduler.LambdaLR(made, lr_at)
+    for step in range(90):
+        assert made.param_groups[0]["lr"] == lr_at(step)
+        made.step()
+        scheduler.step()
+
+
+# Configurations: the counts of the page, dry runs, and steps on small photographs.
+
+CONFIGS = {path.stem: path for path in sorted((RECIPES / "configs").rglob("*.yaml"))}
+# A line of the page: name, method, synchronisations and terabytes.
+ROW = re.compile(
+    r"\| \[`(\w+)`\]\(configs/imagenet/\w+\.yaml\) \|.*?\| ([\d,]+)[^|]*\| ([\d.]+) \|"
+)
+PUBLISHED = {
+    name: (int(syncs.replace(",", "")), terabytes)
+    for name, syncs, terabytes in ROW.findall((RECIPES / "README.md").read_text())
+}
+# For `make test`: one file of each kind and model. The others run in `make test-thorough`.
+NOW = ["digits", "resnet152_16384_qsr4", "resnet50_4096_parallel", "vit_b16_16384_qsr8"]
+NOW += ["vit_b16_4096_swap", "vit_b16_4096_qsr4_step_decay"]
+WEIGHTS = {"resnet152": 60_192_808, "resnet50": 25_557_032, "vit_b16": 86_381_800}
+# BatchNorm's running means and variances, which a synchronisation averages as well.
+STATISTICS = {"resnet152": 151_424, "resnet50": 53_120, "vit_b16": 0}
+SMALLER = dict.fromkeys(("torchvision/resnet50", "torchvision/resnet152"), "torchvision/resnet18")
+SMALLER["vit_pytorch/simple_b16"] = "vit_pytorch/simple_ti16"
+
+
+def configured(name):
+    return read_settings(["--config", str(CONFIGS[name]), "--dry-run"])
+
+
+def bytes_of(name, syncs):
+    """Return the bytes that a rank sends: a ring all-reduce of float32 numbers per exchange."""
+    settings, model = configured(name), name.partition("_4096")[0].partition("_16384")[0]
+    ranks = settings.batch_size // 256
+    averaged = (WEIGHTS[model], 0 if settings.sync == "none" else STATISTICS[model])
+    return syncs * sum(2 * (ranks - 1) * 4 * numbers // ranks for numbers in averaged)
+
+
+def test_every_configuration_has_the_synchronisations_and_bytes_of_the_page():
+    assert {n for n, path in CONFIGS.items() if path.parent.name == "imagenet"} == {*PUBLISHED}
+    for name, (syncs, terabytes) in PUBLISHED.items():
+        settings = configured(name)
+        per_epoch = 1_281_167 // settings.batch_size
+        steps = settings.epochs * per_epoch
+        lr, warmup = lr_function(settings, per_epoch), settings.warmup_steps
+        rule = "every(1)" if settings.sync == "none" else settings.sync
+        ends = torchcomp.sync_steps(rule, total_steps=steps, warmup_steps=warmup, lr=lr)
+        assert len(list(ends)) == syncs, name
+        assert f"{float(f'{bytes_of(name, syncs) / 1e12:.3g}'):#.3g}" == terabytes, name
+        share = f"{100 * syncs / steps:.1f}".removesuffix(".0")
+        text = CONFIGS[name].read_text()
+        assert f"\n# {syncs:,} synchronisations in {steps:,} steps ({share} %).\n" in text
+
+
+@pytest.mark.parametrize("name", only(CONFIGS, now=NOW))
+def test_configurations_dry_run(name, capsys):
+    assert "\n# Run:" in CONFIGS[name].read_text()
+    ranks = configured(name).batch_size // 256 if name in PUBLISHED else 4
+    flags = ["--config", str(CONFIGS[name]), "--dry-run", "--plan-ranks", str(ranks)]
+    train.print_plan(read_settings(flags))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "plan model " in shown
+    if name in PUBLISHED:
+        syncs, sent = PUBLISHED[name][0], bytes_of(name, PUBLISHED[name][0])
+        assert f"ranks {ranks}, 256 images each per step" in shown
+        assert f"synchronisations {syncs:,} bytes in all {sent:,} sent by each rank" in shown
+
+
+@pytest.mark.parametrize("name", only(CONFIGS, now=NOW[1:4]))
+def test_a_step_of_every_configuration_on_small_photographs(name, train_here, photo_flags):
+    raw, steps = read_yaml(Settings, CONFIGS[name]), 1
+    model = raw.get("model", "smallcnn")
+    flags = ["--model", SMALLER.get(model, model), "--batch-size", "12"]
+    flags += ["--accumulate", str(min(raw.get("accumulate", 1), 2)), "--warmup-steps", "0"]
+    flags += ["--bn-images", "12", "--amp", "bf16" if "amp" in raw else "off"]
+    if re.match(r"(post_local|swap)\(", raw.get("sync", "")):
+        # It switches after the first of two steps.
+        sync, steps = re.sub(r"switch=\d+", "switch=1", raw["sync"]), 2
+        flags += ["--sync", sync, "--epochs", "2"]
+    summary = train_here("--config", str(CONFIGS[name]), *photo_flags, *flags)
+    assert summary["steps"] == steps
+    assert 0 <= summary["test_accuracy"] <= 1
+
+
+def test_a_dry_run_sends_an_image_through_the_model():
+    with pytest.raises(RecipeError, match=r"--model simple_vit/b16 .*16"):
+        train.print_plan(read_settings(["--model", "simple_vit/b16", "--dry-run"]))

@@ -1,52 +1,144 @@
-"""2Direction: the problems and their gradients, races, tuning of steps, and the numbers."""
+"""2Direction and the methods that it is compared with: twins, traffic, tuning, and the numbers."""
 
+import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
-from recipes.errors import RecipeError
 from recipes.rows import read_rows
-from recipes.two_direction import contest, experiment, quadratics, race
-from recipes.two_direction.contest import chance
+from recipes.two_direction import contest
+from recipes.two_direction import methods as m
 from recipes.two_direction.data_sets import Samples, open_samples
-from recipes.two_direction.methods import Messages
-from recipes.two_direction.methods.agd import AGD
-from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
 from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
 from recipes.two_direction.tuning import MethodRun, tune
-from tests.recipes.forked_ranks import RECIPES
-from tests.recipes.papers import published, quick
-from torchcomp.compressors import RandK, TopK
+from tests.recipes.runs import published, quick
+from tests.support.ranks import on_threads
+from tests.two_direction.quadratics import quadratics
+from torchcomp.compressors import Identity, RandK, TopK
 from torchcomp.engine.keys import Key
-from torchcomp.specs.errors import SpecError
-from torchcomp.two_direction.parameter_server import Simulated
+from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
 
 NAME = "two_direction"
-RESULTS = RECIPES / NAME / "results"
-F = quadratics.Quadratics(kappa=20.0, n=4, seed=3, d=12)
+UP, DOWN = RandK(k=3, unbiased=True), TopK(k=3)
+F = quadratics()
+D = F.b.shape[1]
+L, MU = F.smoothness, F.mu
 
 
-def samples(count: int = 24, features: int = 4, classes: int = 3) -> Samples:
+# The methods.
+
+
+def gradients(server):
+    """Worker by worker, so that ranks and simulation do the same arithmetic."""
+    return lambda x: torch.stack([F.a[i] @ x - F.b[i] for i in server.mine])
+
+
+BUILD = {
+    "EF21-P + DIANA": lambda s, g, up=UP, down=DOWN: m.EF21PDIANA(
+        gradients(s), F.x0, s, up, down, gamma=g
+    ),
+    "DIANA": lambda s, g, up=UP, down=None: m.DIANA(gradients(s), F.x0, s, up, gamma=g),
+    "EF21": lambda s, g, up=DOWN, down=None: m.EF21(gradients(s), F.x0, s, up, gamma=g),
+    "EF14": lambda s, g, up=DOWN, down=None: m.EF14(gradients(s), F.x0, s, up, gamma=g),
+    "EF21-P": lambda s, g, up=None, down=DOWN: m.EF21P(gradients(s), F.x0, s, down, gamma=g),
+    "AGD": lambda s, g: m.AGD(gradients(s), F.x0, s, lbar=1 / g, mu=MU),
+    "momentum": lambda s, g, mu=MU: m.ConstantMomentumAGD(gradients(s), F.x0, s, gamma=g, mu=mu),
+    "FISTA": lambda s, g: m.FISTA(gradients(s), F.x0, s, gamma=g),
+}
+
+
+def run(name, iterations, gamma=1 / L, seed=0, **changes):
+    method = BUILD[name](Simulated(F.n, seed), gamma, **changes)
+    for _ in range(iterations):
+        method.step()
+    return method
+
+
+@pytest.mark.parametrize("name", list(BUILD)[:5])
+def test_with_identities_it_is_gradient_descent(name):
+    x = F.x0
+    for _ in range(50):
+        x = x - F.gradients(x).mean(0) / L
+    found = run(name, 50, up=Identity(), down=Identity())
+    torch.testing.assert_close(found.solution, x)
+
+
+def test_agd_is_the_textbooks_and_2direction_with_identities():
+    """The sequences x, u and y, with theta as printed: L G th^2 + (L + G mu) th = L + G mu."""
+    agd = m.AGD(F.gradients, F.x0, Simulated(F.n), lbar=L, mu=MU, gamma0=32.0)
+    x, u, gamma = F.x0, F.x0, 32.0
+    options = {"lbar": L, "mu": MU, "p": 1.0, "tau": 1.0, "gamma0": 32.0}
+    ours = TwoDirectionMethod(F.gradients, F.x0, Simulated(F.n), Identity(), Identity(), **options)
+    for _ in range(100):
+        b = L + gamma * MU
+        theta = (-b + math.sqrt(b * b + 4 * L * gamma * b)) / (2 * L * gamma)
+        y = theta * u + (1 - theta) * x
+        step = theta * gamma / (1 - theta)
+        u = (b * u + MU * step * y - step * F.gradients(y).mean(0)) / (L + (gamma + step) * MU)
+        x, gamma = theta * u + (1 - theta) * x, gamma + step
+        for method in (agd, ours):
+            method.step()
+            torch.testing.assert_close(method.x, x, rtol=0, atol=1e-10)
+
+
+def test_agd_with_two_points_is_the_textbooks():
+    momenta = {"FISTA": lambda t: t / (t + 3)}
+    root = math.sqrt(MU / L)
+    momenta["momentum"] = lambda t: (1 - root) / (1 + root)
+    for name, momentum in momenta.items():
+        x = y = F.x0
+        for t in range(100):
+            before, x = x, y - F.gradients(y).mean(0) / L
+            y = x + momentum(t) * (x - before)
+        torch.testing.assert_close(run(name, 100).solution, x)
+
+
+def test_ef14_stays_off_the_minimum_of_different_workers_but_not_of_one():
+    assert F.gap(run("EF14", 300, 0.3, up=TopK(k=1)).solution) > 1e-6
+    one = quadratics(n=1)
+    alone = m.EF14(one.gradients, one.x0, Simulated(1), TopK(k=1), gamma=0.3)
+    for _ in range(1500):
+        alone.step()
+    assert one.gap(alone.solution) < 1e-9
+
+
+def test_counts_and_ranks_equal_the_simulation_bit_for_bit():
+    counts = {"EF21-P + DIANA": (3, 3, D), "DIANA": (3, D, D), "EF21": (3, D, 0)}
+    counts |= {"EF14": (3, D, 0), "EF21-P": (D, 3, 0), "AGD": (D, D, 0)}
+    for name, (up, down, start) in counts.items():
+        traffic = run(name, 20).server.traffic
+        assert (traffic.up_coordinates, traffic.down_coordinates) == (start + 20 * up, 20 * down)
+
+    def body():
+        methods = [BUILD[name](Ranks(seed=5), 1 / L) for name in BUILD]
+        for method in methods:
+            for _ in range(10):
+                method.step()
+        return torch.stack([method.solution for method in methods])
+
+    expected = torch.stack([run(name, 10, seed=5).solution for name in BUILD])
+    for found in on_threads(F.n, body):
+        assert torch.equal(found, expected)
+
+
+# The contest.
+
+
+def samples(count=24, features=4, classes=3):
     rng = np.random.default_rng(0)
     matrix = np.hstack([rng.standard_normal((count, features)), np.ones((count, 1))])
     return Samples("made", matrix, rng.integers(0, classes, count), classes)
 
 
-# --- Problems -------------------------------------------------------------------------------------
-
-
-def test_gradients_are_autograds() -> None:
+def test_gradients_are_autograds():
     mu, shards = 0.1, samples().shards(4, seed=0)
     f = SoftmaxRegression(shards, mu)
     x = torch.randn(15, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     x.requires_grad_()
 
-    def loss(shard: Samples) -> Tensor:
+    def loss(shard):
         scores = torch.from_numpy(shard.features) @ x.view(5, 3)
         fit = torch.nn.functional.cross_entropy(scores, torch.from_numpy(shard.labels))
         return fit + mu / 2 * x.square().sum()
@@ -58,120 +150,63 @@ def test_gradients_are_autograds() -> None:
     assert f.value(x.detach()) == pytest.approx(torch.stack(losses).mean().item())
 
 
-def test_the_infimum_without_a_regulariser() -> None:
+def test_the_infimum_without_a_regulariser():
     # One feature separates the classes, so f tends to 0 and has no minimum.
     labels = np.arange(24) % 2
     separable = replace(samples(classes=2), labels=labels, features=labels[:, None] * 2.0 - 1.0)
-    f = SoftmaxRegression(separable.shards(4, seed=0), 0.0)
-    assert minimise(f, 1e-8) == 0.0
+    assert minimise(SoftmaxRegression(separable.shards(4, seed=0), 0.0), 1e-8) == 0.0
     mixed = SoftmaxRegression(samples(200, features=2).shards(4, seed=0), 0.0)
     assert minimise(mixed, 1e-8) > 1
 
 
-def test_quadratics_fall_from_1_to_0_at_their_solution() -> None:
-    solution = F.mean / F.s
-    assert F.value(torch.zeros(12, dtype=torch.float64)) == pytest.approx(1)
-    assert F.value(solution) == 0
-    gradients = F.gradients(range(4))(solution)
-    torch.testing.assert_close(gradients.mean(0), torch.zeros(12, dtype=torch.float64))
-    torch.testing.assert_close(F.gradients(range(2, 3))(solution), gradients[2:3])
-
-
-def test_remembered_draws_are_randks() -> None:
+def test_remembered_draws_are_randks():
     rows = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     names, keys = list("abcd"), [Key(3, 5, rank=worker) for worker in range(4)]
     expected = RandK(k=6, unbiased=True).round_trips(rows, names, keys)
     for _ in range(2):
-        assert torch.equal(Messages(6, 6).random.round_trips(rows, names, keys), expected)
+        assert torch.equal(m.random(6).round_trips(rows, names, keys), expected)
 
 
-# --- Races and tuning -----------------------------------------------------------------------------
+@pytest.mark.parametrize("name", ["AGD", "EF21-P + DIANA"])
+def test_tuning_finds_what_trying_everything_finds(name):
+    powers, costs, least = range(-3, 3), {}, 1e-6
+    for i in powers:
+        tried = MethodRun(BUILD[name](Simulated(F.n), 2.0**i), F.gap, least)
+        tried.advance(20_000)
+        if tried.reached:
+            costs[i] = tried.cost
+    build = lambda step: BUILD[name](Simulated(F.n), step)  # noqa: E731
+    tuned = tune(build, F.gap, target=least, budget=20_000, powers=powers)
+    assert (tuned.power, tuned.run.cost) == min(costs.items(), key=lambda item: item[1])
 
 
-def small_setting(**changes: Any) -> race.Setting:
-    made = contest.setting(samples(), 4, 0.3, Messages(1, 1), 1e-2, range(-4, 3))
-    return replace(made, **{"budget": 500, **changes})
+def test_a_reported_seed_chooses_no_step_and_a_method_that_fails_has_one_row():
+    setting, tuned_on = contest.setting(samples(), 4, 0.3), []
+    setting = replace(setting, gap=1e-2, budget=500, powers=range(-4, 3))
 
-
-def test_a_reported_seed_chooses_no_step() -> None:
-    setting, tuned_on = small_setting(), list[int]()
-
-    def recorded(seed: int) -> Any:
+    def recorded(seed):
         tuned_on.append(seed)
         return setting.case(seed)
 
-    best = race.tuned(replace(setting, case=recorded), "EF21-P + DIANA", seeds=(0, 1))
+    best = contest.tuned(replace(setting, case=recorded), "EF21-P + DIANA", seeds=(0, 1))
     assert set(tuned_on) <= {1000, 1001}
-    found = list(race.measure(setting, "EF21-P + DIANA", (3, 0), []))
+    found = list(contest.measure(setting, "EF21-P + DIANA", (3, 0), []))
     assert [(seed, power) for power, seed, _ in found] == [(3, best.power), (0, best.power)]
-
-
-def test_a_method_that_fails_has_one_row_of_the_tuning_seed() -> None:
-    failed = list(race.measure(small_setting(gap=1e-12), "EF14", (0, 1), []))
+    failed = list(contest.measure(replace(setting, gap=1e-12), "EF14", (0, 1), []))
     assert [(seed, done.reached) for _, seed, done in failed] == [(1000, False)]
-    known = [{"seed": 1000, "power": 0}]
-    assert list(race.measure(small_setting(), "EF14", (0, 1), known)) == []
-
-
-BUILDS = {
-    "AGD": lambda step: AGD(F.gradients(range(4)), X0, Simulated(4), lbar=1 / step, mu=F.mu),
-    "EF21-P + DIANA": lambda step: EF21PDIANA(
-        F.gradients(range(4)), X0, Simulated(4), RandK(k=4, unbiased=True), TopK(k=4), gamma=step
-    ),
-}
-X0 = torch.zeros(12, dtype=torch.float64)
-
-
-@pytest.mark.parametrize("name", BUILDS)
-def test_tuning_finds_what_trying_everything_finds(name: str) -> None:
-    powers, costs = range(-3, 3), {}
-    for i in powers:
-        run = MethodRun(BUILDS[name](2.0**i), F.value, 1e-6)
-        run.advance(20_000)
-        if run.reached:
-            costs[i] = run.cost
-    tuned = tune(BUILDS[name], F.value, target=1e-6, budget=20_000, powers=powers)
-    assert (tuned.power, tuned.run.cost) == min(costs.items(), key=lambda item: item[1])
-    assert sorted([*tuned.abandoned, tuned.power]) == list(powers)
-
-
-def test_a_price_changes_the_coin_only_where_the_downlink_is_dear() -> None:
-    assert chance(Messages(65, 65), 1.0) is None
-    assert chance(Messages(65, 33), 0.25) is None
-    found = chance(Messages(65, 33), 1.0)
-    assert found is not None
-    assert found.p < 0.1
-
-
-# --- The experiment -------------------------------------------------------------------------------
+    assert list(contest.measure(setting, "EF14", (0, 1), [{"seed": 1000, "power": 0}])) == []
 
 
 @pytest.mark.parametrize("method", ["2Direction", "AGD", "EF21-P + DIANA"])
-def test_the_coordinates_of_a_run_are_reproduced(method: str) -> None:
+def test_the_coordinates_of_a_run_are_reproduced(method):
     row = published(NAME, "contest_digits_n10", method=method, mu=1e-2, seed=0)
-    again = race.run(contest.setting(open_samples(), 10, 1e-2), method, row["power"], 0)
+    again = contest.run(contest.setting(open_samples(), 10, 1e-2), method, row["power"], 0)
     assert again.reached
     # Machines add in different orders, so a run can end some iterations sooner or later.
     assert again.cost == pytest.approx(row["up"] + row["down"], rel=0.02)
 
 
-def test_a_quick_part_runs_and_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    flags = ("--only", "contest", "--mu", "1e-2", "--methods", "AGD")
-    quick(NAME, tmp_path, monkeypatch, *flags)
+def test_the_quick_run(tmp_path, monkeypatch):
+    quick(NAME, tmp_path, monkeypatch)
     assert [path.name for path in tmp_path.glob("*.png")] == ["contest_digits_n10.png"]
     assert len(read_rows(tmp_path / "contest_digits_n10_curves.csv")) > 5
-
-
-@pytest.mark.thorough
-def test_the_quick_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quick(NAME, tmp_path, monkeypatch)
-    assert {"contest_digits_n10", "winners"} <= {path.stem for path in tmp_path.glob("*.png")}
-
-
-@pytest.mark.parametrize(
-    "words",
-    [["--k", "0"], ["--mu", "-1"], ["--gap", "0"], ["--powers", "3", "1"], ["--workers", "0"]],
-)
-def test_bad_flags(words: list[str]) -> None:
-    with pytest.raises((RecipeError, SpecError), match=words[0]):
-        experiment.parse(words)

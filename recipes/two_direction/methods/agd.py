@@ -13,20 +13,14 @@ from dataclasses import KW_ONLY, dataclass
 
 from torch import Tensor
 
-from torchcomp.specs.checks import check_positive
 from torchcomp.two_direction.base import Method
-from torchcomp.two_direction.checks import check_convexity
 from torchcomp.two_direction.parameter_server import DENSE
 from torchcomp.two_direction.theory import Constants, learning_rates
 
 
 @dataclass(eq=False, repr=False)
 class AGD(Method):
-    """Accelerated gradient descent with three sequences: x, u, and y between them.
-
-    The options are symbols of :mod:`~torchcomp.two_direction.theory`. The theory sets
-    lbar to the smoothness L of f.
-    """
+    """AGD with three sequences: x, u, and y between them. In theory, lbar is L."""
 
     _: KW_ONLY
     lbar: float
@@ -59,7 +53,6 @@ class _Extrapolation(Method):
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
-        check_positive("gamma", self.gamma)
         self.y = self.x
 
     @abstractmethod
@@ -76,17 +69,12 @@ class _Extrapolation(Method):
 
 @dataclass(eq=False, repr=False)
 class ConstantMomentumAGD(_Extrapolation):
-    """Nesterov's method with a constant momentum.
-
-    gamma is the step size (1/L in theory). mu is the strong convexity of f, at most 1/gamma.
-    """
+    """Nesterov's method with a constant momentum, step size gamma (1/L in theory) and mu."""
 
     mu: float
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
-        check_positive("mu", self.mu)
-        check_convexity(self.mu, 1 / self.gamma, "1/gamma")
         root = math.sqrt(self.gamma * self.mu)  # 1 / sqrt(condition number), if gamma = 1/L
         self.momentum = (1 - root) / (1 + root)
 
@@ -96,10 +84,7 @@ class ConstantMomentumAGD(_Extrapolation):
 
 @dataclass(eq=False, repr=False)
 class FISTA(_Extrapolation):
-    """Nesterov's method with a growing momentum, which needs no strong convexity.
-
-    gamma is the step size (1/L in theory). The momentum is (t_k - 1)/t_(k+1) with t_k = (k + 2)/2.
-    """
+    """Nesterov's method with a growing momentum, which needs no strong convexity."""
 
     def _momentum(self, t: int) -> float:
         return t / (t + 3)

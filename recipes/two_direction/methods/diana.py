@@ -7,34 +7,20 @@ Mishchenko, Gorbunov, Takac, Richtarik: "Distributed learning with compressed gr
 from torch import Tensor
 
 from recipes.two_direction.methods.compressed import CompressedMethod
-from torchcomp.two_direction.checks import check_symbols
+from torchcomp.two_direction.checks import require
 from torchcomp.two_direction.parameter_server import DENSE
 
 
-def step_size(lmax: float, omega: float, n: int) -> float:
-    """Return the theory's gamma: 1/((1 + 4 omega/n) Lmax).
-
-    The arguments are symbols of :mod:`torchcomp.two_direction.checks`.
-
-    Raises:
-        SpecError: if an argument is out of range.
-    """
-    check_symbols(lmax=lmax, omega=omega, n=n)
-    return 1 / ((1 + 4 * omega / n) * lmax)
-
-
 class DIANA(CompressedMethod):
-    """DIANA, with an unbiased compressor `up`.
+    """DIANA, with an unbiased compressor `up`. In theory, gamma is 1/((1 + 4 omega/n) Lmax).
 
-    The theory sets `gamma` to :func:`step_size`. Worker i keeps an estimate h_i of the gradient of
-    f_i at the solution, and the server keeps the mean h of the h_i. The h_i start as the gradients
-    at x0, which one dense uplink message sends.
+    Worker i keeps an estimate h_i of the gradient of f_i at the solution, and the server keeps the
+    mean h of the h_i. The h_i start as the gradients at x0, which one dense uplink message sends.
     """
 
-    _kind = "unbiased"
-
-    def _start(self, declared: float) -> None:
-        self.beta = 1 / (declared + 1)
+    def _start(self) -> None:
+        omega = require("unbiased", self.up, self.x.numel(), "up")
+        self.beta = 1 / (omega + 1)
         self.h_i, self.h = self.server.uplink(self.gradients_at(self.x), DENSE, 0)
 
     def _iterate(self, t: int) -> None:

@@ -10,7 +10,7 @@ from recipes.two_direction.methods.compressed import CompressedMethod
 class EF14(CompressedMethod):
     """Error feedback: the residual e_i of a message is added to the worker's next message."""
 
-    def _start(self, declared: float) -> None:
+    def _start(self) -> None:
         self.e_i = self._zero_rows()
 
     def _iterate(self, t: int) -> None:

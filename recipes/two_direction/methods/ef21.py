@@ -8,12 +8,9 @@ from recipes.two_direction.methods.compressed import CompressedMethod
 
 
 class EF21(CompressedMethod):
-    """EF21. Worker i keeps an estimate g_i of its gradient, and the server keeps their mean g.
+    """EF21. Worker i keeps an estimate g_i of its gradient, and the server keeps their mean g."""
 
-    The g_i start at 0, so the first messages are compressed gradients.
-    """
-
-    def _start(self, declared: float) -> None:
+    def _start(self) -> None:
         self.g_i = self._zero_rows()
         self.g = self.g_i[0]  # the mean of the g_i: zeros
 

@@ -9,18 +9,13 @@ from dataclasses import KW_ONLY, dataclass
 from torch import Tensor
 
 from torchcomp.compressors import Compressor
-from torchcomp.specs.checks import check_positive
 from torchcomp.two_direction.base import Method
-from torchcomp.two_direction.checks import require
 from torchcomp.two_direction.parameter_server import DENSE
 
 
 @dataclass(eq=False, repr=False)
 class EF21P(Method):
-    """EF21-P: gradient descent on x with step size `gamma` and gradients at the workers' point w.
-
-    w follows x through compressed messages. The server's compressor `down` must be contractive.
-    """
+    """Gradient descent on x, with gradients at the workers' point w, which follows x."""
 
     down: Compressor
     _: KW_ONLY
@@ -28,8 +23,6 @@ class EF21P(Method):
 
     def __post_init__(self, x0: Tensor) -> None:
         super().__post_init__(x0)
-        check_positive("gamma", self.gamma)
-        require("contractive", self.down, x0.numel(), "down")
         self.w = self.x
 
     def _iterate(self, t: int) -> None:

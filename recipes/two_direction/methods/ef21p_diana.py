@@ -8,43 +8,18 @@ from dataclasses import dataclass
 
 from recipes.two_direction.methods.diana import DIANA
 from torchcomp.compressors import Compressor
-from torchcomp.two_direction.checks import check_convexity, check_symbols, require
-
-
-def step_size(
-    smoothness: float, lmax: float, mu: float, *, alpha: float, omega: float, n: int
-) -> float:
-    """Return the theory's gamma: min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
-
-    The arguments are symbols of :mod:`torchcomp.two_direction.checks`.
-
-    Raises:
-        SpecError: if an argument is out of range.
-    """
-    check_symbols(smoothness=smoothness, lmax=lmax, alpha=alpha, omega=omega, n=n)
-    check_convexity(mu, smoothness, "L")
-    # A bound with a zero denominator is infinite: no variance, or no strong convexity.
-    bounds = [alpha / (100 * smoothness)]
-    if omega:
-        bounds.append(n / (160 * omega * lmax))
-    if mu:
-        bounds.append(1 / ((omega + 1) * mu))
-    return min(bounds)
 
 
 @dataclass(eq=False, repr=False)
 class EF21PDIANA(DIANA):
-    """EF21-P + DIANA: DIANA with gradients at the workers' point w, which follows the server's x.
-
-    The server's compressor `down` must be contractive. The theory sets `gamma` to
-    :func:`step_size`.
+    """DIANA with gradients at the workers' point w. In theory, gamma is
+    min(n/(160 omega Lmax), alpha/(100 L), 1/((omega + 1) mu)).
     """
 
     down: Compressor
 
-    def _start(self, declared: float) -> None:
-        require("contractive", self.down, self.x.numel(), "down")
-        super()._start(declared)
+    def _start(self) -> None:
+        super()._start()
         # All workers have x0, so w needs no message at the start.
         self.w = self.x
 

@@ -1,9 +1,11 @@
-"""Files that are whole or not there, also after a kill or on a full disk."""
+"""Files that are whole or not there, and log files that do not end a run on a full disk."""
 
 import hashlib
 import io
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -40,3 +42,31 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> str:
             raise error.__context__ from None
         raise
     return file.sha256.hexdigest()
+
+
+class LogFile:
+    """A file to which a run adds lines. The first error is printed, the others are ignored."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._has_failed = path, False
+
+    def write(self, line: str) -> None:
+        """Add a line. It survives a kill."""
+        # In one piece, because several ranks can write to the same file.
+        with self._going_on(), self._path.open("ab", buffering=0) as file:
+            file.write(f"{line}\n".encode())
+
+    def replace(self, lines: Iterable[str]) -> None:
+        text = "".join(f"{line}\n" for line in lines)
+        with self._going_on():
+            write_atomically(self._path, lambda file: file.write(text.encode()))
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not self._has_failed:
+                problem = f"{self._path} cannot be written ({error.strerror})"
+                print(f"{problem}: the run goes on, and lines are missing", file=sys.stderr)
+            self._has_failed = True
