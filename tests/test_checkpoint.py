@@ -17,7 +17,6 @@ SPEC = "ef(topk(0.01))"
 
 
 def exchange(rank=0, world_size=2):
-    """The attributes of an Exchange that checkpoints use."""
     return SimpleNamespace(rank=rank, world_size=world_size)
 
 
@@ -79,9 +78,6 @@ def slot_of(tensors, kind="debt", sharded=False):
     return {"kind": kind, "sharded": sharded, "tensors": tensors}
 
 
-# --- Shapes ---------------------------------------------------------------------------------------
-
-
 def test_saved_residuals_are_contiguous_copies_with_each_element_at_its_coordinates():
     parameters, flat = model_parameters(), residuals(model_parameters())
     flat |= {"tied": torch.arange(15.0), "conv": torch.arange(48.0)}
@@ -119,32 +115,6 @@ def test_loading_is_the_inverse_of_saving_in_any_dtype_and_memory_format(contigu
         assert torch.equal(again[name], part.to(dtype))
 
 
-@pytest.mark.parametrize(
-    ("changes", "problem"),
-    [
-        ({"linear": torch.ones(5, 3)}, r"\['linear'\].* \(3, 5\), .*\(5, 3\)"),
-        ({"conv": torch.ones(48)}, r"\['conv'\].* \(4, 3, 2, 2\), .*\(48,\)"),
-        ({"scale": torch.ones((), dtype=torch.int64)}, r"\['scale'\].*float32.*int64"),
-        ({"scale": torch.tensor(1e300, dtype=torch.float64)}, r"\['scale'\].*float32.* NaN"),
-        ({"linear": None}, r"slots\['error'\] .*'linear'"),
-        ({"kind": "estimate"}, r"slots\['error'\].*'estimate', False"),
-        ({"sharded": True}, r"slots\['error'\].*'debt', True"),
-        (None, r"slots\['error'\][^.]*$"),
-    ],
-)
-def test_another_slot_is_refused(changes, problem):
-    parameters, state = model_parameters(), state_of()
-    slot = state["slots"]["error"]
-    for name, value in (changes or {}).items():
-        (slot if name in slot else slot["tensors"])[name] = value
-        if value is None:
-            del slot["tensors"][name]
-    if changes is None:
-        del state["slots"]["error"]
-    with pytest.raises(CheckpointError, match=problem):
-        loaded(error_slot(parameters), state, parameters)
-
-
 def layout(**shapes):
     return {
         name: {"shape": list(shape), "stride": [1] * len(shape)} for name, shape in shapes.items()
@@ -161,9 +131,8 @@ def test_check_engine_names_every_difference():
     assert re.search(r"'linear'.*\[5, 3\].*\bcheckpoint\b.*\[3, 5\].*\bmodel\b", linear)
 
     foreign = layout(**{f"p{i}": [1] for i in range(8)})
-    with pytest.raises(CheckpointError, match=r"'p4' [^;]*; .*\b3\b") as caught:
+    with pytest.raises(CheckpointError, match=r"'p4' [^;]*; .*\b3\b"):
         checkpoint.check_engine(state_of(parameters=foreign), {})
-    assert "'p5'" not in str(caught.value)
     # The order does not matter.
     reordered = reversed(model_parameters().items())
     checkpoint.check_engine(state_of(), dict(reordered))
@@ -189,18 +158,11 @@ def test_groups_must_hold_every_parameter_once(division, groups, problem):
         checkpoint.check_engine(state_of(), parameters)
 
 
-# --- Headers --------------------------------------------------------------------------------------
-
-
 ADVICE = {"spec": "advice on spec", "world_size": "advice on world_size"}
 
 
 def check_header(state, spec=SPEC, rank=0, world_size=2):
     checkpoint.check_header(state, spec, exchange(rank, world_size), ADVICE)
-
-
-def test_header_of_the_same_run_and_rank_is_accepted():
-    check_header(state_of(rank=1), rank=1)
 
 
 @pytest.mark.parametrize(
@@ -210,16 +172,13 @@ def test_header_of_the_same_run_and_rank_is_accepted():
         (state_of(rank=1), r"\brank 1\b.* 0\b"),
         (state_of(world_size=4), r"\bworld_size 4\b.* 2: advice on world_size$"),
         (state_of(version=99), rf"\bversion 99\b.* {VERSION}\b"),
-        (state_of(version=2), rf"\bversion 2\b.* {VERSION}\b"),
         ({}, r"'version', 'spec', 'rank'.*\b1\b"),
-        ({"model": 1, "version": VERSION, "spec": SPEC}, "'rank', 'world_size'$"),
         (state_of() | {"rank": False}, r"\.rank .* False"),
-        (state_of(world_size=torch.tensor(2)), r"\.world_size .* tensor"),
         (None, "NoneType"),
-        ([1], r"\blist$"),
     ],
-    ids=range(11),
+    ids=range(7),
 )
 def test_header_of_another_run_is_refused_with_both_values_and_advice(state, problem):
+    check_header(state_of(rank=1), rank=1)
     with pytest.raises(CheckpointError, match=problem):
         check_header(state)

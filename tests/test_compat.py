@@ -15,44 +15,62 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.private_names import PRIVATE, PRIVATE_OF_FRAMEWORKS
 from torchcomp.engine.compat import listed_bucket_caps, skips_unused_parameters
 
-PACKAGE = Path(torchcomp.__file__).parent
-TABLES = (PRIVATE, PRIVATE_OF_FRAMEWORKS)
-LISTED = {name for table in TABLES for names in table.values() for name in names}
+FSDP = "torch.distributed.fsdp._fully_shard"
+FSDP_STATE, FSDP_GROUP = f"{FSDP}._fsdp_state.FSDPState", f"{FSDP}._fsdp_param_group.FSDPParamGroup"
+FOREACH = "add add_ copy_ max mul_ norm sub_ zero_"
+PRIVATE = {
+    "torch": ["_C", "_dynamo", *(f"_foreach_{name}" for name in FOREACH.split())],
+    "torch._C": ["_distributed_c10d", "_current_graph_task_id"],
+    "torch.autograd.Variable": ["_execution_engine"],
+    "torch.autograd.profiler": ["_is_profiler_enabled"],
+    "torch.nn.modules.batchnorm": ["_BatchNorm"],
+    "torch.utils": ["_pytree"],
+    "torch.nn.Module": ["_compiled_call_impl"],
+    "torch._dynamo.OptimizedModule": ["_orig_mod"],
+    "torch.nn.Parameter": ["_in_backward_optimizers"],
+    "torch.nn.parallel.DistributedDataParallel": [
+        *("_comm_hooks", "_delay_all_reduce_params", "_get_ddp_logging_data"),
+        *("_has_rebuilt_buckets", "_join_config", "_use_python_reducer"),
+    ],
+    "torch.distributed.ProcessGroup": ["_get_backend"],
+    "torch.distributed.ProcessGroupGloo": ["_allgather_base", "_reduce_scatter_base"],
+    "torch.distributed.fsdp.FSDPModule": ["_get_fsdp_state"],
+    FSDP_STATE: ["_fsdp_param_group", "_state_ctx"],
+    FSDP_GROUP: ["_all_reduce_hook"],
+    "torch.distributed.distributed_c10d": ["_get_default_store"],
+    "torch.distributed.Backend.Options": ["_timeout"],
+    "torch.optim.Optimizer": ["_optimizer_step_pre_hooks"],
+    "torch.Tensor": ["_version"],
+    "torch.amp.GradScaler": ["_get_scale_async", "_unscale_grads_"],
+}
+"""Private names of torch that torchcomp uses, by owner: any release can change them."""
 
-
-# --- This torch has every listed name -------------------------------------------------------------
+# Of Lightning and torchft: `make test-integrations` runs what uses them.
+OF_FRAMEWORKS = {
+    *("_ddp_comm_hook", "_forward_module", "_commit_failures", "_group_world_size", "_pg"),
+    *("_quorum_id", "_replica_world_size_mode", "_use_async_quorum"),
+}
 
 
 @pytest.fixture(scope="module")
-def group():
+def instances():
+    """An object for each owner in PRIVATE whose names are not those of a module or class."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
-    yield dist.group.WORLD
-    dist.destroy_process_group()
-
-
-FSDP_STATE = "torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState"
-FSDP_GROUP = "torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup"
-
-
-@pytest.fixture(scope="module")
-def instances(group):
-    """An object for each owner in PRIVATE whose names are not those of a module or class."""
     parameter = nn.Parameter(torch.ones(1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the import itself warns about torch.jit.script
         from torch.distributed.optim import _apply_optimizer_in_backward
     _apply_optimizer_in_backward(torch.optim.SGD, [parameter], {"lr": 1.0})
     module = nn.Linear(1, 1)
-    sharded = fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))
-    state = sharded._get_fsdp_state()
-    return {
+    state = fully_shard(nn.Linear(1, 1), mesh=init_device_mesh("cpu", (1,)))._get_fsdp_state()
+    backend = dist.group.WORLD._get_backend(torch.device("cpu"))
+    yield {
         "torch.amp.GradScaler": torch.amp.GradScaler("cpu"),
-        "torch.distributed.Backend.Options": group._get_backend(torch.device("cpu")).options,
+        "torch.distributed.Backend.Options": backend.options,
         FSDP_STATE: state,
         FSDP_GROUP: state._fsdp_param_group,
         "torch._dynamo.OptimizedModule": torch.compile(module, backend="eager"),
@@ -60,6 +78,7 @@ def instances(group):
         "torch.nn.parallel.DistributedDataParallel": DistributedDataParallel(module),
         "torch.optim.Optimizer": torch.optim.SGD([parameter]),
     }
+    dist.destroy_process_group()
 
 
 def resolve(path):
@@ -71,14 +90,13 @@ def resolve(path):
         return getattr(resolve(module), name)
 
 
-@pytest.mark.parametrize(
-    ("owner", "name"), [(owner, name) for owner, names in PRIVATE.items() for name in names]
-)
-def test_this_torch_has_the_private_name(owner, name, instances):
-    if owner == FSDP_GROUP and not hasattr(FSDPModule, "set_all_reduce_hook"):
-        pytest.skip("FSDP2 has an all-reduce hook since torch 2.7")
-    has = instances[owner] if owner in instances else resolve(owner)
-    assert hasattr(has, name), f"torch {torch.__version__} has no {owner}.{name}"
+def test_this_torch_has_the_private_names(instances):
+    for owner, names in PRIVATE.items():
+        has = instances[owner] if owner in instances else resolve(owner)
+        if owner == FSDP_GROUP and not hasattr(FSDPModule, "set_all_reduce_hook"):
+            continue  # since torch 2.7
+        missing = [name for name in names if not hasattr(has, name)]
+        assert not missing, f"torch {torch.__version__}: {owner} lacks {missing}"
 
 
 # --- Every private name in use is listed ----------------------------------------------------------
@@ -110,30 +128,15 @@ def defined(tree):
             yield from [node.attr] if ast.unparse(node.value) == "self" else []
 
 
-PATHS = list(PACKAGE.rglob("*.py"))
-TREES = [ast.parse(path.read_text()) for path in PATHS]
-USED = {name for tree in TREES for name in used(tree)}
-# `_version` is a file of torchcomp, but also a private attribute of tensors.
-FILES = {path.stem for path in PATHS} - {"_version"}
-DEFINED = {name for tree in TREES for name in defined(tree)} | FILES
-
-
-def private_names(text=""):
-    """The private names that torchcomp and `text` use and do not define: they are torch's."""
-    tree = ast.parse(text)
-    foreign = (USED | set(used(tree))) - DEFINED - set(defined(tree))
-    return {name for name in foreign if PRIVATE_NAME.fullmatch(name)}
-
-
 def test_private_names_in_use_are_the_listed_ones():
-    assert private_names() == LISTED
-
-
-def test_a_new_private_name_is_found_and_one_of_torchcomp_is_not():
-    new = ["model._fresh = 1", "getattr(model, '_fresh')", "from torch._fresh.part import f"]
-    assert all(private_names(text) == LISTED | {"_fresh"} for text in new)
-    own = ["self._own = 1", "def _own(): ...", "_own: int = 1"]
-    assert all(private_names(f"{text}\nother._own") == LISTED for text in own)
+    paths = list(Path(torchcomp.__file__).parent.rglob("*.py"))
+    trees = [ast.parse(path.read_text()) for path in paths]
+    # `_version` is a file of torchcomp, but also a private attribute of tensors.
+    own = {name for tree in trees for name in defined(tree)}
+    own |= {path.stem for path in paths} - {"_version"}
+    foreign = {name for tree in trees for name in used(tree)} - own
+    listed = {name for names in PRIVATE.values() for name in names} | OF_FRAMEWORKS
+    assert {name for name in foreign if PRIVATE_NAME.fullmatch(name)} == listed
 
 
 # --- Differences between versions -----------------------------------------------------------------

@@ -28,6 +28,7 @@ from tests.support.models import (
 )
 from tests.support.outcomes import assert_close, equal_on_all, flat
 from tests.support.ranks import on_threads
+from torchcomp.checkpoints.redistribution import gathered
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import Nesterov, SlowMo
 from torchcomp.local_sgd.outer_steps import OuterStep
@@ -45,16 +46,15 @@ TOPK = "ef(topk(0.1))"
 
 
 def trained(
-    attach: Callable[..., Any], saved: list[dict[str, Any]], start: int
+    spec: str, saved: list[dict[str, Any]], start: int
 ) -> tuple[Account, dict[str, Any], Tensor]:
     """Take some steps from the states of all ranks; return the sums, this rank's state, weights."""
     model = wrap(mlp())
-    method = attach(model)
+    method = attached(model, spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if saved:
         model.module.load_state_dict(saved[0]["model"])
-        states = torchcomp.redistribute([each["method"] for each in saved], dist.get_world_size())
-        method.load_state_dict(states[dist.get_rank()])
+        method.load_gathered(gathered([each["method"] for each in saved]))
     account = Account()
     for step in range(start, start + STEPS):
         optimizer.zero_grad()
@@ -88,28 +88,17 @@ def mean(all_ranks: list[Gradients]) -> Gradients:
     return {n: torch.stack([each[n] for each in all_ranks]).mean(0) for n in all_ranks[0]}
 
 
-def sampled(compress: str) -> Callable[..., Any]:
-    return lambda model: JointSpar(model, budget=0.5, compress=compress)
+def attached(model: Any, spec: str) -> Any:
+    if spec == "jointspar":
+        return JointSpar(model, budget=0.5, compress=TOPK)
+    return torchcomp.register(model, spec)
 
 
-def registered(spec: str) -> Callable[..., Any]:
-    return lambda model: torchcomp.register(model, spec)
-
-
-METHODS = {
-    "ef": registered(TOPK),
-    "exact": registered(EXACT),
-    "shard": registered(SHARD),
-    "powersgd": registered("powersgd(rank=1)"),
-    "jointspar": sampled(TOPK),
-}
-
-
-@pytest.mark.parametrize("method", ["ef", "shard", *thorough(["exact"]), "powersgd", "jointspar"])
-def test_gradients_are_applied_or_in_the_residual(method: str) -> None:
+@pytest.mark.parametrize("spec", [TOPK, SHARD, *thorough([EXACT]), "powersgd(rank=1)", "jointspar"])
+def test_gradients_are_applied_or_in_the_residual(spec: str) -> None:
     total, saved = Account(), list[dict[str, Any]]()
     for phase, size in enumerate(SIZES):
-        outcomes = on_threads(size, trained, METHODS[method], saved, phase * STEPS)
+        outcomes = on_threads(size, trained, spec, saved, phase * STEPS)
         accounts, saved, replicas = map(list, zip(*outcomes, strict=True))
         assert equal_on_all(replicas)
         # The residual before this number of ranks must not be negligible either.

@@ -12,12 +12,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import torchcomp
-from torchcomp.aggregators import AGGREGATORS, DGC, EF, EF21, Bidirectional, Mean, PowerSGD
-from torchcomp.aggregators.one_way import COLLECTIVES
-from torchcomp.compressors import COMPRESSORS, Cast, Identity, Quantize, RandK, TopK, Warmup
-from torchcomp.local_sgd.outer_steps import OUTER_STEPS, Nesterov, SlowMo
-from torchcomp.local_sgd.schedules import QSR, SCHEDULES, Every, PostLocal, Power, Swap
+from tests.support.models import METHODS
+from torchcomp.aggregators import DGC, EF, Bidirectional, Mean, PowerSGD
+from torchcomp.compressors import Cast, Identity, TopK
+from torchcomp.local_sgd.outer_steps import OUTER_STEPS
+from torchcomp.local_sgd.schedules import QSR, SCHEDULES, Every
 from torchcomp.specs.auto import Auto
+from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError
 from torchcomp.specs.spec import (
     COMPONENTS,
@@ -29,94 +30,14 @@ from torchcomp.specs.spec import (
 )
 
 fast = settings(deadline=None, derandomize=True, max_examples=200)
-
-
-# --- Random specs ---------------------------------------------------------------------------------
-
-ratios = st.floats(0, 1, exclude_min=True)
-counts = st.integers(1, 10**12)
-positive = st.one_of(st.floats(0, exclude_min=True, allow_infinity=False), counts)
-amounts = st.one_of(
-    ratios.map(lambda ratio: {"ratio": ratio}), counts.map(lambda count: {"k": count})
-)
-scopes = st.sampled_from(["bucket", "tensor", "model"])
-topks = st.builds(
-    lambda amount, scope, values: TopK(**amount, scope=scope, **values),
-    amounts,
-    scopes,
-    st.sampled_from([{}, {"values": "bf16"}, {"values": "int4", "rounding": "stochastic"}]),
-)
-quantizes = st.builds(
-    Quantize, st.sampled_from(["int8", "int4"]), st.sampled_from(["nearest", "stochastic"])
-)
-randks = st.builds(
-    lambda amount, scope, unbiased: RandK(**amount, scope=scope, unbiased=unbiased),
-    amounts,
-    scopes,
-    st.booleans(),
-)
-
-
-def warmups(sparsifiers, **start):
-    """Warm-ups of sparsifiers with a ratio below their start."""
-    below = sparsifiers.filter(lambda each: (each.ratio or 1.0) < start.get("start", 1.0))
-    return st.builds(lambda each, steps: Warmup(each, steps, **start), below, counts)
-
-
-compressors = st.one_of(
-    st.just(Identity()),
-    topks,
-    randks,
-    warmups(topks),
-    warmups(randks, start=0.5),
-    quantizes,
-    st.builds(Cast, st.sampled_from(["bf16", "fp16"])),
-)
-memory_dtypes = st.sampled_from([None, "fp32", "fp64", "bf16", "fp16"])
-
-
-contractive = compressors.filter(lambda compressor: compressor.alpha(1) is not None)
-bidirectionals = st.builds(
-    Bidirectional, contractive, contractive, st.just("shard"), memory_dtypes
-) | st.builds(Bidirectional, topks, topks, st.just("exact"))
-
-
-def admits(compressor, exchange):
-    if exchange == "allreduce":
-        return compressor.summable
-    return exchange != "sharded" or compressor.selects or compressor.elementwise
-
-
-@st.composite
-def one_way_aggregators(draw):
-    compressor = draw(compressors)
-    allowed = [name for name in COLLECTIVES if admits(compressor, name)]
-    exchange = draw(st.sampled_from(allowed))
-    if compressor.alpha(1) is not None and draw(st.booleans()):
-        return EF(compressor, exchange, draw(memory_dtypes))
-    return Mean(compressor, exchange)
-
-
-def aggregators():
-    powersgds = st.builds(PowerSGD, counts, positive, memory_dtypes)
-    selected = topks | warmups(topks, start=0.5)
-    dgcs = st.builds(
-        DGC, selected, st.just("auto"), shares, st.booleans(), st.just(0), memory_dtypes
-    )
-    return one_way_aggregators() | bidirectionals | powersgds | dgcs | st.builds(EF21, contractive)
-
-
-caps = st.one_of(st.none(), st.integers(10**12, 10**15))
-switches = st.integers(0, 10**12)
-schedules = st.one_of(
-    st.builds(Every, counts),
-    st.builds(QSR, positive, counts, caps),
-    st.builds(Power, positive, positive, counts, caps),
-    st.builds(PostLocal, switches, counts),
-    st.builds(Swap, switches),
-)
-shares = st.floats(0.0, 1.0, exclude_max=True)
-outer_steps = st.builds(SlowMo, shares, positive) | st.builds(Nesterov, positive, shares)
+SPECS = [
+    *METHODS,
+    *("dgc(topk(0.05), warmup_steps=8, nesterov=True)", "powersgd(4, min_ratio=2.0)"),
+    'ef(quantize("int4", rounding="stochastic"), memory_dtype="fp64")',
+    "mean(warmup(randk(0.1, unbiased=True), steps=5, start=0.5))",
+    *(component.example for component in (*SCHEDULES, *OUTER_STEPS)),
+    *("qsr(alpha=0.0175, h_base=4, cap=16)", "slowmo(beta=0.7, alpha=0.5)"),
+]
 
 
 def parse(text):
@@ -134,17 +55,11 @@ def in_keywords(component):
     return f"{component.name}({', '.join(reversed(options))})"
 
 
-@fast
-@given(st.one_of(aggregators(), schedules, outer_steps))
-def test_printing_is_the_inverse_of_parsing(component):
-    assert parse(str(component)) == component
-    assert str(parse(str(component))) == str(component)
-
-
-@fast
-@given(st.one_of(aggregators(), schedules, outer_steps), st.sampled_from([" ", "\n", "\r\n\t"]))
-def test_names_of_options_quotes_of_choices_and_whitespace_do_not_matter(component, space):
-    assert parse(in_keywords(component)) == component
+@pytest.mark.parametrize("space", [" ", "\r\n\t"])
+@pytest.mark.parametrize("spec", SPECS)
+def test_names_of_options_quotes_of_choices_and_whitespace_do_not_matter(spec, space):
+    component = parse(spec)
+    assert parse(str(component)) == parse(in_keywords(component)) == component
     text = str(component).replace('"', "")
     for sign in "(),=":
         text = text.replace(sign, f"{space}{sign}{space}")
@@ -152,21 +67,21 @@ def test_names_of_options_quotes_of_choices_and_whitespace_do_not_matter(compone
 
 
 @fast
-@given(compressors)
-def test_a_bare_compressor_means_its_mean(compressor):
-    assert torchcomp.parse(str(compressor)) == torchcomp.parse(compressor) == Mean(compressor)
+@given(st.floats(0, 1, exclude_min=True), st.integers(1, 10**15))
+def test_printing_of_numbers_is_the_inverse_of_parsing(ratio, count):
+    for component in (Mean(TopK(ratio)), Mean(TopK(k=count)), PowerSGD(count, ratio), Every(count)):
+        assert torchcomp.parse(str(component)) == component
 
 
-def test_random_specs_cover_the_registry():
-    covered = {Identity, TopK, RandK, Cast, Quantize, Warmup, Mean, EF, Bidirectional}
-    covered |= {PowerSGD, EF21, DGC}
-    covered |= {Every, QSR, Power, PostLocal, Swap}
-    covered |= {SlowMo, Nesterov}
-    covered |= {Auto}  # in tests/auto
-    known = [*COMPRESSORS, *AGGREGATORS, Auto, *SCHEDULES, *OUTER_STEPS]
-    missing = {*known} - covered
-    assert not missing, f"add strategies for {missing}"
-    assert len(COMPONENTS) == len(known)
+def parts(component):
+    yield type(component)
+    for value in vars(component).values():
+        yield from parts(value) if isinstance(value, Component) else ()
+
+
+def test_the_specs_have_every_component():
+    covered = {part for spec in SPECS for part in parts(parse(spec))} | {Auto}  # in tests/auto
+    assert covered == set(COMPONENTS.values())
 
 
 # --- Specs by hand --------------------------------------------------------------------------------
@@ -174,7 +89,7 @@ def test_random_specs_cover_the_registry():
 EXACT = 'bidirectional(topk(0.5, values="int8"), identity, selection="exact")'
 BY_HAND = [
     ("mean", Mean(Identity()), "mean"),
-    ("identity", Mean(Identity()), "mean"),
+    ("mean" + " " * 5000, Mean(Identity()), "mean"),
     ("topk(0.01)", Mean(TopK(0.01)), "mean(topk(0.01))"),
     ("ef(topk(None, 5))", EF(TopK(k=5)), "ef(topk(k=5))"),
     ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
@@ -218,79 +133,50 @@ def refusal(text, parse=torchcomp.parse):
 @pytest.mark.parametrize(
     ("marked", "words"),
     [
-        # Unknown names.
         ("^topkk(0.1)", "'topkk'.*'topk'"),
         ("ef(^topp(0.1))", "'topp'.*'topk'"),
         ("^zzz", "'zzz'.*methods: bidirectional, cast, dgc, ef, ef21, identity, mean"),
-        ("ef(^zzz)", "'zzz'.*compressors: cast, identity, quantize, randk, topk, warmup;"),
         ("topk(0.1, ^scop='tensor')", "^topk .*'scop'.*'scope'"),
         ("topk(0.1, ^unbiased=True)", "^topk .*'unbiased'.*randk"),
         ("identity(^x=1)", "^identity .*'x'.*no options"),
-        # Too many, too few, twice.
         ("ef(identity(^5))", "^identity .*0.*1"),
         ("topk(0.1, ^ratio=0.2)", "^topk: 'ratio' .*twice"),
-        ("^every()", "^every .*'h'"),
         ("^qsr", "^qsr .*'alpha'.*'h_base'"),
         ("ef(^topk)", r"topk\(0\.01\).*topk\(k=5\).*neither"),
-        ("ef(^randk(0.1, k=5))", r"randk\(0\.01\).*randk\(k=5\).*both"),
-        # Out of range and not finite.
         ("topk(^0.0)", r"^topk: ratio .*0\.0$"),
         ("topk(^1e999)", "^topk: ratio .*inf$"),
-        ("topk(k=^0)", "^topk: k .* 0$"),
-        ("qsr(alpha=^0, h_base=4)", "^qsr: alpha .* 0$"),
-        # Of another type.
         ("topk(^1)", r"^topk: ratio=1\b.*topk\(0\.01\).*topk\(k=1\)"),
         ("every(^4.0)", r"^every: h .*4\.0$"),
-        ("randk(0.1, unbiased=^1)", "^randk: unbiased .* 1$"),
         ("topk(0.1, scope=^'layer')", "^topk: scope .*bucket.*tensor.*model.*'layer'$"),
         ("cast(^'fp8')", "^cast: dtype .*bf16.*fp16.*'fp8'$"),
-        # Without quotes.
         ("cast(^bf1)", "^cast: dtype .*fp16.*'bf1'.*\"bf16\"?"),
         ("bidirectional(topk(0.1), ^exact)", "'exact'.*compressors: "),
-        # Known by another name, or of another kind.
         ("ef(^BF16)", r"'BF16'.*docs/methods/README\.md#"),
         ("^Power_SGD(4)", "'Power_SGD'.*'powersgd'"),
-        ("^post_locl(1)", "'post_locl'.*'post_local'"),
         ("ef(^powersdg)", "'powersdg'; compressors: .*the aggregator 'powersgd'"),
         ("mean(exchange=^'ring')", "^mean: exchange .*auto.*allreduce.*allgather.*sharded.*'ring'"),
         ("ef(^0.01)", r"^ef .*compressor.* 0\.01$"),
-        # Combinations that make no sense.
         ("mean(topk(0.1), exchange=^'allreduce')", "allreduce.*topk"),
         ("mean(quantize('int8'), exchange=^'sharded')", "sharded.*quantize"),
         ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", "quantize.*selection=.shard"),
-        ("bidirectional(topk(k=5), topk(k=5), ^'whole')", "selection .*exact.*shard.*'whole'"),
         ("ef(^ef(topk(0.1)))", r"^ef .*compressor.*aggregator 'ef\(topk\(0\.1\)\)'"),
-        ("mean(^every(4))", r"^mean .*compressor.*schedule 'every\(4\)'"),
-        # Options of methods, and warm-ups.
-        ("powersgd(^0)", "^powersgd: rank .* 0$"),
         ("powersgd(^2.5)", r"^powersgd: rank .*2\.5$"),
         ("powersgd(min_ratio=^0)", "^powersgd: min_ratio "),
-        ("powersgd(memory_dtype=^'int8')", "^powersgd: memory_dtype "),
-        ("^ef21", "^ef21 .*'compressor'"),
         ("ef21(^randk(0.1, unbiased=True))", "^ef21 .*contractive"),
-        ("ef21(topk(0.1), exchange=^'allreduce')", "^ef21: exchange"),
         ("dgc(^randk(0.1))", "^dgc .*randk"),
         ("dgc(topk(0.1), momentum=^1.0)", "^dgc: momentum "),
-        ("dgc(topk(0.1), nesterov=^1)", "^dgc: nesterov "),
         ("dgc(topk(0.1), warmup_steps=^-1)", "^dgc: warmup_steps "),
         ("dgc(topk(k=5), warmup_steps=^10)", "^dgc: warmup_steps=10 .*count"),
         ("dgc(^warmup(topk(0.1), 5))", "^dgc .*start"),
         ("dgc(warmup(topk(0.1), 5, start=0.25), warmup_steps=^5)", "^dgc: warmup_steps=5 "),
-        ("ef(warmup(topk(0.1), 5), exchange=^'allreduce')", "^ef: exchange"),
         ("ef(^warmup(randk(0.1, unbiased=True), steps=5))", "contractive"),
         ("warmup(^topk(k=5), steps=10)", "^warmup .*ratio"),
-        ("warmup(^quantize('int8'), steps=10)", "^warmup .*ratio"),
-        ("warmup(^warmup(topk(0.1), steps=5), steps=10)", "^warmup .*ratio"),
         ("warmup(^mean, steps=10)", "^warmup .*mean"),
-        ("warmup(topk(0.1), steps=^0)", "^warmup: steps "),
         ("warmup(topk(0.1), steps=^2.5)", "^warmup: steps "),
         ("^warmup(topk(0.1))", "^warmup .*steps"),
         ("warmup(topk(0.1), steps=10, start=^0.1)", "^warmup: start"),
-        ("warmup(topk(0.1), steps=10, start=^1.5)", "^warmup: start"),
-        # Not part of the language.
         ("topk(^*[0.1])", "name.*call.*literal"),
         ("topk(^**{})", r"\*\*"),
-        ("ef(^topk.encode)", "name.*call.*literal"),
         ("every(^10**100)", "name.*call.*literal"),
         ("^topk(0.1)(2)", "name"),
         # Columns are counted in characters, not in bytes.
@@ -305,42 +191,30 @@ def test_error_points_at_what_is_wrong_and_says_why(marked, words):
     assert caret == f"  {' ' * marked.index('^')}^"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["topk(0.1", "topk 0.1", "ef(topk(0.1)))", "mean mean", "ef(topk(0,01))", "ef(topk(1%))"],
-)
+@pytest.mark.parametrize("text", ["topk(0.1", "topk 0.1", "ef(topk(0,01))", "ef(topk(1%))"])
 def test_syntax_error_shows_the_spec_and_a_caret_within_it(text):
     message, shown, caret = refusal(text).split("\n")
     assert "0.01" in message or not {",", "%"} & set(text)
-    assert shown == f"  {text}"
-    assert caret.strip() == "^"
+    assert (shown, caret.strip()) == (f"  {text}", "^")
     assert len(caret) <= len(shown) + 1
 
 
 @pytest.mark.parametrize(
     ("text", "parse", "words"),
     [
-        # Only names of the expected kind are suggested.
         ("PowerSGD(4)", parse_schedule, ["schedules: every, post_local, power, "]),
-        ("power_sgd(4)", parse_schedule, ["the aggregator 'powersgd'"]),
         ("qsrs(1)", parse_aggregator, ["methods: bidirectional, "]),
         ("tpk(0.1)", parse_aggregator, ["'topk'"]),
-        ("tpk(0.1)", parse_local, ["schedules: every, "]),
         ("aut", parse_any, ["'auto'"]),
         ("tpk(0.1)", parse_outer_step, ["outer steps: nesterov, slowmo"]),
-        # A component of another kind.
         ("mean", parse_local, ["'mean'", "'every(4)'", "torchcomp.register"]),
-        ("topk(0.01)", parse_schedule, ["'mean(topk(0.01))'", "torchcomp.register"]),
         ("every(4)", parse_aggregator, ["'every(4)'", "'ef(topk(0.01))'", "torchcomp.LocalSGD"]),
-        # Surplus whitespace does not count for the caret.
         ("\n  ef(  topp(0.1)\t)", torchcomp.parse, ["\n  ef( topp(0.1) )\n      ^"]),
-        # Names of other projects.
         ("diloco", torchcomp.parse, ["docs/methods/README.md#other-names"]),
-        # No spec.
         *((value, torchcomp.parse, ["'ef(topk(0.01))'"]) for value in ("", " \n", "5", "'mean'")),
         *((value, torchcomp.parse, ["'ef(topk(0.01))'"]) for value in ("-1", None, b"mean", TopK)),
     ],
-    ids=range(20),
+    ids=range(17),
 )
 def test_an_error_says_what_is_expected(text, parse, words):
     message = refusal(text, parse)
@@ -364,25 +238,16 @@ INJECTIONS = [
     "__import__('os').system('true')",
     "().__class__.__base__.__subclasses__()",
     "topk.__init__.__globals__",
-    "topk(ratio=open('/etc/passwd'))",
     "lambda: mean",
     "[mean for mean in [1]]",
-    "f'{mean}'",
-    "(x := mean)",
     "mean; mean",
-    "mean[0]",
     "topk(k=9**9**9)",
     "mean\0",
     "'\ud800'",
-    # Huge, or deeply nested.
     "ef(" * 300 + "topk(0.1)" + ")" * 300,
-    "ef(" * 80 + "topk(0.1)" + ")" * 80,
     "-" * 990 + "1",
-    "topk(" + "0.1, " * 190 + ")",
-    "mean " * 250,
     "mean" * 10**6,
     "qsr(alpha=" + "9" * 900 + ", h_base=4)",
-    "topk(k=-0x" + "f" * 900 + ")",
 ]
 
 
@@ -391,11 +256,9 @@ def test_code_is_refused_and_never_run(text, monkeypatch):
     run = []
     for name in ("eval", "exec", "open", "__import__"):
         monkeypatch.setattr(builtins, name, lambda *args, name=name: run.append(name))
-    with pytest.raises(SpecError):
-        torchcomp.parse(text)
+    refusal(text)
     monkeypatch.undo()
     assert not run
-    assert torchcomp.parse("mean" + " " * 5000) == Mean()
 
 
 def spec_or_spec_error(text):
@@ -424,14 +287,8 @@ WORDS += ["k", "ratio", "scope", "exchange", "True", "None", "lambda", "'bf16'",
 WORDS += ["é", "\uff4b"]
 
 
-@settings(fast, max_examples=600)
-@given(st.lists(st.sampled_from(WORDS), max_size=12).map("".join))
-def test_any_words_of_the_language_are_a_spec_or_a_spec_error(text):
-    spec_or_spec_error(text)
-
-
 @settings(fast, max_examples=300)
-@given(aggregators().map(str), st.data())
+@given(st.sampled_from(SPECS), st.data())
 def test_a_spec_with_a_typo_is_a_spec_or_a_spec_error(text, data):
     position = data.draw(st.integers(0, len(text)))
     inserted = data.draw(st.sampled_from([*WORDS, ""]))

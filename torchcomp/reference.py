@@ -1,7 +1,7 @@
 """The methods as their papers print them: plain loops over all workers, to read and to compare.
 
-Nothing here is fast or sends anything, and nothing imports the rest of torchcomp. The tests compare
-each method with its form here. Symbols and line numbers are the papers'.
+Nothing here imports the rest of torchcomp, which the tests compare with these forms. Symbols and
+line numbers are the papers'.
 
 A history is ``gradients[t][i][name]``: of step t, worker i and parameter. Functions of a history
 return the means that all workers apply, ``means[t][name]``, and the state of the workers at the
@@ -113,14 +113,12 @@ def dgc(
 
 
 def powersgd(
-    gradients: History, rank: int, start: Callable[[str, int, int], Tensor], residual: str = "own"
+    gradients: History, rank: int, start: Callable[[str, int, int], Tensor]
 ) -> tuple[list[Named], list[Named]]:
     """PowerSGD: Vogels, Karimireddy, Jaggi, NeurIPS 2019 (arXiv 1905.13727), Algorithms 1 and 2.
 
-    Without momentum. A parameter is a matrix of its first dimension by all others, and is sent as
-    it is where P and Q would not be smaller. ``start(name, rows, columns)`` is its first Q. The
-    residual is a worker's matrix minus the low-rank matrix of its "own", or the "mean" as in the
-    paper. Returns the means of all steps, and the residuals of all workers at the end.
+    Without momentum. ``start(name, rows, columns)`` is the first Q. Returns the means of all steps,
+    and the residuals of all workers at the end.
     """
     residuals, q, means = _zeros(gradients), Named(), []
     for step in gradients:
@@ -137,8 +135,7 @@ def powersgd(
                 own = [m.T @ p for m in matrices]
                 q[name] = _mean(own)
                 mean[name] = (p @ q[name].T).view_as(deltas[0])
-                messages = own if residual == "own" else [q[name]] * len(own)
-                sent = [(p @ message.T).view_as(deltas[0]) for message in messages]
+                sent = [(p @ message.T).view_as(deltas[0]) for message in own]
             for e_i, delta, message in zip(residuals, deltas, sent, strict=True):
                 e_i[name] = delta - message
         means.append(mean)
@@ -207,9 +204,8 @@ def local_sgd(
 ) -> Iterator[tuple[list[Weights], bool]]:
     """Algorithm 2 of the QSR paper: T = `total` steps with the learning rates ``lr(t)``.
 
-    `synchronise` is :func:`average` in the paper. At (rank, t) in `skipped`, a worker skips its
-    optimizer step. Yields, after each step, the weights of all workers, and whether they were just
-    averaged.
+    `synchronise` is :func:`average` in the paper. Workers skip the (rank, t) in `skipped`. Yields,
+    after each step, the weights of all workers, and whether they were just averaged.
     """
     t = 0
     while t < total:
@@ -257,14 +253,10 @@ def jointspar(
 ) -> tuple[list[list[Tensor | None]], list[Vector]]:
     """JointSpar with one set for all workers: Liu, Mozafari, ICML 2022, Algorithms 1 and 2.
 
-    Args:
-        gradients: of step t, worker i and layer d, whose gradient is one tensor.
-        coins: uniform numbers in [0, 1) of step t and layer d.
-        p: the first probabilities, S/D. Here, the first step keeps all layers and teaches nothing.
-        update: Algorithm 1: :func:`literal` or :func:`baseline`. None keeps p.
-
-    Returns:
-        The means of all steps, None for dropped layers, and the p that each step was drawn with.
+    ``gradients[t][i][d]`` are of step t, worker i and layer d; ``coins[t][d]`` are in [0, 1). `p`
+    starts as S/D; the first step keeps all layers. `update` is Algorithm 1, :func:`literal` or
+    :func:`baseline`, or None. Returns the means of all steps, None for dropped layers, and the p
+    that each step was drawn with.
     """
     means, drawn = [], []
     for t, (step, u) in enumerate(zip(gradients, coins, strict=True)):
@@ -375,10 +367,7 @@ class Theory(NamedTuple):
 
 
 def learning_rates(gamma: float, theory: Theory) -> tuple[float, float, float]:
-    """Algorithm 2 of 2Direction as printed, which overflows for a large Gamma.
-
-    Returns Gamma', gamma' and theta'.
-    """
+    """Gamma', gamma' and theta' of 2Direction's Algorithm 2, which overflows for a large Gamma."""
     lbar, mu, p, tau, alpha, beta = theory
     a, b, c = p * lbar * gamma, p * (lbar + gamma * mu), -(lbar + gamma * mu)
     theta_bar = (-b + math.sqrt(b * b - 4 * a * c)) / (2 * a)
@@ -399,19 +388,9 @@ def two_direction(
 ) -> Iterator[dict[str, Any]]:
     """2Direction: Tyurin, Richtarik, NeurIPS 2023 (arXiv 2305.12379), Algorithm 1.
 
-    Args:
-        gradient: of f_i at a point, from i and the point.
-        x: the start.
-        n: number of workers.
-        up: the uplink compressor, from a vector, the number of the message (2t for y of iteration
-            t, 2t + 1 for z) and the worker.
-        down: the downlink compressor, from a vector and t.
-        coin: whether iteration t shows heads.
-        theory: the constants.
-        gamma: the first Gamma.
-
-    Yields:
-        After each iteration, all vectors by their names, h_i as one matrix, and Gamma.
+    ``gradient(i, x)`` is that of f_i; ``up(vector, m, i)`` compresses message m of worker i, 2t for
+    y of iteration t and 2t + 1 for z; ``down(vector, t)`` the downlink; ``coin(t)`` shows heads.
+    Yields after each iteration all vectors by their names, h_i as one matrix, and Gamma.
     """
     lbar, mu, _, tau, _, beta = theory
     workers = range(n)

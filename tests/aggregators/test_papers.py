@@ -43,7 +43,6 @@ from torchcomp import NonFiniteError
 from torchcomp.aggregators import PowerSGD
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.reference import (
-    Compress,
     History,
     bidirectional,
     compresses,
@@ -64,52 +63,36 @@ Twin = Callable[[History], tuple[list[Named], dict[str, list[Named]]]]
 """From gradients to the means of all steps, and the state of all workers at the end, by slot."""
 
 
-def of_dgc(momentum: float, nesterov: bool = False, sent: Compress = SENT) -> Twin:
-    def twin(g: History) -> Any:
-        means, residuals, velocities = dgc(g, sent, momentum, nesterov=nesterov)
-        return means, {"error": residuals, "momentum": velocities}
+def twin(method: Any, *slots: str, **options: Any) -> Twin:
+    def run(g: History) -> Any:
+        means, *states = method(g, **options)
+        return means, dict(zip(slots, states, strict=False))
 
-    return twin
-
-
-def of_ef21(g: History) -> Any:
-    means, estimates = ef21(g, SENT)
-    return means, {"estimate": estimates, "mean_estimate": [means[-1]] * len(estimates)}
-
-
-def of_powersgd(rank: int) -> Twin:
-    def twin(g: History) -> Any:
-        means, residuals = powersgd(g, rank, first_q)
-        return means, {"error": residuals}
-
-    return twin
-
-
-def of_ef(g: History) -> Any:
-    means, residuals = error_feedback(g, SENT)
-    return means, {"error": residuals}
-
-
-def of_bidirectional(g: History) -> Any:
-    means, residuals, _ = bidirectional(g, SENT, top_share(0.2))
-    return means, {"error": residuals}
+    return run
 
 
 def warming_up(x: Tensor, t: int, name: str) -> Tensor:
     return top_share(SHARES[t] if t < len(SHARES) else 0.001)(x, t, name)
 
 
+EF = {"compress": SENT}
 PAPERS: dict[str, Twin] = {
-    "powersgd(rank=1)": of_powersgd(1),
-    f"ef21({TOP})": of_ef21,
-    f"dgc({TOP}, momentum=0.8)": of_dgc(0.8),
-    "powersgd(rank=4)": of_powersgd(4),
-    f'ef21({TOP}, exchange="sharded")': of_ef21,
-    f'dgc({TOP}, momentum=0.9, nesterov=True, exchange="allgather")': of_dgc(0.9, True),
-    f'dgc({TOP}, momentum=0.5, exchange="sharded")': of_dgc(0.5),
-    'dgc(topk(0.001, scope="tensor"), warmup_steps=8)': of_dgc(0.9, sent=warming_up),
-    f"ef({TOP})": of_ef,
-    f'bidirectional({TOP}, topk(0.2, scope="tensor"), selection="exact")': of_bidirectional,
+    "powersgd(rank=1)": twin(powersgd, "error", rank=1, start=first_q),
+    f"ef21({TOP})": twin(ef21, "estimate", **EF),
+    f"dgc({TOP}, momentum=0.8)": twin(dgc, "error", "momentum", momentum=0.8, **EF),
+    "powersgd(rank=4)": twin(powersgd, "error", rank=4, start=first_q),
+    f'ef21({TOP}, exchange="sharded")': twin(ef21, "estimate", **EF),
+    f'dgc({TOP}, momentum=0.9, nesterov=True, exchange="allgather")': twin(
+        dgc, "error", "momentum", momentum=0.9, nesterov=True, **EF
+    ),
+    f'dgc({TOP}, momentum=0.5, exchange="sharded")': twin(dgc, "error", momentum=0.5, **EF),
+    'dgc(topk(0.001, scope="tensor"), warmup_steps=8)': twin(
+        dgc, "error", "momentum", momentum=0.9, compress=warming_up
+    ),
+    f"ef({TOP})": twin(error_feedback, "error", **EF),
+    f'bidirectional({TOP}, topk(0.2, scope="tensor"), selection="exact")': twin(
+        bidirectional, "error", up=SENT, down=top_share(0.2)
+    ),
 }
 THROUGH_DDP = list(PAPERS)[:3]
 
@@ -226,18 +209,6 @@ def test_over_gloo_with_several_buckets(spec: str) -> None:
 
 def zeros() -> Named:
     return {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
-
-
-def test_both_definitions_of_the_residual_apply_the_same_means() -> None:
-    """The residuals of the ranks differ. With M - P Q^T, they grow without bound."""
-    dense = history(STEPS, 4)
-    (means, own), (others, shared) = (
-        powersgd(dense, 2, first_q, residual=kind) for kind in ("own", "mean")
-    )
-    for one, other in zip(means, others, strict=True):
-        assert_near(one, other, 1e-9)
-    assert_near(mean(own), mean(shared), 1e-9)
-    assert sum(e["conv"].norm() for e in own) < sum(e["conv"].norm() for e in shared)
 
 
 def test_matrices_are_compressed_only_if_that_makes_them_smaller() -> None:

@@ -12,30 +12,19 @@ from tests.aggregators.runs import SEVERAL, SHAPES, averager, gradient, on_ranks
 from tests.support.cases import thorough
 from tests.support.outcomes import reloaded, same
 from torchcomp import NonFiniteError, explain
-from torchcomp.aggregators import EF, Aggregator
+from torchcomp.aggregators import EF
 from torchcomp.compressors import Identity, TopK, Warmup
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.jointspar.sampler import Sampled
-from torchcomp.two_direction.theory import require
 
 UP = "warmup(topk(0.05), steps=6)"
 # Stages of 2 steps with ratio 1, 0.25 and 0.0625, then 0.05.
 STARTS = (0, 2, 4, 6)
 RATIOS = (1.0, 0.25, 0.0625, 0.05)
-METHODS = [
-    "ef({0})",
-    "bidirectional({0}, {0})",
-    "ef21({0})",
-    *thorough(
-        [
-            "{0}",
-            'ef({0}, exchange="sharded")',
-            "bidirectional({0}, topk(0.1))",
-            'bidirectional({0}, {0}, selection="exact")',
-            'ef({0}, memory_dtype="bf16")',
-        ]
-    ),
-]
+METHODS = ["ef({0})", "bidirectional({0}, {0})", "ef21({0})"]
+METHODS += thorough(
+    ["{0}", 'ef({0}, exchange="sharded")', 'bidirectional({0}, {0}, selection="exact")']
+)
 
 
 def spec_of(ratio: float) -> str:
@@ -47,13 +36,10 @@ def spec_of(ratio: float) -> str:
     [
         (UP, STARTS, RATIOS),
         ("warmup(topk(0.05), steps=6, start=0.25)", (0, 3, 6), (0.25, 0.0625, 0.05)),
-        ("warmup(topk(0.25), steps=10)", (0, 10), (1.0, 0.25)),
         ("warmup(topk(0.001), 3, start=0.1)", (0, 1, 2, 3), (0.1, 0.025, 0.00625, 0.001)),
-        # Fewer steps than ratios.
         ("warmup(topk(0.001), 2)", (0, 1, 2), (1.0, 0.0625, 0.001)),
         # The warm-up of DGC, without effect for ratios of 0.25 and more.
         ("dgc(topk(0.3), warmup_steps=4)", (0,), (0.3,)),
-        ("dgc(topk(0.0625), warmup_steps=4)", (0, 4), (0.25, 0.0625)),
         ("dgc(topk(0.05), warmup_steps=3)", (0, 2, 3), (0.25, 0.0625, 0.05)),
         ("dgc(topk(0.001), warmup_steps=2)", (0, 1, 2), (0.25, 0.015625, 0.001)),
     ],
@@ -74,11 +60,6 @@ def test_stages_keep_the_options_of_the_compressor() -> None:
     options = {"scope": "tensor", "values": "int4", "rounding": "stochastic"}
     warmup = Warmup(TopK(0.1, **options), steps=4)
     assert (warmup.at(0), warmup.at(2)) == (Identity(), TopK(0.25, **options))
-
-
-def test_methods_whose_theory_has_constants_refuse_a_warm_up() -> None:
-    with pytest.raises(torchcomp.SpecError, match=r"\Adown\b.*warmup"):
-        require("contractive", Warmup(TopK(0.1), steps=5), 100, "down")
 
 
 def test_jointspar_hands_the_step_on() -> None:
@@ -121,17 +102,13 @@ def test_a_warm_up_is_a_swap_at_every_stage_also_after_a_resume(method: str) -> 
     on_ranks(2, body)
 
 
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("spec", [UP, f"ef({UP})"])
-def test_a_nan_is_found_in_every_stage(spec: str, at: int) -> None:
+def test_a_nan_is_found_in_the_dense_stage() -> None:
     def body(exchange: Any) -> None:
-        engine = averager(spec, exchange)
-        steps(engine, range(at))
-        spoiled = gradient(at, exchange.rank)
+        spoiled = gradient(0, exchange.rank)
         if exchange.rank == 1:
             spoiled["wide"][2, 3] = float("nan")
         with pytest.raises(NonFiniteError, match=r"'wide'.* on rank 1"):
-            step(engine, spoiled)
+            step(averager(UP, exchange), spoiled)
 
     on_ranks(2, body)
 
@@ -182,10 +159,8 @@ def test_counted_bytes_are_those_of_the_stages(spec: str) -> None:
 
 
 def test_a_plan_of_a_schedule_averages_over_the_exchanges_of_the_run() -> None:
-    options = {"numel": 1000, "world_size": 2, "total_steps": 40}
-    plan = explain("every(4)", compress=f"ef({UP})", **options)
+    plan = explain("every(4)", compress=f"ef({UP})", numel=1000, world_size=2, total_steps=40)
     method = torchcomp.parse(f"ef({UP})")
-    assert isinstance(method, Aggregator)
     stages = [explain(method.at(n), numel=1000, world_size=2).bytes_sent for n in range(10)]
     assert plan.bytes_sent == round(sum(stages) / 40)
     assert (plan.warmup_steps, plan.warmup_bytes_sent) == (None, None)

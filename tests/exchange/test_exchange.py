@@ -1,4 +1,4 @@
-"""Exchanges: equal results and equal byte counts among threads and over process groups."""
+"""Exchanges: results and byte counts. tests/exchange/test_private.py compares groups with them."""
 
 import operator
 
@@ -7,27 +7,10 @@ import torch
 
 from tests.support.outcomes import caught
 from tests.support.ranks import on_threads
-from torchcomp import (
-    InProcessExchange,
-    ProcessGroupExchange,
-    RankMismatchError,
-    run_in_process,
-)
+from torchcomp import InProcessExchange, ProcessGroupExchange, RankMismatchError, run_in_process
 from torchcomp.exchange.traffic import sum_bytes
 
-WORLD_SIZES = [1, 2, 3, 5]
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
-
-
-def ranks_of(kind, world_size, body):
-    """Run ``body(exchange)`` on every rank of an exchange among threads, or of a process group."""
-    if kind == "in process":
-        return run_in_process(world_size, body)
-    return on_threads(world_size, lambda: body(ProcessGroupExchange()))
-
-
-on_both = pytest.mark.parametrize("kind", ["in process", "process group"])
-on_all_sizes = pytest.mark.parametrize("world_size", WORLD_SIZES)
 
 
 def values(rank, size, dtype=torch.float32):
@@ -71,10 +54,9 @@ def collectives(exchange):
     arriving = [uneven(sender, rank) for sender in range(ranks)]
     parts = torch.cat([message(rank, receiver, n) for receiver, n in enumerate(outgoing)])
     note("all_to_all", exchange.all_to_all(parts, outgoing, arriving).split(arriving))
-    sums = [exchange.sum_control(torch.tensor([float(rank), i])) for i in range(2)]
     flags = torch.tensor([rank, 0, -rank, int(rank == 1)])
     note("all_reduce_max", [exchange.all_reduce_max(flags)])
-    note("sum_control", [wait() for wait in reversed(sums)])
+    note("sum_control", [exchange.sum_control(torch.tensor([float(rank), 1.0]))()])
     return found, counted
 
 
@@ -91,7 +73,7 @@ def expected(rank, ranks):
         "all_gather_v empty": [torch.empty(0, dtype=torch.uint8)],
         "all_to_all": [message(sender, rank, uneven(sender, rank)) for sender in range(ranks)],
         "all_reduce_max": [torch.tensor([ranks - 1, 0, 0, int(ranks > 1)])],
-        "sum_control": [torch.tensor([sum(range(ranks)), i * ranks]).float() for i in (1, 0)],
+        "sum_control": [torch.tensor([sum(range(ranks)), ranks]).float()],
     }
 
 
@@ -115,10 +97,9 @@ def traffic(rank, ranks):
     return counted | {"all_to_all": (sent, received)}
 
 
-@on_all_sizes
-@on_both
-def test_collectives_return_and_count_what_is_expected(kind, world_size):
-    outcomes = ranks_of(kind, world_size, collectives)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_collectives_return_and_count_what_is_expected(world_size):
+    outcomes = run_in_process(world_size, collectives)
     for rank, (found, counted) in enumerate(outcomes):
         for name, wanted in expected(rank, world_size).items():
             assert len(found[name]) == len(wanted)
@@ -138,19 +119,15 @@ def test_collectives_return_and_count_what_is_expected(kind, world_size):
         assert counted == traffic(rank, world_size)
 
 
-@on_both
-def test_objects_arrive_in_rank_order(kind):
+def test_objects_arrive_in_rank_order():
     objects = [{"rank": 0}, None, "two"]
-    found = ranks_of(kind, 3, lambda exchange: exchange.gather_objects(objects[exchange.rank]))
+    found = run_in_process(3, lambda exchange: exchange.gather_objects(objects[exchange.rank]))
     assert found == [objects] * 3
-    to_one = ranks_of(kind, 3, lambda exchange: exchange.gather_objects(exchange.rank, dst=2))
+    to_one = run_in_process(3, lambda exchange: exchange.gather_objects(exchange.rank, dst=2))
     assert to_one == [[], [], [0, 1, 2]]
 
 
-# --- Arguments do not change ----------------------------------------------------------------------
-
-
-@on_both
+@pytest.mark.parametrize("kind", ["in process", "process group"])
 def test_arguments_do_not_change_and_results_do_not_share_their_memory(kind):
     def body(exchange):
         mine = torch.full((2,), float(exchange.rank))
@@ -160,53 +137,43 @@ def test_arguments_do_not_change_and_results_do_not_share_their_memory(kind):
         exchange.all_reduce_max(torch.zeros(1))
         return mine.tolist(), exchange.all_gather_rows(mine).tolist()
 
-    assert ranks_of(kind, 2, body) == [
-        ([0.0, 0.0], [[0.0, 0.0], [1.0, 1.0]]),
-        ([1.0, 1.0], [[0.0, 0.0], [1.0, 1.0]]),
-    ]
+    in_process = kind == "in process"
+    run = run_in_process if in_process else on_threads
+    found = run(2, body if in_process else lambda: body(ProcessGroupExchange()))
+    assert found == [([float(rank)] * 2, [[0.0, 0.0], [1.0, 1.0]]) for rank in range(2)]
 
 
 # --- Values that must match on all ranks ----------------------------------------------------------
 
 
-def refusals(kind, world_size, body):
-    # In a tuple, because on_threads raises the errors that a body returns.
-    errors = ranks_of(kind, world_size, lambda exchange: (caught(lambda: body(exchange)),))
-    return [error for (error,) in errors]
+def refusals(world_size, body):
+    return run_in_process(world_size, lambda exchange: caught(lambda: body(exchange)))
 
 
-@on_both
-def test_verify_of_equal_values_passes_and_counts_no_bytes(kind):
+def test_verify_of_equal_values_passes_and_counts_no_bytes():
     def body(exchange):
         exchange.verify("a call", {"spec": "mean", "step": 3})
         traffic = exchange.take_traffic(0)
-        return exchange.same(2**62), (traffic.sent, traffic.received)
+        # Numbers that differ in their sign or last bit are not the same.
+        same = [exchange.same(n + d * exchange.rank) for n in (0, 2**62) for d in (0, 1)]
+        return same, traffic.sent, traffic.received
 
-    assert ranks_of(kind, 3, body) == [(True, (0, 0))] * 3
+    assert run_in_process(2, body) == [([True, False, True, False], 0, 0)] * 2
 
 
-@on_both
 @pytest.mark.parametrize("odd", [0, 1, 2])
-def test_verify_raises_on_every_rank_with_the_values_that_differ(kind, odd):
+def test_verify_raises_on_every_rank_with_the_values_that_differ(odd):
     def body(exchange):
         step = 4 if exchange.rank == odd else 3
         exchange.verify("a call", {"spec": "mean", "step": step}, "Do this.")
 
     others = ", ".join(str(rank) for rank in range(3) if rank != odd)
-    for error in refusals(kind, 3, body):
+    for error in refusals(3, body):
         assert type(error) is RankMismatchError
         assert f"4 on rank {odd}" in str(error)
         assert f"3 on ranks {others}" in str(error)
         assert "mean" not in str(error)
         assert str(error).endswith("Do this.")
-
-
-@on_both
-def test_numbers_that_differ_in_their_sign_or_last_bit_are_not_the_same(kind):
-    def body(exchange):
-        return [exchange.same(n + d * exchange.rank) for n in (0, 2**62) for d in (0, 1)]
-
-    assert ranks_of(kind, 2, body) == [[True, False, True, False]] * 2
 
 
 def fails_alone(exchange):
@@ -222,20 +189,18 @@ def fails_alone(exchange):
     ],
     ids=["values", "error", "call"],
 )
-@on_both
-def test_build_raises_on_every_rank_if_they_differ(kind, call, make, problem):
-    for error in refusals(kind, 2, lambda e: e.build(call(e), {"x": 1}, lambda: make(e))):
+def test_build_raises_on_every_rank_if_they_differ(call, make, problem):
+    for error in refusals(2, lambda e: e.build(call(e), {"x": 1}, lambda: make(e))):
         assert type(error) is RankMismatchError
         assert problem in str(error)
 
 
-@on_both
-def test_build_returns_the_object_of_each_rank_or_raises_what_all_ranks_raise(kind):
+def test_build_returns_the_object_of_each_rank_or_raises_what_all_ranks_raise():
     def body(exchange):
         built = exchange.build("a call", {"x": 1}, lambda: (exchange.rank, {"y": 2}))
         return built, repr(caught(lambda: exchange.build("a call", {}, lambda: {}["gone"])))
 
-    assert ranks_of(kind, 3, body) == [(rank, "KeyError('gone')") for rank in range(3)]
+    assert run_in_process(3, body) == [(rank, "KeyError('gone')") for rank in range(3)]
 
 
 # --- Ranks of one process -------------------------------------------------------------------------

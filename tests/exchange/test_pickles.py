@@ -16,12 +16,6 @@ from tests.support.ranks import on_processes, on_threads
 
 TOPK = "ef(topk(0.1))"
 BOTH = 'bidirectional(topk(0.1, values="int8"), topk(0.1, values="int8"), selection="exact")'
-LOCAL: list[dict[str, Any]] = [
-    {},
-    {"overlap": True},
-    {"fragments": 2, "compress": TOPK, "outer": "slowmo(beta=0.7)"},
-    {"moments": "average"},
-]
 Make = Callable[[Any, Any], Any]
 
 
@@ -29,7 +23,7 @@ def registered(spec: str, **options: Any) -> Make:
     return lambda model, _: torchcomp.register(model, spec, **options)
 
 
-def local(options: dict[str, Any]) -> Make:
+def local(**options: Any) -> Make:
     return lambda model, optimizer: torchcomp.LocalSGD(
         model, optimizer, "every(2)", total_steps=100, **options
     )
@@ -41,14 +35,17 @@ def sampled(selection: str) -> Make:
     )
 
 
+# The number of ranks, and what makes a way to train.
 FAMILIES: list[tuple[int, Make]] = [
     *((2, registered(spec)) for spec in THROUGH_DDP),
     (4, registered(TOPK, nodes=2)),
-    *((2, local(options)) for options in LOCAL),
+    (2, local()),
+    (2, local(overlap=True)),
+    (2, local(fragments=2, compress=TOPK, outer="slowmo(beta=0.7)")),
+    (2, local(moments="average")),
     *((2, sampled(selection)) for selection in ("shared", "per-rank")),
 ]
-"""The number of ranks, and what makes a way to train."""
-OVER_GLOO = [registered(BOTH), local(LOCAL[1])]
+OVER_GLOO = [registered(BOTH), local(overlap=True)]
 
 
 @contextlib.contextmanager

@@ -16,7 +16,6 @@ from torch.distributed import distributed_c10d
 
 from tests.exchange.test_exchange import collectives
 from tests.support.outcomes import caught
-from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, with_fake_ranks
 from torchcomp import ProcessGroupExchange, RankFailureError, RankMismatchError, run_in_process
 from torchcomp.ddp.executors import ThreadExecutor, transport
@@ -135,41 +134,6 @@ def connect_after_the_others():
 
 def test_an_exchange_is_ready_and_can_be_closed_when_all_ranks_are_connected():
     assert on_processes(3, connect_after_the_others) == [True] * 3
-
-
-def sum_of_which_a_rank_is_lost():
-    exchange = private()
-    if dist.get_rank():
-        exchange.close()
-        return None
-    wait = exchange.sum_control(torch.ones(3))
-    return (caught(wait),)  # errors that a rank returns are raised
-
-
-def test_a_rank_that_is_lost_while_a_sum_is_on_its_way():
-    (error,), _ = on_processes(2, sum_of_which_a_rank_is_lost)
-    assert type(error) is RankFailureError
-    assert "rank 1" in str(error)
-
-
-def close_behind_a_rank_that_joins_later():
-    exchange, store = private(), distributed_c10d._get_default_store()
-    if dist.get_rank():
-        # If `close` waited, it would wait for this rank.
-        store.wait(["closed"], timedelta(seconds=PATIENCE))
-        sums = exchange.sum_control(torch.ones(3))()
-        store.set("joined", "")
-        exchange.close()
-        return sums.tolist()
-    exchange.sum_control(torch.ones(3))
-    exchange.close()
-    store.set("closed", "")
-    store.wait(["joined"], timedelta(seconds=PATIENCE))
-    return None
-
-
-def test_an_exchange_closes_while_a_sum_is_on_its_way():
-    assert on_processes(2, close_behind_a_rank_that_joins_later)[1] == [2.0] * 3
 
 
 def private_exchange(group):

@@ -31,13 +31,14 @@ class Slow(InProcessExchange):
         self.started, self.lost = 0, False
         self.is_awaited, self.arrive = threading.Event(), threading.Event()
 
-    def _start_all_reduce(self, values):
+    def sum_control(self, numbers):
         self.started += 1
 
         def wait():
             self.is_awaited.set()
             if not self.arrive.wait(PATIENCE) or self.lost:
                 raise RankFailureError("lost")
+            return numbers
 
         return wait
 

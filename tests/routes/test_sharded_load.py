@@ -67,12 +67,8 @@ def crossing(node, ranks, sent):
 def listed_load(up, down, node):
     """The load of a node's ranks, from the codecs that a run uses."""
     uplink, downlink, ranks = frames(up), frames(down), up.world_size
-    load = Load.total(
-        [
-            crossing(node, ranks, lambda _, owner: uplink[owner]),
-            crossing(node, ranks, lambda owner, _: downlink[owner]),
-        ]
-    )
+    load = crossing(node, ranks, lambda _, owner: uplink[owner])
+    load.add(crossing(node, ranks, lambda owner, _: downlink[owner]))
     if up.exact:
         load.add(crossing(node, ranks, lambda _, owner: 4 * len(up.pieces[owner])))
     if down.exact:

@@ -11,8 +11,7 @@ from torchcomp.advisor.moments import Moment
 class Clock:
     """A clock of each thread, on which only what a test says takes time.
 
-    What :meth:`exchange` says takes its time beside the thread, as in a thread of its own, until
-    :meth:`join`. Inside :meth:`alone`, it takes its time at once.
+    What :meth:`exchange` says takes its time beside the thread until :meth:`join`.
     """
 
     def __init__(self) -> None:

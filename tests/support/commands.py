@@ -15,14 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(
     command: Sequence[str | Path], *, cwd: Path = ROOT, check: bool = True, **env: str
 ) -> subprocess.CompletedProcess[str]:
-    """Run a command without a terminal and without the variables that an outer `make` exports.
-
-    Args:
-        command: the program and its arguments.
-        cwd: the folder to run it in.
-        check: fail the test if the exit status is not 0.
-        env: further environment variables.
-    """
+    """Run a command without a terminal and without the variables that an outer `make` exports."""
     clean = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
     done = subprocess.run(
         command,

@@ -21,40 +21,28 @@ _WAITING_METHODS = ("tolist", "numpy", "cpu", "__array__")
 
 
 @dataclass
-class Counts:
-    """How often each operator or method ran, by name.
-
-    Attributes:
-        launches: operators that would launch at least one kernel.
-        waits: what would make the host wait if the tensors were on an accelerator.
-    """
+class Counts(TorchDispatchMode):
+    """How often each operator that launches, and each one that waits, ran, by name."""
 
     launches: "Counter[str]" = field(default_factory=Counter)
     waits: "Counter[str]" = field(default_factory=Counter)
 
-
-class _Operators(TorchDispatchMode):
-    def __init__(self, counts: Counts) -> None:
+    def __post_init__(self) -> None:
         super().__init__()
-        self._counts = counts
 
     def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = op.overloadpacket.__name__
         result = op(*args, **(kwargs or {}))
         if name in WAITS:
-            self._counts.waits[name] += 1
+            self.waits[name] += 1
         elif op.namespace == "aten" and launches(op, name, result):
-            self._counts.launches[name] += 1
+            self.launches[name] += 1
         return result
 
 
 @contextmanager
 def counted() -> Iterator[Counts]:
-    """Count what this process launches and waits for within the block.
-
-    Use it in one thread, with ranks of :func:`tests.support.ranks.with_fake_ranks`, whose
-    collectives are no operators.
-    """
+    """Count in one thread, with ranks of `with_fake_ranks`, whose collectives are no operators."""
     counts = Counts()
 
     # Not a TorchFunctionMode: torch turns it off in callbacks of the backward pass.
@@ -69,5 +57,4 @@ def counted() -> Iterator[Counts]:
         for name in _WAITING_METHODS:
             method = getattr(torch.Tensor, name)
             stack.enter_context(mock.patch.object(torch.Tensor, name, counting(name, method)))
-        stack.enter_context(_Operators(counts))
-        yield counts
+        yield stack.enter_context(counts)

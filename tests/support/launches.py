@@ -1,15 +1,10 @@
 """Count what code would cost on CUDA, on a machine without a GPU: launches and waits by call site.
 
 A :class:`DeviceTensor` says that it is on "cuda:0" and holds a tensor of the CPU. Torch's own
-bindings then take the paths for CUDA: ``x[0] = 5`` becomes a copy from host memory, ``x[1:] = 5`` a
-fill, and ``tensor.to("cuda")`` a copy. Every operation passes :class:`_Device`, which counts it,
-computes it on the CPU, and refuses tensors of two devices as CUDA does.
+bindings then take the paths for CUDA: ``x[0] = 5`` becomes a copy from host memory. Operations pass
+:class:`_Device`, which counts them, computes them on the CPU, and refuses tensors of two devices.
 
-Every operation counts as one launch, whatever the number of its kernels. Of those in use here,
-these need several kernels on CUDA: sorts, topk and cumsum of long tensors, sums to one value,
-`nonzero_static`, `index_put_` with `accumulate`, `cat` and `_foreach_*` of many tensors. Copies and
-collectives count as one launch as well. Views, allocations without a fill and operations without
-any element count as none.
+Every operation, copy and collective counts as one launch, whatever the number of its kernels.
 """
 
 import contextlib
@@ -38,12 +33,11 @@ from torchcomp.kernels import backend
 DEVICE = torch.device("cuda", 0)
 _PRODUCT, _TORCH = (str(Path(package.__file__).parent) for package in (torchcomp, torch))  # type: ignore[arg-type]
 
-# By name without the overload. Operations whose schema returns a view are found by the schema.
+# Operations that launch nothing, by name. Those that return a view are found by their schema.
 FREE = {
     *("empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"),
     *("_unsafe_view", "is_pinned", "is_same_size", "promote_types", "resize_", "set_"),
 }
-"""Operations that launch nothing."""
 
 WAITS = {
     *("_local_scalar_dense", "is_nonzero", "equal", "allclose"),
@@ -60,76 +54,43 @@ _FIRST_LAUNCH = {
 """What the first launch of a kernel calls on a GPU, and every launch in the interpreter."""
 
 _HERE = Path(__file__).parent
+_KINDS = ("launches", "waits", "copies", "calls")
 _COPIES = {"copy_", "_to_copy", "_foreach_copy_"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_"}
 
 
 class Count:
-    """Launches and waits, by call site and operation.
-
-    A site is the innermost frame in torchcomp, such as "wire.py:103 seal". Code that does not come
-    from there has the site of its own innermost frame outside torch.
-    """
+    """Launches, waits, copies from the host and calls, by call site and operation."""
 
     def __init__(self) -> None:
-        self._launches: Counter[tuple[str, str]] = Counter()
-        self._waits: Counter[tuple[str, str]] = Counter()
-        self._copies: Counter[tuple[str, str]] = Counter()
-        self._calls: Counter[tuple[str, str]] = Counter()
+        self.by_kind = {kind: Counter[tuple[str, str]]() for kind in _KINDS}
 
-    @property
-    def launches(self) -> int:
-        return self._launches.total()
-
-    @property
-    def waits(self) -> int:
-        return self._waits.total()
-
-    @property
-    def copies(self) -> int:
-        """Copies from the host to the device, which count as launches as well."""
-        return self._copies.total()
-
-    @property
-    def calls(self) -> int:
-        """Calls of torchcomp's Python functions within :meth:`count_calls`."""
-        return self._calls.total()
-
-    @property
-    def called(self) -> str:
-        """The calls by function, for messages."""
-        order = sorted(self._calls, key=lambda entry: (-self._calls[entry], entry))
-        return "\n".join(f"{self._calls[entry]:6} calls: {' '.join(entry)}" for entry in order)
+    launches, waits, copies, calls = (
+        property(lambda self, kind=kind: self.by_kind[kind].total()) for kind in _KINDS
+    )
 
     def by_site(self) -> dict[str, tuple[int, int]]:
         """The launches and the waits of each site."""
         sites: dict[str, tuple[int, int]] = {}
-        for site, operation in self._launches | self._waits:
-            launches, waits = sites.get(site, (0, 0))
-            entry = site, operation
-            sites[site] = launches + self._launches[entry], waits + self._waits[entry]
+        for number, kind in enumerate(("launches", "waits")):
+            for (where, _), times in self.by_kind[kind].items():
+                both = list(sites.get(where, (0, 0)))
+                both[number] += times
+                sites[where] = both[0], both[1]
         return sites
 
-    def __str__(self) -> str:
-        both = self._waits | self._launches
-        order = sorted(both, key=lambda entry: (-self._waits[entry], -self._launches[entry], entry))
-        lines = [
-            f"{self._waits[entry]:6} waits {self._launches[entry]:6} launches: {' '.join(entry)}"
-            for entry in order
-        ]
-        return "\n".join([f"{self.waits} waits, {self.launches} launches", *lines])
-
     def __repr__(self) -> str:
-        return f"<Count of {self}>"
+        lines = [
+            f"{times:6} {kind}: {' '.join(entry)}"
+            for kind, counter in self.by_kind.items()
+            for entry, times in sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+        ]
+        return "\n".join(lines)
 
-    def launch(self, operation: str) -> None:
-        self._launches[site(), operation] += 1
+    called = property(__repr__)
 
-    def wait(self, operation: str) -> None:
-        self._waits[site(), operation] += 1
-
-    def copy(self, operation: str) -> None:
-        self._copies[site(), operation] += 1
+    def note(self, kind: str, operation: str) -> None:
+        self.by_kind[kind][site(), operation] += 1
 
     @contextlib.contextmanager
     def count_calls(self) -> Iterator[None]:
@@ -139,7 +100,7 @@ class Count:
             path = frame.f_code.co_filename
             if event == "call" and path.startswith(_PRODUCT):
                 function = path[len(_PRODUCT) + 1 :], frame.f_code.co_name
-                self._calls[function] += function not in _FIRST_LAUNCH
+                self.by_kind["calls"][function] += function not in _FIRST_LAUNCH
 
         sys.setprofile(note)
         try:
@@ -149,26 +110,22 @@ class Count:
 
     def collective(self, name: str) -> None:
         """Count a collective as ProcessGroupExchange runs it with NCCL."""
-        self.launch(name)
+        self.note("launches", name)
         if sys.getprofile() is not None:
             # `_all_gather` and `_all_gather_to`, for example.
-            self._calls["exchange/process_group.py", name] += 2
-
-    def reset(self) -> None:
-        """Count from zero again, for example after a first step that fills caches."""
-        self.take()
+            self.by_kind["calls"]["exchange/process_group.py", name] += 2
 
     def take(self) -> "Count":
         """Return what was counted so far, and count from zero again."""
         taken = Count()
-        for name, counter in vars(self).items():
-            setattr(taken, name, counter)
-            setattr(self, name, Counter())
+        taken.by_kind, self.by_kind = self.by_kind, taken.by_kind
         return taken
 
+    reset = take
+
     def add(self, other: "Count") -> None:
-        for name, counter in vars(other).items():
-            getattr(self, name).update(counter)
+        for kind, counter in other.by_kind.items():
+            self.by_kind[kind].update(counter)
 
 
 class DeviceTensor(Tensor):
@@ -232,11 +189,11 @@ class _Device(TorchDispatchMode):
         unpinned = _waits(name, args, kwargs, on_device)
         result = func(*tree_map(_host, args), **tree_map(_host, kwargs))
         if launches(func, name, result):
-            self._count.launch(name)
+            self._count.note("launches", name)
             if on_device and name in _COPIES and _from_host(name, args):
-                self._count.copy(name)
+                self._count.note("copies", name)
         if unpinned:
-            self._count.wait(name)
+            self._count.note("waits", name)
         # In-place operations and `out=` return their argument.
         wrappers = {id(wrapper.host): wrapper for wrapper in given}
         for wrapper in given:
@@ -345,18 +302,13 @@ def site() -> str:
     frame: FrameType | None = sys._getframe(1)
     other = ""
     while frame is not None:
-        path = frame.f_code.co_filename
+        path, own = frame.f_code.co_filename, f":{frame.f_lineno} {frame.f_code.co_name}"
         if path.startswith(_PRODUCT):
-            return _described(frame, path[len(_PRODUCT) + 1 :])
+            return path[len(_PRODUCT) + 1 :] + own
         inside = Path(path).parent == _HERE or path.startswith((_TORCH, "<"))
-        if not other and not inside:
-            other = _described(frame, Path(path).name)
+        other = other or ("" if inside else Path(path).name + own)
         frame = frame.f_back
     return other
-
-
-def _described(frame: FrameType, path: str) -> str:
-    return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
 
 
 class _Waitable:
@@ -366,7 +318,7 @@ class _Waitable:
         self._count = count
 
     def synchronize(self, device: object = None) -> None:
-        self._count.wait("synchronize")
+        self._count.note("waits", "synchronize")
 
     def __getattr__(self, name: str) -> Any:
         # wait_stream, wait_event, record, record_event, query: neither launches nor host waits.
@@ -380,12 +332,7 @@ def on_device(values: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def counted(triton: bool = False) -> Iterator[Count]:
-    """Simulate a CUDA device in this thread, and count what happens on it.
-
-    Args:
-        triton: whether Triton's kernels run, in Triton's interpreter: see
-            tests/kernels/interpreted. Otherwise the kernels are those of plain torch.
-    """
+    """Simulate a CUDA device in this thread, with kernels of plain torch or interpreted Triton."""
     count = Count()
     with contextlib.ExitStack() as stack:
         enter = stack.enter_context
@@ -409,7 +356,7 @@ def _interpreted(count: Count) -> Iterator[None]:
     run = interpreter.GridExecutor.__call__
 
     def launch(self: Any, *args: Any, **options: Any) -> None:
-        count.launch(self.fn.__name__)
+        count.note("launches", self.fn.__name__)
         # A kernel is no Python on a GPU.
         profile = sys.getprofile()
         sys.setprofile(None)
@@ -456,12 +403,7 @@ def _tensors_begin_on_the_host() -> Iterator[None]:
 
 
 class EchoExchange(Exchange):
-    """The exchange of rank 0, where every other rank sends what this one sends.
-
-    Each collective counts as one launch, as with NCCL. Where real ranks would send messages of
-    other lengths, this rank's message is repeated or cut. The checks of these frames run, and their
-    findings are ignored.
-    """
+    """The exchange of rank 0, where every other rank sends what this one sends, repeated or cut."""
 
     def __init__(self, world_size: int, count: Count, device: torch.device = DEVICE) -> None:
         super().__init__(0, world_size, device)
@@ -517,20 +459,7 @@ def one_bucket(
     simulation: Callable[[], AbstractContextManager[Count]] = counted,
     device: torch.device = DEVICE,
 ) -> tuple[Count, Count]:
-    """Average one bucket `steps` times, and count the last step, when caches are filled.
-
-    Args:
-        spec: the method.
-        world_size: number of ranks. They are only simulated: see :class:`EchoExchange`.
-        numel: size of the bucket, a multiple of 64; one matrix with 64 rows.
-        dtype: dtype of the gradients.
-        steps: number of steps.
-        simulation: counts what happens on the device.
-        device: device of the gradients, simulated or not.
-
-    Returns:
-        The costs per bucket (of `average`) and per step (of `begin` and `finish`).
-    """
+    """Average a bucket, one matrix with 64 rows, `steps` times among ranks that are simulated."""
     draws = torch.Generator().manual_seed(0)
     place = on_device if device == DEVICE else Tensor.clone
     with simulation() as count, torch.no_grad():
@@ -540,7 +469,7 @@ def one_bucket(
         for _ in range(steps):
             flat = torch.randn(numel, generator=draws).to(dtype)
             bucket = Bucket(averager.shape_of(group), place(flat), lasts=True)
-            count.reset()
+            count.take()
             averager.begin()
             per_step = count.take()
             with count.count_calls():

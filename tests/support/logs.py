@@ -6,10 +6,7 @@ import pytest
 
 
 def messages_of(module: str, caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the warnings and errors that `module` of torchcomp logged during this test.
-
-    Others are left out: local steps that an earlier test dropped can end, and warn, at any time.
-    """
+    """Return the warnings and errors that `module` of torchcomp logged during this test."""
     return [
         record.getMessage()
         for record in caplog.records

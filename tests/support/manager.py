@@ -49,13 +49,7 @@ class Board:
 
 
 class Group:
-    """The process group of one rank in one quorum: a few collectives, in memory.
-
-    Attributes:
-        manager: the one that it belongs to.
-        calls: number of collectives that this rank has begun.
-        of_step: the same, in this step.
-    """
+    """The process group of one rank in one quorum: a few collectives, in memory."""
 
     def __init__(self, board: Board, rank: int, manager: "Manager") -> None:
         self._board, self._rank, self.manager = board, rank, manager
@@ -105,11 +99,7 @@ DONE = SimpleNamespace(wait=lambda: True)
 
 
 class Lighthouse:
-    """Brings the ranks together that are to take part in a step.
-
-    Args:
-        spans: for each rank, its first step and the one before which it goes.
-    """
+    """Brings the ranks together that are to take part in a step."""
 
     def __init__(self, spans: Mapping[str, tuple[int, int]]) -> None:
         self._spans = dict(spans)

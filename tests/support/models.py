@@ -63,9 +63,7 @@ THROUGH_DDP = (
     'bidirectional(topk(0.1), topk(0.1), selection="exact")',
     'bidirectional(topk(0.1, scope="model"), topk(0.1, scope="model"))',
 )
-"""A subset of METHODS: one spec for each code path of buckets, groups and state in DDP.
-
-tests/aggregators/test_contract.py tests all methods without DDP."""
+"""A subset of METHODS: one spec for each code path of buckets, groups and state in DDP."""
 
 WITH_RESIDUAL = tuple(spec for spec in METHODS if not isinstance(torchcomp.parse(spec), Mean))
 
@@ -238,13 +236,7 @@ def weights(module: nn.Module) -> Tensor:
 
 @dataclass
 class Account:
-    """Sums of one rank's gradients before and after the exchange, to test conservation.
-
-    Attributes:
-        dense: sum of this rank's own gradients, by parameter.
-        applied: sum of the averaged gradients that DDP passed to the optimizer.
-        residual: the residual, in the unit of the gradients; set by :meth:`close`.
-    """
+    """Sums of one rank's gradients before and after the exchange, to test conservation."""
 
     dense: Gradients = field(default_factory=dict)
     applied: Gradients = field(default_factory=dict)
@@ -291,11 +283,8 @@ def residual_norm(handle: Any, slot: str = "error") -> float:
 
 
 def unsent_gradients(parameters: Mapping[str, Tensor], state: dict[str, Any]) -> Gradients:
-    """Return a rank's unsent gradients by parameter, from the state dict of its averager.
-
-    The server residual is part of the mean, so it is multiplied by the number of ranks. Then the
-    mean of the result over the ranks is all that the run has not applied.
-    """
+    """Return a rank's unsent gradients by parameter, from the state dict of its averager."""
+    # The server residual is part of the mean, so it is multiplied by the number of ranks.
     found = {name: part.double().cpu() for name, part in kept(state).items()}
     rank, world_size, server = state["rank"], state["world_size"], kept(state, "server_error")
     for names in state["buckets"]:
@@ -315,10 +304,7 @@ def _add(total: Gradients, more: Gradients) -> None:
 
 
 def assert_conserved(accounts: list[Account], tolerance: float = 1e-12) -> None:
-    """Require that applied means + mean residual = dense means, for each parameter.
-
-    Also require that all ranks applied the same gradients.
-    """
+    """Require that applied means + mean residual = dense means, for each parameter."""
     for name in accounts[0].dense:
         applied = accounts[0].applied[name]
         for rank, account in enumerate(accounts):

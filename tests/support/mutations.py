@@ -12,8 +12,7 @@ from torchcomp import CheckpointError
 GIANT = 2**70
 
 
-class Foreign:
-    """A type that no state dict contains."""
+class Foreign: ...
 
 
 def of_any(value):
@@ -52,7 +51,6 @@ def of_tensor(value):
 
 def of_text(value):
     yield from (value[:-1], value + "0", value[1:], value.replace("0", "9"), value.upper())
-    # What JSON and other parsers may not survive.
     yield from ("{}", "[]", "null", "NaN", "[" * 10**5, '{"torchcomp.tensor": [0]}', "\0")
 
 

@@ -42,10 +42,7 @@ def unsent(states: list[Any]) -> Tensor:
 
 
 def messages(stats: torchcomp.Stats) -> torchcomp.Stats:
-    """Return the counters without those of control messages.
-
-    A run that loads a checkpoint compares its ranks once more than one that was not interrupted.
-    """
+    """Return the counters without those of control messages."""
     return replace(stats, control_bytes_sent=0, total_control_bytes_sent=0)
 
 
@@ -104,18 +101,7 @@ def assert_refused(
     match: str = "",
     field: str | None = None,
 ) -> None:
-    """Require that `body` raises exactly `error` on every rank.
-
-    A message is matched by the names and values in it, not by its sentences.
-
-    Args:
-        world_size: number of ranks, which are threads.
-        body: function to run on every rank.
-        error: type of the error. A subclass is not accepted.
-        words: names and values that the message must contain.
-        match: a regular expression that the message must match.
-        field: option that the error, a SpecError, must be about.
-    """
+    """Require that `body` raises exactly `error` on every rank."""
     for rank, outcome in enumerate(on_threads(world_size, body, catch=True)):
         assert type(outcome) is error, f"rank {rank}: {outcome!r}"
         if field is not None:

@@ -37,11 +37,9 @@ PRELOADED = ["tests.support.warm", "hypothesis", "pytest", "tests.support.models
 
 
 def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> list[Any]:
-    """Run ``body(*args)`` on `world_size` threads with an in-memory process group.
+    """Run ``body(*args)`` on threads with an in-memory process group; return the results by rank.
 
-    Return the results in rank order; with `catch`, exceptions as well. This takes milliseconds
-    instead of seconds. Exchanges run inline, without overlap. There is no timeout: a thread cannot
-    be killed. If a rank hangs, pytest's own prints the stack of every thread and ends the process.
+    With `catch`, exceptions as well. There is no timeout: a thread cannot be killed.
     """
     outcomes: list[Any] = [None] * world_size
     store = dist.HashStore()
@@ -88,11 +86,10 @@ def on_processes(
     backend: str = "gloo",
     start: str = "forkserver",
 ) -> list[Any]:
-    """Run ``body(*args)`` on `world_size` processes, by default over gloo on the loopback.
+    """Run ``body(*args)``, a module's function, on processes over gloo; return the results by rank.
 
-    Return the results in rank order; with `catch`, exceptions as well. `body` is a module-level
-    function. After `timeout` seconds, every process is killed. The `start` "spawn" takes seconds,
-    but is safe with CUDA, which does not work after a fork of what has looked for a device.
+    With `catch`, exceptions as well. After `timeout` seconds, every process is killed. The `start`
+    "spawn" takes seconds, but CUDA does not work after a fork of what has looked for a device.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Fork from one process that has already imported all modules, which takes seconds.
@@ -122,10 +119,7 @@ def on_processes(
 
 
 def with_fake_ranks(world_size: int, body: Body, *args: Any) -> Any:
-    """Run ``body(*args)`` as rank 0 of a fake process group, whose other ranks only exist in name.
-
-    Every rank appears to send what this one sends.
-    """
+    """Run ``body(*args)`` as rank 0 of a fake group, whose other ranks send what this one sends."""
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     try:
         # The fake all-to-all of torch 2.6 leaves its output uninitialized.

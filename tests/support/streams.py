@@ -1,18 +1,17 @@
 """Find races between CUDA streams, and memory that is used again too early, without a GPU.
 
-Real DDP trains on tensors of the CPU, with the real `StreamExecutor`. The streams are simulated:
-each operation belongs to the stream that is current, and each stream has a vector clock, which
-`wait_stream`, events, futures and waits of the host pass on. A fault is
+Real DDP trains on tensors of the CPU. Each operation belongs to the current stream, and each stream
+has a vector clock, which `wait_stream`, events, futures and waits of the host pass on. Faults are:
 
 * a *race*: an operation reads or writes bytes that another stream wrote, or writes bytes that
   another stream read, and nothing orders the two;
 * a *reuse*: a storage was freed, and its stream allocates memory while another stream can still be
-  using the storage. CUDA's allocator may hand out the same memory, unless `record_stream` was
-  called. It does so without regard to other streams.
+  using the storage, and `record_stream` was not called.
 """
 
 import contextlib
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partialmethod
@@ -125,14 +124,7 @@ class Memory:
 
 
 class Simulator(TorchDispatchMode):
-    """Attributes the operations of this thread to streams.
-
-    Attributes:
-        host: the clock of the host.
-        current: the stream that is current; at first `main`.
-        faults: every fault that was found, in words.
-        operations: number of operations on each stream.
-    """
+    """Attributes the operations of this thread to streams, and finds faults."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +135,7 @@ class Simulator(TorchDispatchMode):
         self._freed: list[Memory] = []
         self._returned: list[tuple[Any, Tensor]] = []
         self.faults: list[str] = []
-        self.operations: dict[Stream, int] = {}
+        self.operations: Counter[Stream] = Counter()
 
     def new_stream(self, *_: Any, **__: Any) -> Stream:
         self._streams.append(Stream(self, f"stream {len(self._streams) + 1}", self.device))
@@ -178,7 +170,7 @@ class Simulator(TorchDispatchMode):
         if known:
             return result
         where = f"{name} at {site()}"
-        self.operations[self.current] = self.operations.get(self.current, 0) + 1
+        self.operations[self.current] += 1
         self.current.now()
         time = self.current.tick()
         if name not in FREE:
@@ -270,22 +262,14 @@ def _init(future: Any, simulator: Simulator, *, devices: Any = None) -> None:
     future.done = Event(simulator)
 
 
-def _complete(future: Any, simulator: Simulator, result: Any) -> None:
+def _complete(future: Any, result: Any) -> None:
     future.done.record()
     _set_result(future, result)
 
 
-def _join(future: Any, simulator: Simulator) -> Any:
+def _join(future: Any) -> Any:
     future.done.wait()
     return _wait(future)
-
-
-def _record_stream(x: Tensor, simulator: Simulator, stream: Stream) -> None:
-    simulator.record_stream(x, stream)
-
-
-def _listed(x: Tensor, simulator: Simulator) -> Any:
-    return simulator.tolist(x)
 
 
 def _register(model: Any, simulator: Simulator, state: Any, hook: Any) -> None:
@@ -317,9 +301,7 @@ def _tensors(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Tensor, bool]]
     values = [*args, *kwargs.values()]
     names = [argument.name for argument in func._schema.arguments[: len(args)]] + list(kwargs)
     written = {
-        argument.name
-        for argument in func._schema.arguments
-        if argument.alias_info is not None and argument.alias_info.is_write
+        each.name for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
     }
     for name, value in zip(names, values, strict=True):
         for leaf in tree_leaves(value):
@@ -333,11 +315,7 @@ def _memory_of(x: Tensor) -> Memory | None:
 
 @contextlib.contextmanager
 def simulated(executor: MakeExecutor = StreamExecutor) -> Iterator[Simulator]:
-    """Simulate streams in this thread, for tensors of the CPU that say that they are on CUDA.
-
-    Args:
-        executor: makes the executor of every handle and of LocalSGD's overlap.
-    """
+    """Simulate streams in this thread, for tensors of the CPU that say that they are on CUDA."""
     simulator = Simulator()
 
     def transport(group: Any, device: torch.device) -> tuple[Exchange, Executor]:
@@ -352,11 +330,11 @@ def simulated(executor: MakeExecutor = StreamExecutor) -> Iterator[Simulator]:
         (torch.cuda, "current_stream", lambda *_: simulator.current),
         (torch.cuda, "device", lambda *_: contextlib.nullcontext()),
         (Future, "__init__", partialmethod(_init, simulator)),
-        (Future, "set_result", partialmethod(_complete, simulator)),
-        (Future, "wait", partialmethod(_join, simulator)),
+        (Future, "set_result", _complete),
+        (Future, "wait", _join),
         (Tensor, "is_cuda", True),
-        (Tensor, "record_stream", partialmethod(_record_stream, simulator)),
-        (Tensor, "tolist", partialmethod(_listed, simulator)),
+        (Tensor, "record_stream", lambda x, stream: simulator.record_stream(x, stream)),
+        (Tensor, "tolist", lambda x: simulator.tolist(x)),
         (DistributedDataParallel, "register_comm_hook", partialmethod(_register, simulator)),
         (host, "can_read", lambda x: False),
         (import_module("torchcomp.ddp.register"), "transport", transport),

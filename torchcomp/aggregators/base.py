@@ -39,11 +39,10 @@ class Law:
         gradient: coefficient of the gradient.
         before: coefficients of the slots' values before the step, by slot.
         after: coefficients of the slots' values after the step, by slot.
-        error: what the law leaves at most, relative to the norm of the gradients (root mean square
-            over the ranks), besides the rounding of the gradient's and the residual's dtype.
+        error: what the law leaves at most besides rounding, relative to the gradients' norm (root
+            mean square over the ranks).
         per_parameter: whether it holds for each parameter, and not only for a whole bucket.
-        smallest: distance of the smallest numbers of the dtype of an all-reduce, which rounds
-            elements to multiples of it.
+        smallest: an all-reduce rounds elements to multiples of this.
     """
 
     gradient: float = 1.0
@@ -64,8 +63,8 @@ class Law:
 class Aggregator(Component):
     """Turn every rank's bucket into an estimate of the mean bucket. All ranks get the same one.
 
-    Aggregators are stateless configuration. Tensors that must survive a step are stored in slots.
-    :meth:`slots` declares the slots, and the caller passes the :class:`State` that stores them.
+    Aggregators are configuration. Tensors that must survive a step are in the slots that
+    :meth:`slots` declares.
     """
 
     kind: ClassVar[str] = "aggregator"
@@ -76,11 +75,7 @@ class Aggregator(Component):
         return tuple(sorted({0}.union(*(part.stages for part in self._parts().values()))))
 
     def at(self, step: int) -> "Aggregator":
-        """Return the method of exchange `step`, from 0: itself, unless a compressor changes.
-
-        All stages have the same residuals and estimates, so a run goes from one to the next without
-        a swap.
-        """
+        """Return the method of exchange `step`, from 0: itself, unless a compressor changes."""
         parts = self._parts()
         now = {name: part.at(step) for name, part in parts.items()}
         return self if now == parts else replace(self, **now)
@@ -135,11 +130,7 @@ class Aggregator(Component):
         return False
 
     def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
-        """Whether the slot "error" is non-finite exactly where this rank's gradient of `dtype` was.
-
-        The residual of a failed step then shows which parameters had a NaN or an infinity, and the
-        gradients need no check before the exchange.
-        """
+        """Whether the slot "error" is non-finite where this rank's gradient was, and only there."""
         return False
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
@@ -154,16 +145,8 @@ class Aggregator(Component):
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         """Return the communication of one bucket, per rank and step.
 
-        Of a method with several stages, call the cost of one: ``method.at(step).cost``.
-        The numbers are exact with one exception: a sharded selection from a whole bucket. There
-        the number of entries per shard depends on the values, and an even spread is assumed.
-
-        Args:
-            shape: shape of the bucket.
-            world_size: number of ranks.
-            rank: the rank whose bytes are counted.
-            node: number of consecutive ranks that share a network card. With more than 1, the load
-                is that of the card of `rank`: what its ranks exchange with those of other nodes.
+        Exact, but for a sharded selection from a whole bucket, whose entries are taken as evenly
+        spread. If `node` ranks share a network card, the load is that of the card of `rank`.
         """
 
     def prepared(
@@ -181,12 +164,7 @@ class Aggregator(Component):
 
     @abstractmethod
     def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
-        """Replace `g` with the estimate of its mean.
+        """Replace `g`, this rank's gradients, 1-D, with the estimate of their mean.
 
-        Called on what :meth:`at` returns for the step.
-
-        Args:
-            g: this rank's gradients, 1-D, overwritten.
-            bucket: the bucket that they are, as :meth:`prepared` returns it.
-            key: seed, step and rank of this exchange.
+        `bucket` is as :meth:`prepared` returns it; `key` has seed, step and rank of the exchange.
         """

@@ -25,9 +25,9 @@ from torchcomp.specs.errors import SpecError
 class Bidirectional(Residual):
     """``bidirectional(topk(0.01), topk(0.01))``: error feedback in both directions.
 
-    C and D are the two compressors. Traffic per rank does not grow with the number of ranks W. Each
-    rank is a worker, and also the parameter server (owner) of one shard of the bucket. Let g be its
-    gradient, e its residual as a worker and d its server residual. Both residuals start at 0.
+    C and D are compressors. Traffic per rank does not grow with the number of ranks W. Each rank is
+    a worker, and the parameter server (owner) of one shard. Let g be its gradient, e its residual
+    as a worker and d its server residual. Both residuals start at 0.
 
     1. worker: x = g + e
     2. worker: message = C(x); each owner gets the entries of its shard
@@ -41,21 +41,17 @@ class Bidirectional(Residual):
     the mean of e, plus d equals the sum of all mean gradients.
 
     Reference: Zou, "Bidirectional TopK sparsification for distributed learning", University of
-    Waterloo, 2022 (arXiv 2209.15203). In the thesis, one machine is the server and the residuals
-    include the learning rate. With ``selection="exact"``, this class is the same method if the
-    learning rate is constant, or with ``torchcomp.register(..., lr_inside=optimizer)``.
+    Waterloo, 2022 (arXiv 2209.15203). There, one machine is the server, and residuals include the
+    learning rate: the same as ``selection="exact"`` with ``register(..., lr_inside=optimizer)``.
 
     Attributes:
         up: C, contractive. Use ``identity`` to compress only the downlink.
         down: D, contractive. With ``identity``, the method is ``ef(C)`` over the sharded route.
         selection: set of entries from which topk selects. "shard" selects from each shard
-            separately, with a fixed number of entries (``k=5`` takes 5 per shard). "exact" selects
-            from the whole bucket, as a single server would, which is the thesis's method. The
-            owners then search for a common threshold, starting from the threshold of the previous
-            step. The first step has no such threshold, and can send several times the bytes that
-            :func:`torchcomp.explain` reports per step.
-        memory_dtype: dtype of both residuals. The default is fp32, or the gradient's dtype if that
-            is wider.
+            separately (``k=5`` takes 5 per shard). "exact" selects from the whole bucket, as in the
+            thesis: the owners search for a common threshold, from that of the previous step. The
+            first step can send several times the bytes of :func:`torchcomp.explain`.
+        memory_dtype: dtype of both residuals; see Residual.
     """
 
     name: ClassVar[str] = "bidirectional"

@@ -32,18 +32,15 @@ class DGC(Residual, OneWay):
     4. v <- v - message;  u <- 0 where an entry was sent     (momentum factor masking)
     5. g <- mean of all messages            (v also keeps the error of rounding to g's dtype)
 
-    The method applies the momentum, so use SGD without momentum as the optimizer. The weight decay
-    of that optimizer then has no momentum. The paper's local gradient clipping is not included: it
-    needs the norm of the whole gradient, and a bucket is only a part. Clip the averaged gradient
-    after the backward pass instead.
+    The method applies the momentum, so use SGD without momentum as the optimizer, whose weight
+    decay then has none. The paper's local gradient clipping is not included: clip the averaged
+    gradient after the backward pass instead.
 
-    The first `warmup_steps` steps send more, as in the paper: ``dgc(C, warmup_steps=100)`` is short
-    for ``dgc(warmup(C, steps=100, start=0.25))``. Without effect for ratios of 0.25 and more. A
-    warm-up that begins dense is refused: step 4 would set every u to 0.
+    ``dgc(C, warmup_steps=100)`` is short for ``dgc(warmup(C, steps=100, start=0.25))``, as in the
+    paper. A warm-up that begins dense is refused: step 4 would set every u to 0.
 
     Nothing is lost, up to the rounding of v's dtype: the sum of all applied means plus the mean v
-    equals the sum of all mean velocities. Here, a velocity is what step 2 adds to v. With
-    momentum=0 this is ``ef``.
+    equals the sum of what step 2 adds to v, in the mean. With momentum=0 this is ``ef``.
 
     Reference: Lin, Han, Mao, Wang, Dally, "Deep gradient compression: Reducing the communication
     bandwidth for distributed training", ICLR 2018.
@@ -54,10 +51,8 @@ class DGC(Residual, OneWay):
         compressor: selects entries by magnitude, such as topk.
         momentum: at least 0 and below 1.
         nesterov: Nesterov's momentum, as in torch.optim.SGD.
-        warmup_steps: number of steps, from the start of training, until the compressor's ratio is
-            reached.
-        memory_dtype: dtype of u and v. The default is fp32, or the gradient's dtype if that is
-            wider.
+        warmup_steps: first steps, which send more.
+        memory_dtype: dtype of u and v; see Residual.
     """
 
     name: ClassVar[str] = "dgc"
@@ -101,7 +96,6 @@ class DGC(Residual, OneWay):
         return replace(self, compressor=self._warmed_up().at(step), warmup_steps=0)
 
     def _warmed_up(self) -> Compressor:
-        """Return the compressor, in the warm-up that `warmup_steps` is short for."""
         if not self.warmup_steps or getattr(self.compressor, "ratio", _START) >= _START:
             return self.compressor
         return Warmup(self.compressor, self.warmup_steps, _START)

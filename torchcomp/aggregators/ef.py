@@ -25,9 +25,8 @@ class EF(Residual, OneWay):
     4. g <- mean of all messages     (e also keeps the error of rounding the mean to g's dtype)
 
     Nothing is lost, up to the rounding of the residual's dtype: the sum of all applied means plus
-    the mean residual equals the sum of all mean gradients. All-reduces of 16-bit values, with
-    ``cast`` or for 16-bit gradients, are an exception. They round at every hop, and no residual
-    records that error. Use ``exchange="allgather"`` to conserve these values as well.
+    the mean residual equals the sum of all mean gradients. But all-reduces of 16-bit values round
+    at every hop, which no residual records: ``exchange="allgather"`` conserves these as well.
 
     References: Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback
     fixes SignSGD", ICML 2019. By default, the residual does not include the learning rate, so any

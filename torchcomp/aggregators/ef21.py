@@ -29,9 +29,8 @@ class EF21(OneWay):
     4. g <- m
 
     Invariant: m is the mean of all s, up to the rounding of float32 and of 16-bit all-reduces.
-    Unlike ``ef``, the method has no residual and does not conserve the sum of all gradients: a
-    part of a gradient that s never reached is not sent later. With a zero gradient, a rank sends
-    C(-s).
+    Unlike ``ef``, the method does not conserve the sum of all gradients: a part that s never
+    reached is not sent later.
 
     Reference: Richtárik, Sokolov, Fatkhullin, "EF21: A new, simpler, theoretically better, and
     practically faster error feedback", NeurIPS 2021.

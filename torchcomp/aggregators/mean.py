@@ -52,9 +52,7 @@ class Mean(OneWay):
         return isinstance(self.compressor, Identity)
 
     def law(self, shape: BucketShape) -> Law:
-        alpha, omega = (
-            bound(shape.numel) for bound in (self.compressor.alpha, self.compressor.omega)
-        )
+        alpha, omega = self.compressor.alpha(shape.numel), self.compressor.omega(shape.numel)
         # An unbiased compressor has a bound only on the expectation.
         bounds = [] if alpha is None else [math.sqrt(1 - alpha)]
         bounds += [] if omega is None else [3 * math.sqrt(omega)]

@@ -35,8 +35,7 @@ class OneWay(Aggregator):
     Attributes:
         compressor: applied to what a rank sends.
         exchange: collective that carries the messages. "auto" uses allreduce if messages can be
-            added, and otherwise allgather or sharded, whichever moves fewer bytes. The result is
-            the same. "sum" and "gather" are old names of allreduce and allgather.
+            added, and otherwise allgather or sharded, whichever moves fewer bytes.
     """
 
     compressor: Compressor
@@ -70,7 +69,7 @@ class OneWay(Aggregator):
         return replace(now, exchange="allreduce") if now.compressor == _DENSE else now
 
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""
+        """The dtype of the sum over the ranks, for gradients of dtype `gradient`."""
         return gradient
 
     def sum_rounding(self, shape: BucketShape) -> tuple[float, float]:

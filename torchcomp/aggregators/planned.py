@@ -16,25 +16,20 @@ def planned_traffic(
     rank: int = 0,
     node: int = 1,
 ) -> Traffic:
-    """Return the bytes of a step, in the last stage, in which all ranks average such buckets.
-
-    With more than 1 rank of a `node`, they are those of the network card that `rank` shares.
-    """
+    """Return the bytes of a step in the last stage, through the network card of a node."""
     if node == world_size:
         return Traffic()  # nothing passes the card of the only node
     settled = method.settled
-    load = Load.total(settled.cost(shape, world_size, rank, node).load for shape in shapes)
+    load = Load()
+    for shape in shapes:
+        load.add(settled.cost(shape, world_size, rank, node).load)
     return load.traffic(world_size, _dense(shapes, world_size, node))
 
 
 def planned_two_levels(
     method: Aggregator, shapes: Sequence[BucketShape], world_size: int, node: int, rank: int = 0
 ) -> Traffic:
-    """Return the bytes that one rank sends per step with ``register(..., nodes=node)``.
-
-    `shapes` are those of whole buckets. `sent` and `received` are between the nodes. `dense` is
-    this rank's share of what plain DDP sends through the card of its node.
-    """
+    """As :func:`planned_traffic` of one rank, of whole buckets, with ``nodes=node``."""
     pieces = pieces_of(shapes, node)
     between = planned_traffic(method, pieces, world_size // node, rank // node)
     # A reduce-scatter and an all-gather move a piece to each other rank of the node.
@@ -43,7 +38,6 @@ def planned_two_levels(
 
 
 def _dense(shapes: Sequence[BucketShape], world_size: int, node: int) -> int:
-    """Return the bytes that plain DDP sends through the card of a node."""
     # A ring of all ranks leaves each node once: the card carries what one rank sends.
     nbytes = sum(shape.nbytes for shape in shapes)
     return sum_bytes(nbytes, world_size) if node < world_size else 0

@@ -33,21 +33,18 @@ class PowerSGD(Residual):
     4. Q <- mean of R;  g <- P Q^T      (e also keeps the error of rounding to g's dtype)
 
     The next step starts from this Q. A column that became zero keeps its previous value instead.
-    Vectors, and matrices that are too small to gain, are sent uncompressed together with P. The
-    size of a message therefore depends on the shapes, and ``explain`` needs a model.
+    Vectors, and matrices that are too small to gain, are sent uncompressed together with P.
 
-    A rank's residual is what its own message lacks, as in the paper's Algorithm 2. The mean of
-    P R^T is P Q^T. Nothing is lost, up to rounding: the sum of all applied means plus the mean
-    residual equals the sum of all mean gradients. PyTorch's hook keeps M - P Q^T instead. It
-    applies the same means, but its residuals accumulate the differences between ranks permanently.
+    A rank's residual is what its own message lacks, as in the paper's Algorithm 2. Nothing is lost,
+    up to rounding: the sum of all applied means plus the mean residual equals the sum of all mean
+    gradients. PyTorch's hook keeps M - P Q^T: its residuals accumulate what differs between ranks.
 
     Reference: Vogels, Karimireddy, Jaggi, "PowerSGD", NeurIPS 2019.
 
     Attributes:
         rank: number of columns of P and Q, reduced for a matrix with fewer rows or columns.
         min_ratio: compress a matrix if that makes it more than this many times smaller.
-        memory_dtype: dtype of the residual. The default is fp32, or the gradient's dtype if that is
-            wider. P and Q are float32 or wider.
+        memory_dtype: dtype of the residual; see Residual. P and Q are float32 or wider.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -117,7 +114,6 @@ class PowerSGD(Residual):
 
 
 def _write(mean: Tensor, out: Tensor, rest: Tensor) -> None:
-    """Write a mean to `out`, and add the error of rounding it to `rest`."""
     mean = mean.view(out.shape)
     narrow(mean, out.dtype, out)
     if out.dtype != mean.dtype:
@@ -163,7 +159,6 @@ class _Matrices:
         self._row_of = host.copy_to(row_of, device)
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """Return each parameter's part of a bucket, in its shape."""
         if self.strided:
             return list(Bucket(self._shape, flat).tensors().values())
         parts = torch.split(flat, list(self._shape.sizes))
@@ -195,14 +190,12 @@ class _Matrices:
             self._lengths = after, after._version, lengths
 
     def _lengths_of(self, q: Tensor) -> Tensor:
-        """Return for each element of all Q the largest magnitude of its column."""
         norms = torch.stack(torch._foreach_norm(torch.split(q, self._rows), torch.inf))
         return norms.index_select(0, self._row_of)
 
 
 @lru_cache(maxsize=1024)
 def _plan(method: PowerSGD, shape: BucketShape) -> tuple[Slot, Slot, int]:
-    """Return the slots of a bucket, and the number of elements that a rank sends for it."""
     error, sizes, sent = method.error_slot(shape), {}, shape.numel
     for name, size, numel in zip(shape.names, shape.shapes, shape.sizes, strict=True):
         if len(size) > 1 and numel:
@@ -217,6 +210,5 @@ def _plan(method: PowerSGD, shape: BucketShape) -> tuple[Slot, Slot, int]:
 
 
 def _draw(name: str, out: Tensor) -> None:
-    """Draw the initial Q of a parameter: the same in all runs, on all ranks."""
-    # Seeded by the name alone: it must not depend on the step at which a parameter first appears.
+    # Seeded by the name alone: the same in all runs, at whatever step a parameter first appears.
     out.copy_(torch.from_numpy(Key(0).of_tensor(name).shared().standard_normal(out.numel())))

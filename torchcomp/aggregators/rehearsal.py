@@ -26,10 +26,7 @@ def rehearse_all(method: Aggregator, parameters: Iterable[Tensor]) -> None:
 # Cached, because simulations create many averagers with the same method.
 @lru_cache(maxsize=256)
 def rehearse(method: Aggregator, dtype: torch.dtype, device: torch.device) -> None:
-    """Average a small bucket on one rank, to load and compile the kernels of the method.
-
-    See :func:`torchcomp.kernels.backend.attempt` for what happens if one fails.
-    """
+    """Average a small bucket on one rank, to load and compile the kernels of the method."""
 
     def average() -> None:
         # A matrix, because low-rank methods treat vectors differently. Large enough for

@@ -38,17 +38,17 @@ class Residual(Aggregator):
                 check_contractive(self, option)
 
     def residual_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Return the dtype of the residual, for gradients of dtype `gradient`."""
+        """The dtype of the residual, for gradients of dtype `gradient`."""
         if self.memory_dtype is None:
             return torch.promote_types(gradient, torch.float32)
         return _DTYPES[self.memory_dtype]
 
     def error_slot(self, shape: BucketShape) -> Slot:
-        """Return the slot of this rank's residual, its unsent gradient."""
+        """The slot of this rank's residual, its unsent gradient."""
         return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.residual_dtype(shape.dtype))
 
     def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
-        """Return the dtype of the sum over the ranks, for gradients of dtype `gradient`."""
+        """The dtype of the sum over the ranks, for gradients of dtype `gradient`."""
         return self.residual_dtype(gradient)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:

@@ -1,7 +1,6 @@
 """Checkpoint: the common format of all state dicts, validated before anything is restored.
 
-A *form* is a function that validates one value. Its arguments are the value and its path in the
-state dict, for the error message. It raises CheckpointError if the value is invalid.
+A *form* validates one value: ``form(value, path in the state dict)`` raises CheckpointError.
 """
 
 import zlib
@@ -17,16 +16,13 @@ from torchcomp.specs.checks import is_number, shown
 from torchcomp.specs.errors import CheckpointError
 
 ONE_STEP = "Load checkpoints of the same step on all ranks (each rank its own), or on none."
-"""Advice for ranks that are not at the same step."""
-
 ADVICE = {
     "spec": "build the method of the checkpoint, load, then swap to the new method",
     "world_size": "convert all ranks' state dicts with torchcomp.redistribute(states, world_size)",
 }
 """What to do if the spec or the number of ranks of a checkpoint is another one."""
 
-VERSION = 5
-"""Version of the format. A state dict of another version is refused."""
+VERSION = 5  # of the format
 
 # Without the 8-bit floats: torch does not implement `isfinite` for them.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -36,8 +32,7 @@ Form = Callable[[Any, str], None]
 def require(valid: bool, where: str, expected: str, value: object) -> None:
     """Raise CheckpointError unless `valid`: `where` must be what is `expected`, not `value`."""
     if not valid:
-        # Shortened: a damaged value can be of any size.
-        text = shown(value)
+        text = shown(value)  # a damaged value can be of any size
         short = text if len(text) <= 80 else f"{text[:80]}..."
         raise CheckpointError(f"a damaged checkpoint: {where} must be {expected}, not {short}")
 
@@ -120,7 +115,6 @@ def tensor(
 
     def check_tensor(value: Any, where: str) -> None:
         require(_is_dense(value), where, "a dense tensor", value)
-        # Describes the tensor in errors. Its `repr` would print elements and wait for the device.
         found = f"{value.dtype} of shape {tuple(value.shape)}"
         plain = not value.is_floating_point() or value.dtype in FLOATS
         require(plain and not value.is_complex(), where, "a tensor of real numbers", found)
@@ -135,7 +129,6 @@ def tensor(
 
 
 def _is_dense(value: Any) -> bool:
-    """Whether a value is a tensor with each of its elements in memory."""
     if not isinstance(value, Tensor) or value.layout != torch.strided:
         return False
     if value.is_meta or value.is_nested or value.is_quantized:
@@ -169,14 +162,11 @@ ENGINE = record(
     slots=dict_of(record(kind=text, sharded=flag, tensors=dict_of(tensor()))),
 )
 
+# What a run with nodes adds: which piece of the whole parameters the state belongs to.
 TWO_LEVELS = optional(record(node=count, position=count, node_size=count, parameters=_LAYOUTS))
-"""Form of what a run with nodes adds: which piece of the whole parameters the state belongs to."""
-
+# Whether `redistribute` has cut the parameters into other pieces. Values that belong to a piece,
+# but not to its elements, are then missing: they begin anew.
 RECUT = "recut"
-"""Whether `redistribute` has cut the parameters of a state into other pieces.
-
-Values that belong to a piece, but not to its elements, are then missing: they begin anew.
-"""
 
 
 def header(spec: str, exchange: Exchange) -> dict[str, Any]:
@@ -219,10 +209,8 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
 
 def layout_of(parameters: Mapping[str, Tensor]) -> dict[str, dict[str, list[int]]]:
     """Return the shape and strides of each parameter by name, as stored in a checkpoint."""
-    return {
-        name: {"shape": list(parameter.shape), "stride": list(parameter.stride())}
-        for name, parameter in parameters.items()
-    }
+    both = {name: (list(each.shape), list(each.stride())) for name, each in parameters.items()}
+    return {name: {"shape": shape, "stride": stride} for name, (shape, stride) in both.items()}
 
 
 def digest_of(tensors: Mapping[str, Tensor]) -> int:

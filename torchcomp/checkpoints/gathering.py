@@ -54,10 +54,7 @@ class Gatherable(ABC):
         """Restore the state of this rank."""
 
     def gather_state_dict(self, dst: int | None = 0) -> State | None:
-        """Return the states of all ranks as one state dict. Call this on all ranks.
-
-        It contains a :meth:`state_dict` per rank, on the CPU, and loads with
-        ``torch.load(..., weights_only=True)``. Rank `dst` needs memory for the states of all ranks.
+        """Return the states of all ranks as one state dict, on the CPU. Call this on all ranks.
 
         Args:
             dst: the rank that gets the result; the others get None. With None, every rank gets it.
@@ -71,8 +68,8 @@ class Gatherable(ABC):
     def load_gathered(self, state: State) -> None:
         """Restore this rank's part of the result of :meth:`gather_state_dict`.
 
-        Pass the same `state` on every rank. If it was saved by another number of ranks, it is
-        converted with :func:`torchcomp.redistribute`. On error, nothing changes.
+        Pass the same `state` on every rank. That of another number of ranks is converted with
+        :func:`torchcomp.redistribute`. On error, nothing changes.
 
         Raises:
             CheckpointError: if the state is not a gathered one, and as :meth:`load_state_dict`.
@@ -87,9 +84,9 @@ class Gathered:
     place of the handle: ``accelerator.register_for_checkpointing(torchcomp.Gathered(handle))``.
 
     With :class:`torchcomp.LocalSGD`, the optimizer's moments differ between ranks, and inside a
-    round the weights do as well. A framework saves those of rank 0. Name both here to save those of
-    every rank: ``torchcomp.Gathered(sync, model=model, optimizer=optimizer)``. They are loaded by a
-    run with the same number of ranks. A run with another number loads rank 0's on every rank.
+    round the weights do as well. Name both to save those of every rank:
+    ``torchcomp.Gathered(sync, model=model, optimizer=optimizer)``. A run with another number of
+    ranks loads rank 0's on every rank.
 
     Args:
         source: a handle of :func:`torchcomp.register`, a LocalSGD or a JointSpar.
@@ -121,8 +118,7 @@ class Gathered:
 
         Raises:
             CheckpointError: as :meth:`Gatherable.load_gathered`, or if the state has other names
-                than `others`. The state of `source` is loaded first, and the others only if that
-                succeeds.
+                than `others`.
         """
         own = own_state(state, self.exchange.world_size, self._source._place)
         saved = own.get("others", {})
@@ -140,8 +136,6 @@ class Gathered:
 
 
 def _gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> State | None:
-    """Return every rank's `own()` as one state dict; see :meth:`Gatherable.gather_state_dict`."""
-
     def make() -> tuple[State, dict[str, Any]]:
         state = own()
         # "step" counts exchanges. Within a round of local steps, it stays the same.
@@ -156,10 +150,7 @@ def _gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> St
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a copy of a state dict without views and tensors on devices.
-
-    A view would be sent with its whole storage, and a tensor on the GPU to the sender's device.
-    """
+    # A view would be sent with its whole storage, a tensor on the GPU to the sender's device.
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -179,8 +170,7 @@ class PerRank:
         dcp.load(state, checkpoint_id=folder)
 
     A run with another number of ranks, or with other replicas and shards, calls :meth:`load` after
-    ``dcp.load``, with the handle left out of `state`. A state is one file's bytes in memory while
-    it is written or read.
+    ``dcp.load``, with the handle left out of `state`.
 
     Args:
         source: a handle of :func:`torchcomp.register`, a LocalSGD or a JointSpar.
@@ -202,20 +192,15 @@ class PerRank:
         return {self._key: file.getvalue()}
 
     def load_state_dict(self, state: dict[str, bytes]) -> None:
-        """Restore the state of this rank.
-
-        Raises:
-            CheckpointError: if the state is damaged, or of another model, method, rank or world
-                size.
-        """
+        """Restore the state of this rank, or raise CheckpointError."""
         checkpoint.record(**{self._key: checkpoint.content})(state, "the state dict")
         self._source.load_state_dict(_opened(state[self._key]))
 
     def load(self, checkpoint_id: str | PathLike[str], key: str = "handle") -> None:
         """Restore the state from a checkpoint of any number of ranks, nodes, replicas and shards.
 
-        If they are those of this run, this rank reads its own state. If not, it reads the states of
-        all ranks to the CPU, and converts them with :func:`torchcomp.redistribute`.
+        If they are not those of this run, it reads the states of all ranks to the CPU, and converts
+        them with :func:`torchcomp.redistribute`.
 
         Args:
             checkpoint_id: where ``dcp.save`` wrote the checkpoint: a folder.
@@ -242,7 +227,6 @@ class PerRank:
 
 
 def _read(checkpoint_id: str | PathLike[str], names: list[str]) -> list[State]:
-    """Read states by their names in the checkpoint."""
     flat: dict[str, Any] = dict.fromkeys(names)
     with warnings.catch_warnings():
         # On purpose: ranks can read different states.

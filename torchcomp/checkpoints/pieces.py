@@ -1,8 +1,7 @@
 """Pieces: a bucket cut into equal parts, one for each rank of a node.
 
 Each parameter is cut along its first dimension, as FSDP2 shards it: of n rows on L ranks, rank r
-has rows r c to (r + 1) c with c = ceil(n / L), and zeros where there are no such rows. All pieces
-of a bucket therefore have the same shape, and a matrix is cut into matrices.
+has rows r c to (r + 1) c with c = ceil(n / L), and zeros where there are no such rows.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,17 +29,14 @@ class Chunk:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Shape of the parameter's piece."""
         return (self.each, *self.row)
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameter."""
         return self.rows * prod(self.row)
 
     @property
     def span(self) -> slice:
-        """The elements of the parameter within a piece."""
         return slice(self.start, self.start + prod(self.shape))
 
 
@@ -81,10 +77,7 @@ class Pieces:
         return parameter.detach().as_strided(chunk.shape, chunk.stride)
 
     def cut(self, parts: Mapping[str, Tensor], out: Tensor) -> Tensor:
-        """Copy a bucket, each parameter's part 1-D, to `out`, cut into pieces, and return it.
-
-        `out` is 1-D, with ``ranks`` times as many elements as a piece, of any dtype.
-        """
+        """Copy a bucket, each parameter's part 1-D, to `out`, all pieces 1-D, and return it."""
         self._copy(parts, out, cut=True)
         return out
 

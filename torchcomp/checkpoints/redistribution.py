@@ -1,9 +1,7 @@
 """Redistribution: convert the states of all ranks of a run to another number of ranks.
 
-A run with nodes cuts every parameter into pieces, and each rank keeps the state of one of them. The
-states of one node's ranks together are the state of one rank of a run without nodes. A conversion
-averages over the nodes, joins the pieces, and cuts them for the new nodes. A run without nodes has
-nodes of one rank.
+A run with nodes cuts every parameter into pieces, one for each rank of a node. A conversion
+averages over the nodes, joins the pieces, and cuts them for the new nodes.
 """
 
 from collections.abc import Mapping
@@ -14,21 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchcomp.checkpoints.checkpoint import (
-    ENGINE,
-    HEADER,
-    RECUT,
-    TWO_LEVELS,
-    VERSION,
-    check_division,
-    count,
-    flag,
-    list_of,
-    listed,
-    optional,
-    record,
-    require,
-)
+from torchcomp.checkpoints import checkpoint
+from torchcomp.checkpoints.checkpoint import RECUT, count, listed, optional, record, require
 from torchcomp.checkpoints.pieces import Chunk, Pieces
 from torchcomp.engine.bucket import BucketShape, memory_order
 from torchcomp.engine.state import Kind
@@ -37,10 +22,9 @@ from torchcomp.specs.errors import CheckpointError
 
 State = dict[str, Any]
 Tensors = dict[str, Tensor]
-Layout = Mapping[str, list[int]]
-"""Shape and strides of a parameter, as in a checkpoint."""
+Layout = Mapping[str, list[int]]  # shape and strides of a parameter
 
-_GATHERED = record(version=count, states=list_of(record(version=count)))
+_GATHERED = record(version=count, states=checkpoint.list_of(record(version=count)))
 
 
 @dataclass(frozen=True)
@@ -76,16 +60,14 @@ def redistribute(
 ) -> list[State]:
     """Convert the state dicts of all ranks of a run to another number of ranks.
 
-    Every new rank gets the mean of the old residuals and estimates. The mean residual over the
-    ranks, which error feedback has not sent yet, is therefore unchanged. The server residual is
-    split into new shards. With `nodes`, every node takes the part of one rank.
+    Every new rank, or node, gets the mean of the old residuals and estimates: the mean residual is
+    unchanged. The server residual is split into new shards.
 
     Args:
-        states: the ``state_dict()`` of every rank's handle, Averager or JointSpar, or of every
-            rank's LocalSGD between rounds, in any order.
+        states: the ``state_dict()`` of every rank, of LocalSGD between rounds, in any order.
         world_size: number of ranks of the new run.
-        nodes: number of ranks of a node of the new run, if it is registered with ``nodes=``; they
-            are numbered node by node. The old run can have other nodes, or none.
+        nodes: number of ranks of a node of the new run, numbered node by node, if it is registered
+            with ``nodes=``. The old run can have other nodes, or none.
         rank: a new rank. Only its state is made, which takes the memory of one rank.
 
     Returns:
@@ -110,14 +92,11 @@ def redistribute(
 
 def gathered(states: list[State]) -> State:
     """Return one state dict that contains the state dicts of all ranks, in rank order."""
-    return {"version": VERSION, "states": states}
+    return {"version": checkpoint.VERSION, "states": states}
 
 
 def own_state(state: Any, world_size: int, place: Place) -> State:
-    """Return one rank's part of a :func:`gathered` state dict, for a run of `world_size` ranks.
-
-    It is converted for other ranks or nodes. The caller still has to check the header.
-    """
+    """Return one rank's part of a :func:`gathered` state dict, converted for other ranks."""
     if not isinstance(state, Mapping):
         raise CheckpointError(
             f"expected the result of gather_state_dict(), not {type(state).__name__}: on other "
@@ -134,14 +113,14 @@ def own_state(state: Any, world_size: int, place: Place) -> State:
     if len(states) == world_size:
         own = states[place.rank]
         optional(count)(own.get("rank"), "rank")
-        TWO_LEVELS(own.get("two_levels"), "two_levels")
+        checkpoint.TWO_LEVELS(own.get("two_levels"), "two_levels")
         if "rank" not in own or Place.of(own) == place:
             return own
     return _cut(_joined(_complete(states)), world_size, place)
 
 
 def _joined(positions: list[list[State]]) -> State:
-    """Return one state for all old ranks, whose slots have whole parameters; see _complete."""
+    """Return one state for all old ranks, whose slots have whole parameters."""
     first, slots = positions[0][0], State()
     section = first.get("two_levels")
     layouts = (section or first)["parameters"]
@@ -191,7 +170,7 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
 
 def check_place(state: Mapping[str, Any], place: Place) -> None:
     """Raise CheckpointError unless a state is of this place, with nodes of the same size."""
-    TWO_LEVELS(state.get("two_levels"), "two_levels")
+    checkpoint.TWO_LEVELS(state.get("two_levels"), "two_levels")
     saved = Place.of(state)
     if saved != place:
         raise CheckpointError(
@@ -226,11 +205,7 @@ def _piece_layout(layout: Layout, ranks: int) -> dict[str, list[int]]:
 
 
 def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor | None:
-    """Join the pieces of a parameter, in the order of their positions; if `flat`, to a vector.
-
-    Returns None if they do not have a value for each element, such as the start of PowerSGD's
-    iteration. It belongs to a piece and has no meaning for another one.
-    """
+    """Join the pieces of a parameter, or return None if they have no value for each element."""
     if len(pieces) == 1:
         return pieces[0]
     chunk = _chunk(layout, len(pieces))
@@ -292,7 +267,7 @@ def _joined_shards(states: list[State], slot: str) -> Tensors:
 
 
 def _owned(state: State, ranks: int, rank: int) -> dict[str, tuple[int, int]]:
-    """Return the offset and the size of a rank's part of each parameter."""
+    """Return the offset and the size of a rank's part of each parameter, by name."""
     owned: dict[str, tuple[int, int]] = {}
     for group in state["buckets"]:
         shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
@@ -308,10 +283,10 @@ def _complete(states: list[State]) -> list[list[State]]:
     if not isinstance(states, list | tuple) or not states:
         raise CheckpointError("states must be a non-empty list of the state dicts of all ranks")
     for i, state in enumerate(states):
-        HEADER(state, f"states[{i}]")
-        ENGINE(state, f"states[{i}]")
-        TWO_LEVELS(state.get("two_levels"), f"states[{i}].two_levels")
-        flag(state.get(RECUT, False), f"states[{i}].{RECUT}")
+        checkpoint.HEADER(state, f"states[{i}]")
+        checkpoint.ENGINE(state, f"states[{i}]")
+        checkpoint.TWO_LEVELS(state.get("two_levels"), f"states[{i}].two_levels")
+        checkpoint.flag(state.get(RECUT, False), f"states[{i}].{RECUT}")
     states = sorted(states, key=lambda state: state["rank"])
     first, ranks = states[0], [state["rank"] for state in states]
     size = first["world_size"]
@@ -322,7 +297,7 @@ def _complete(states: list[State]) -> list[list[State]]:
     for name in (*shared, "parameters", "groups", "buckets"):
         if any(state[name] != first[name] for state in states):
             raise CheckpointError(f"the states are not of one run at one step: {name} differs")
-    check_division("buckets", first)
+    checkpoint.check_division("buckets", first)
     slots = [slot["tensors"] for state in states for slot in state["slots"].values()]
     if unknown := sorted({name for each in slots for name in each} - first["parameters"].keys()):
         raise CheckpointError(f"a damaged checkpoint: it lacks the shape of {listed(unknown)}")
@@ -357,7 +332,6 @@ def _by_position(states: list[State]) -> list[list[State]]:
 
 
 def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return by slot what must match on all nodes: kind, whether sharded, shapes and dtypes."""
     kinds: dict[str, Any] = {}
     for name, slot in state["slots"].items():
         # A shard has other parameters and sizes on each rank, and a cache is dropped.

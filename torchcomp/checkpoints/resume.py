@@ -19,23 +19,14 @@ from torchcomp.specs.errors import CheckpointError
 
 
 class Resumable(Steps):
-    """Steps of one method that can be saved and continued.
-
-    Attributes, beside those of :class:`~torchcomp.engine.settlement.Steps`:
-        exchange: the collectives of the ranks.
-        parameters: tensors by name, with the shapes, dtypes and devices of what is averaged.
-        running: the method that runs, and its buckets.
-        seed: seed of the method's random choices.
-        aggregator: the method that the user chose; its ``str`` is the spec.
-        flushing: whether the residual of another method is sent before :attr:`aggregator` runs.
-    """
+    """Steps of one method that can be saved and continued."""
 
     exchange: Exchange
-    parameters: dict[str, Tensor]
+    parameters: dict[str, Tensor]  # shapes, dtypes and devices of what is averaged
     running: MethodInUse
     seed: int
-    aggregator: Aggregator
-    flushing: bool = False
+    aggregator: Aggregator  # that the user chose
+    flushing: bool = False  # whether the residual of another method is sent before
 
     @abstractmethod
     def settle(self) -> None:
@@ -90,16 +81,10 @@ class Resumable(Steps):
         advice: Mapping[str, str] = checkpoint.ADVICE,
         aggregator: Aggregator | None = None,
     ) -> Callable[[], None]:
-        """Check a complete state dict without changing anything.
+        """Check a state dict of this rank, and return a function that restores it, with its groups.
 
-        Args:
-            state: the result of :meth:`state_dict` on this rank.
-            advice: what to do if "spec" or "world_size" differs, for the error message.
-            aggregator: the method of the state, if the run changes to it.
-
-        Returns:
-            A function that restores the state. It restores the groups as well, so the run
-            continues bit for bit even if this object was built with other groups.
+        `advice` says what to do if "spec" or "world_size" differs. `aggregator` is the method of
+        the state, if the run changes to it.
 
         Raises:
             CheckpointError: if the state is damaged, or if it belongs to another model, method,
@@ -140,19 +125,14 @@ class Resumable(Steps):
 
 # --- Slots, also for a model of another dtype or layout -------------------------------------------
 
+# By name of the slot: its kind, whether it is sharded, and its flat values by parameter name.
 LoadedSlots = dict[str, tuple[Kind, bool, dict[str, Tensor]]]
-"""By name of the slot: its kind, whether it is sharded, and its flat values by parameter name."""
 
 
 def save_slots(
     slots: Iterable[Slot], state: State, parameters: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """Return copies of all slots, or their initial values where there are none.
-
-    If a slot has one value per element of a parameter, it is saved in the parameter's shape. It can
-    then be loaded into a model in another memory format. Other values, such as those of a shard,
-    are saved as 1-D tensors.
-    """
+    """Return copies of all slots: in the parameter's shape, for any memory format, or else 1-D."""
     saved: dict[str, Any] = {}
     for slot in slots:
         kind = {"kind": slot.kind.value, "sharded": slot.sharded}
@@ -181,12 +161,7 @@ def _initial(slot: Slot, name: str, size: int, device: torch.device) -> Tensor:
 def load_slots(
     slots: Iterable[Slot], state: Mapping[str, Any], parameters: Mapping[str, Tensor], spec: str
 ) -> LoadedSlots:
-    """Return the values of all slots from a state dict, on the parameters' devices.
-
-    Raises:
-        CheckpointError: if one is missing or damaged, has other parameters or sizes, or is not one
-            of `slots`.
-    """
+    """Return the values of exactly these slots from a state dict, or raise CheckpointError."""
     loaded: LoadedSlots = {}
     for slot in slots:
         # `redistribute` drops caches, so they can be missing. They never change a result.

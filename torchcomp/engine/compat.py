@@ -1,6 +1,6 @@
 """What torchcomp needs of torch beyond its stable interface: what differs between versions.
 
-torchcomp supports torch 2.6 and newer. tests/support/private_names.py lists every private name of
+torchcomp supports torch 2.6 and newer. tests/test_compat.py lists every private name of
 torch that torchcomp uses, because any release can change these.
 """
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.exchange.collectives import Collectives
+from torchcomp.exchange.traffic import Load
 from torchcomp.routes.wire import FINDINGS, Frames
 from torchcomp.specs.errors import RankMismatchError, WireError
 
@@ -24,13 +25,12 @@ Asked = tuple[list[int], list[int]]
 class Origin(NamedTuple):
     """What frames this rank received, and from whom."""
 
-    frames: Frames  # what each row contained
+    frames: Frames
     rows: int
-    senders: Sequence[int]  # of each row; or of each frame, row by row
+    senders: Sequence[int]
     ranks: Sequence[int]  # the name of each sender in errors
 
     def names(self) -> list[int]:
-        """Return the name of the sender of each frame whose message is not empty."""
         each = self.rows * len(self.frames.sizes) // len(self.senders)
         names = [self.ranks[sender] for sender in self.senders for _ in range(each)]
         sizes = self.frames.sizes * self.rows
@@ -54,17 +54,16 @@ class Exchange(Collectives):
         rank: rank of this process among them.
         world_size: number of ranks.
         device: device of small control messages ("cuda" for NCCL).
-        global_ranks: the name of each rank in error messages, which is its rank in the whole job.
-            By default, ranks are numbered from 0.
+        global_ranks: the rank of each in the whole job, for errors. By default, from 0.
 
     Attributes:
         members: the ranks in the job that each rank stands for: itself, or all ranks of its node.
         checksum: whether the frames of this exchange contain checksums of their messages.
-        must_conclude: whether :meth:`conclude` must communicate, because frames were received or
-            numbers were handed to :meth:`max_at_end` since its last call.
+        must_conclude: whether :meth:`conclude` must communicate.
     """
 
     checksum = False
+    must_conclude = False
     _levels: "tuple[Exchange, ...]"
 
     def __init__(
@@ -74,8 +73,10 @@ class Exchange(Collectives):
         device: torch.device,
         global_ranks: Sequence[int] | None = None,
     ) -> None:
-        super().__init__(rank, world_size, device, global_ranks)
-        self.must_conclude = False
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.global_ranks = tuple(global_ranks or range(world_size))
+        self.members = tuple((each,) for each in self.global_ranks)
+        self._load, self._levels = Load(), (self,)
         # Of this step. On an accelerator, headers stay there: reading them here would make the host
         # wait in the middle of the step. On the host, only those that are wrong are in this list.
         self._headers: list[tuple[Tensor, Origin]] = []
@@ -87,11 +88,7 @@ class Exchange(Collectives):
 
     @staticmethod
     def split(inside: "Exchange", between: "Exchange") -> "tuple[Exchange, Exchange]":
-        """Make two exchanges the levels of one hierarchy. They share counters and findings.
-
-        Each rank of an `inside` group is in a different `between` group. :meth:`conclude` and
-        :meth:`build`, called on either, then cover all ranks of both.
-        """
+        """Make two exchanges the levels of one hierarchy, which share counters and findings."""
         inside._levels = between._levels = (between, inside)
         return inside, between
 
@@ -104,16 +101,10 @@ class Exchange(Collectives):
         advice: str = "",
         on_level: dict[str, Any] | None = None,
     ) -> None:
-        """Verify that `values` match on all ranks of all levels, or raise on every rank.
+        """Raise RankMismatchError on every rank of all levels unless `values` match, as text.
 
-        Args:
-            what: the call that is verified, for the error.
-            values: name -> printable value; compared as text.
-            advice: what the user can do, appended to the error.
-            on_level: further values, which must match only on the ranks of this exchange.
-
-        Raises:
-            RankMismatchError: lists every value that differs, with the ranks that have it.
+        The error names the call `what`, and ends in `advice`. Those `on_level` must match only on
+        the ranks of this exchange.
         """
         found: RankMismatchError | None = None
         compared = {"error": "none", **values, **(on_level or {})}
@@ -135,14 +126,10 @@ class Exchange(Collectives):
         make: Callable[[], tuple[Built, dict[str, Any]]],
         advice: str = "",
     ) -> Built:
-        """Build an object on every rank, or raise on every rank; see :meth:`verify`.
+        """Return the object that `make` builds on every rank, or raise on every rank.
 
-        Args:
-            what: the call that builds, for the error.
-            arguments: name -> printable argument of the call; must match on all ranks.
-            make: returns the object, and further values that must match. A value replaces the
-                argument of the same name, as a parsed spec replaces its string.
-            advice: what the user can do if they do not match.
+        `make` also returns values that must match, as `arguments` must. A value replaces the
+        argument of the same name, as a parsed spec replaces its string.
 
         Raises:
             RankMismatchError: if arguments or values differ, or `make` fails only on some ranks.
@@ -160,15 +147,9 @@ class Exchange(Collectives):
     # --- Whether a step counts ---
 
     def check(self, frames: Frames, received: Tensor, senders: Sequence[int]) -> None:
-        """Check the headers of received frames, and their checksums if they have any.
+        """Check the headers of received frames, rows of uint8, for :meth:`conclude` to raise.
 
-        A bad frame does not raise here: the other ranks would wait in their next collective.
-        :meth:`conclude` raises instead, on every rank. `received` must keep its values until then.
-
-        Args:
-            frames: what each row contains.
-            received: (count, frames.nbytes) uint8, contiguous, aligned to 8 bytes.
-            senders: the rank that sent each row; or each frame, row by row, also empty ones.
+        `senders` are the ranks that sent each row; or each frame, row by row, also empty ones.
         """
         if not frames.nbytes:
             return
@@ -181,11 +162,7 @@ class Exchange(Collectives):
         self._headers.append((headers, Origin(frames, len(received), senders, self.global_ranks)))
 
     def max_at_end(self, numbers: Iterable[int]) -> list[int]:
-        """As :meth:`all_reduce_max` for the host's numbers, in the message of :meth:`conclude`.
-
-        `numbers` are from 0 to 255, or flags; as many on every rank. The list that is returned is
-        empty until `conclude` fills it with the maxima, or for ever if the step is discarded.
-        """
+        """As :meth:`all_reduce_max` for numbers below 256; `conclude` fills what is returned."""
         combined: list[int] = []
         self._asked.append((list(numbers), combined))
         self.must_conclude = True
@@ -199,15 +176,9 @@ class Exchange(Collectives):
         return lambda: bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])
 
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
-        """Return whether the values of this step are finite on all ranks: one message, one wait.
+        """Return whether the values of this step are `finite`, a bool, on all ranks of all levels.
 
-        All ranks call this; after a :meth:`split`, all ranks of both levels. If there is nothing to
-        combine, it neither communicates nor waits.
-
-        Args:
-            finite: scalar bool, whether all values that this rank checked are finite; None if none.
-            where: the step or call, for the error.
-            advice: what state the failed step leaves, for the error.
+        One message and one wait, or none if there is nothing to combine.
 
         Raises:
             WireError: on every rank, if a frame received since the last call was not intact. It
@@ -254,7 +225,6 @@ class Exchange(Collectives):
     def _own_flags(
         self, differences: Tensor | None, finite: Tensor | None, asked: Sequence[Asked]
     ) -> Tensor:
-        """Return the flags of a :class:`Conclusion`, of this rank: uint8, on the device."""
         flags = [0, 0]
         for numbers, _ in asked:
             flags += numbers
@@ -277,7 +247,6 @@ class Exchange(Collectives):
         return torch.cat([damaged, nonfinite, others])
 
     def _differences(self, received: Sequence[tuple[Tensor, Origin]]) -> Tensor:
-        """Return the bits of all headers that are not as expected: int64, a row for each frame."""
         # The tensors of one averager can be on several devices.
         headers = torch.cat([each.to(self.device) for each, _ in received])
         kinds = [(origin.frames, origin.rows) for _, origin in received]
@@ -295,7 +264,6 @@ class Exchange(Collectives):
 
 
 def _problems(differences: Tensor | None, origins: Sequence[Origin]) -> set[str]:
-    """Return what is wrong with this rank's frames: `differences` has the rows of all `origins`."""
     found = iter(() if differences is None else differences.tolist())
     return {
         f"rank {name}'s message {FINDINGS[origin.frames.finding(*words)]}"

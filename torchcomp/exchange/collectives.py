@@ -1,8 +1,7 @@
 """Collectives of a set of ranks, with byte counters, on one level or two.
 
-Every call is straight-line code and blocks the stream or thread that makes it, but for
-`sum_control`, whose result is asked for later. No call is chained to a future: a second collective
-issued from a callback can pair with the wrong collective of another rank.
+Every call is straight-line code and blocks the stream or thread that makes it. None is chained to a
+future: a second collective of a callback can pair with the wrong collective of another rank.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +13,7 @@ from torch import Tensor
 from torch.autograd import profiler
 
 from torchcomp.engine import host
-from torchcomp.engine.profiling import OFF, label, span
+from torchcomp.engine.profiling import OFF, span
 from torchcomp.exchange.traffic import Load, Traffic, sum_bytes
 
 
@@ -24,24 +23,17 @@ class Collectives(ABC):
     # Dtypes of which the backend's own mean has the bits of plain DDP.
     _averages: tuple[torch.dtype, ...] = ()
 
-    def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device,
-        global_ranks: Sequence[int] | None = None,
-    ) -> None:
-        self.rank = rank
-        self.world_size = world_size
-        self.device = device
-        self.global_ranks = tuple(global_ranks or range(world_size))
-        self.members: tuple[tuple[int, ...], ...] = tuple((each,) for each in self.global_ranks)
-        self._load = Load()
-        self._levels: tuple[Collectives, ...] = (self,)
+    rank: int
+    world_size: int
+    device: torch.device
+    global_ranks: tuple[int, ...]
+    members: tuple[tuple[int, ...], ...]
+    _levels: "tuple[Collectives, ...]"
+    _load: Load
 
     @property
     def shard(self) -> int:
-        """Which part of the values this rank averages: after a :meth:`split`, its rank inside."""
+        """Which part of the values this rank averages: on two levels, its rank inside."""
         return next((level.rank for level in self._levels if level is not self), 0)
 
     # --- To be implemented by a subclass. These methods do not count bytes. ---
@@ -53,11 +45,6 @@ class Collectives(ABC):
     def _all_reduce_mean(self, values: Tensor) -> None:
         """Replace `values` with their mean; only called for the dtypes in `_averages`."""
         raise NotImplementedError
-
-    def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
-        """Start an all-reduce. What is returned blocks the host, or the stream, until it ends."""
-        self._all_reduce(values)
-        return lambda: None
 
     @abstractmethod
     def _all_gather(self, mine: Tensor) -> Tensor:
@@ -79,18 +66,14 @@ class Collectives(ABC):
 
     @abstractmethod
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        """Return every rank's `value`, in rank order, or an empty list on ranks other than `dst`.
-
-        This pickles and is slow: use it for error messages and checkpoints, not in every step.
-        """
+        """Return every rank's `value`, in rank order; slow. On ranks other than `dst`, nothing."""
 
     # --- Collectives ---
 
     def all_reduce(self, values: Tensor, *, divide: bool = False) -> None:
         """Replace `values` (1-D, contiguous) with their sum over the ranks.
 
-        With `divide`, with their mean, with the bits of plain DDP: each rank multiplies by the
-        reciprocal of the number of ranks before the sum.
+        With `divide`, with their mean, with the bits of plain DDP.
         """
         with span("all_reduce") if profiler._is_profiler_enabled else OFF:
             if divide and values.dtype in self._averages:
@@ -100,10 +83,7 @@ class Collectives(ABC):
         self._load.summed += values.nbytes
 
     def reduce_scatter(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return this rank's part of the sum of `values` (1-D, contiguous, equal parts).
-
-        The sum has `dtype`, by default that of `values`, in which NCCL adds in any case.
-        """
+        """Return this rank's part of the sum, in `dtype`, of `values` (1-D, equal parts)."""
         moved = values.nbytes // self.world_size * (self.world_size - 1)
         self._load.sent += moved
         self._load.received += moved
@@ -125,10 +105,7 @@ class Collectives(ABC):
         return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
 
     def all_to_all(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
-        """Send each rank its part of `outgoing`, and return a part from each, both in rank order.
-
-        `sizes` and `arriving` are the numbers of elements of the parts, which are concatenated.
-        """
+        """Send ``sizes[r]`` elements of `outgoing` to each rank r; return those from all."""
         # A rank's part for itself does not cross its link, so it is not counted.
         itemsize, rank = outgoing.element_size(), self.rank
         self._load.sent += itemsize * (sum(sizes) - sizes[rank])
@@ -137,10 +114,7 @@ class Collectives(ABC):
             return self._all_to_all(outgoing, sizes, arriving)
 
     def all_reduce_max(self, numbers: Tensor) -> Tensor:
-        """Return the elementwise maximum of all ranks' `numbers` (1-D); of those of both levels.
-
-        Counted apart from messages, because the plan of a step contains no checks.
-        """
+        """Return the elementwise maximum of all ranks' `numbers` (1-D); of those of both levels."""
         with span("all_reduce_max") if profiler._is_profiler_enabled else OFF:
             for level in self._levels:
                 numbers = level.level_max(numbers)
@@ -159,28 +133,15 @@ class Collectives(ABC):
         return bool(highest == -lowest)
 
     def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:
-        """Start to add up `numbers` (1-D, contiguous) over the ranks of all levels, in place.
+        """Add up `numbers` (1-D, contiguous) over the ranks of all levels, in place.
 
-        Counted apart from messages. What is returned waits for the sums, and returns them on the
-        CPU.
+        What is returned waits for the copy of the sums to the CPU.
         """
         with span("sum_control") if profiler._is_profiler_enabled else OFF:
-            # Inside the node first, so that the message between nodes is the one on its way.
-            *inside, last = reversed(self._levels)
-            for level in inside:
+            for level in reversed(self._levels):
                 level._all_reduce(numbers)
-            wait = last._start_all_reduce(numbers)
-            for level in self._levels:
                 self._load.control += sum_bytes(numbers.nbytes, level.world_size)
-            # An accelerator copies after the all-reduce. On the CPU, nothing is copied.
-            received = host.copy_from(numbers)
-
-        @label("sum_control")
-        def sums() -> Tensor:
-            wait()
-            return received()
-
-        return sums
+            return host.copy_from(numbers)
 
     def gather_all(self, value: Any) -> list[Any]:
         """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
@@ -192,10 +153,7 @@ class Collectives(ABC):
     # --- Connections and counters ---
 
     def close(self) -> None:
-        """End the connections of this exchange and its other level; the user's groups remain.
-
-        No collective may follow, and none but a :meth:`sum_control` may be running.
-        """
+        """End the connections of both levels. The groups of the user remain."""
         for level in self._levels:
             level._close()
 
@@ -212,17 +170,14 @@ class Collectives(ABC):
         self._load.add(load)
 
     def take_traffic(self, dense_bytes: int) -> Traffic:
-        """Return the bytes since the last call, those inside a node apart; reset the counters.
-
-        `dense_bytes` are those that plain DDP would have sent instead.
-        """
-        between = self._levels[0]
-        load, between._load = between._load, Load()
-        around = 2 * (between.world_size - 1) * load.summed // between.world_size  # a ring
+        """Return the bytes since the last call, with those of plain DDP; reset the counters."""
+        # Without calls: this is in every step.
+        load, self._levels[0]._load = self._levels[0]._load, Load()
+        ranks = self._levels[0].world_size
+        around = 2 * (ranks - 1) * load.summed // ranks  # a ring
         traffic = Traffic(around + load.sent, around + load.received, dense_bytes, load.control)
         for level in self._levels[1:]:
-            load, level._load = level._load, Load()
-            inside = load.traffic(level.world_size, dense_bytes)
+            inside, level._load = level._load.traffic(level.world_size), Load()
             traffic.inside += inside.sent
             traffic.control += inside.control
         return traffic

@@ -1,7 +1,6 @@
 """What a rank says when a collective fails: which rank is lost, why, and what to do.
 
-The backend knows only the address of a connection. The ranks therefore report their own failures in
-the store of the job, where the others read them.
+The backend knows only an address. So the ranks report their own failures in the store of the job.
 """
 
 import os
@@ -24,9 +23,7 @@ from torchcomp.specs.errors import RankFailureError
 if TYPE_CHECKING:
     from torchcomp.exchange.process_group import ProcessGroupExchange
 
-SECONDS = 1.0
-"""How long a rank waits for the reports of others, and for a store that does not answer."""
-
+SECONDS = 1.0  # for which a rank waits for the reports of others, and for a silent store
 ADVICE = "Look at the logs of the ranks, then restart all ranks from their last checkpoint"
 _LOST, _CAUSE = "lost ", "cause "
 _LACKS = (EMFILE, ENFILE, ENOMEM, ENOBUFS)  # of this rank
@@ -53,7 +50,7 @@ def explained(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
     return decorate
 
 
-def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> None:
+def explain(exchange: "ProcessGroupExchange", call: str, error: Exception) -> None:
     """Raise RankFailureError if the error of a collective is the loss of another rank."""
     if any(os.strerror(number) in str(error) for number in _LACKS):
         report_cause(exchange, error)
@@ -68,12 +65,9 @@ def explain(call: str, exchange: "ProcessGroupExchange", error: Exception) -> No
 
 
 def answered(seconds: float, ask: Callable[[], R]) -> R:
-    """Return what `ask` returns or raises within some seconds, or raise dist.DistStoreError.
-
-    For calls whose own timeout does not end them: a store behind a lost link does not answer, and
-    gloo waits for several timeouts for a rank that is stopped while it connects. `ask` then goes on
-    in a thread that does not outlive the process.
-    """
+    """Return what `ask` returns or raises within some seconds, or raise dist.DistStoreError."""
+    # For calls whose own timeout does not end them: a store behind a lost link does not answer, and
+    # gloo waits for several timeouts for a rank that is stopped while it connects.
     answer: Future[R] = Future()
 
     def run() -> None:
@@ -99,10 +93,7 @@ def report_cause(exchange: "ProcessGroupExchange", error: BaseException) -> None
 
 
 def _report(exchange: "ProcessGroupExchange", text: str, *, wait: bool) -> Reports:
-    """Report a failure of this rank, and return the reports of all ranks.
-
-    With `wait`, until a rank reports a cause, all have reported, or :data:`SECONDS` have passed.
-    """
+    """Report a failure of this rank; with `wait`, return the reports of all ranks."""
     found: Reports = {}
 
     def talk() -> None:

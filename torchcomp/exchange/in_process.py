@@ -28,7 +28,6 @@ class _Board:
         self._rows: list[list[Any]] = [[None] * size, [None] * size]
 
     def share(self, call: int, rank: int, value: Any) -> list[Any]:
-        """Return every rank's value in rank order; `call` counts this rank's calls."""
         row = self._rows[call % 2]
         row[rank] = value
         self.running.release()
@@ -40,10 +39,7 @@ class _Board:
 
 
 class InProcessExchange(Exchange):
-    """The exchange of one rank that is a thread of this process; see :func:`run_in_process`.
-
-    Bytes are counted as for a process group.
-    """
+    """The exchange of one rank that is a thread of this process; see :func:`run_in_process`."""
 
     def __init__(self, board: _Board, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size, torch.device("cpu"))

@@ -1,6 +1,5 @@
 """ManagedExchange: the exchange over the group of a torchft Manager, whose ranks come and go."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,11 +13,7 @@ from torchcomp.specs.errors import RankFailureError
 
 
 class ManagedExchange(PrivateExchange):
-    """The exchange among the ranks that a Manager has brought together, until they change.
-
-    The group belongs to the manager, which configures it again when a rank joins, leaves or dies.
-    None stands for ranks that are not connected yet.
-    """
+    """The exchange over the manager's group, until its ranks change; None: not connected yet."""
 
     def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
         Exchange.__init__(self, rank, world_size, device)
@@ -36,10 +31,6 @@ class ManagedExchange(PrivateExchange):
             "does not count the step, and the next one is among the ranks that are left. The "
             f"backend says: {error}"
         ) from error
-
-    def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
-        # The manager asks for the failures of a step before the next one begins.
-        return Exchange._start_all_reduce(self, values)
 
     @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:

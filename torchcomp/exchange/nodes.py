@@ -15,17 +15,13 @@ _LOCAL = "LOCAL_WORLD_SIZE"  # how many processes a node has, as torchrun tells 
 
 @dataclass(frozen=True)
 class Nodes:
-    """The global ranks of every node. All nodes have the same number of ranks.
-
-    The *place* of a rank is its position within its node. Ranks of equal place exchange compressed
-    messages between the nodes.
-    """
+    """The global ranks of every node. The place of a rank is its position within its node."""
 
     ranks: tuple[tuple[int, ...], ...]  # of each node
 
     @property
     def size(self) -> int:
-        """Ranks of a node, L."""
+        """Ranks of a node, L, the same for all."""
         return len(self.ranks[0])
 
     def inside(self, rank: int) -> tuple[int, ...]:
@@ -39,11 +35,7 @@ class Nodes:
 
     @classmethod
     def of(cls, nodes: object, ranks: Sequence[int]) -> "Nodes":
-        """Divide global ranks, in the order of their group, into nodes of equal size.
-
-        `nodes` is "auto", where torchrun tells how many processes a node has; the number of ranks
-        of a node; or a DeviceMesh with a dimension for the nodes and one for the ranks of a node.
-        """
+        """Divide global ranks, in the order of their group: `nodes` as of `register`."""
         if isinstance(nodes, DeviceMesh):
             return cls(_of_mesh(nodes, ranks))
         automatic = isinstance(nodes, str) and nodes == "auto"
@@ -68,10 +60,10 @@ class Nodes:
         found: dict[int, list[int]] = {}
         for number, rank in zip(numbers, ranks, strict=True):
             found.setdefault(number // size, []).append(rank)
+        if automatic and len({len(node) for node in found.values()}) > 1:
+            raise _uneven(size, len(ranks))
         if not automatic:
             check_divides(size, len(ranks))
-        elif len({len(node) for node in found.values()}) > 1:
-            raise _uneven(size, len(ranks))
         return cls(tuple(map(tuple, found.values())))
 
 

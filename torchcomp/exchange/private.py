@@ -1,9 +1,7 @@
 """PrivateExchange: the exchange over a group of its own, beside the groups of the user."""
 
-import threading
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -12,7 +10,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, PrefixStore
 from torch.distributed import distributed_c10d
 
-from torchcomp.engine import host
 from torchcomp.engine.host import Scratch
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
@@ -23,20 +20,13 @@ from torchcomp.specs.errors import RankFailureError
 class PrivateExchange(ProcessGroupExchange):
     """The exchange among some ranks of the job, over connections that nobody else uses.
 
-    Collectives of several threads over one group would pair with each other's, and DDP and the user
-    issue theirs from the main thread. The group is not registered with torch.distributed:
-    ``new_group`` numbers groups by the calls of each rank, so it hangs if ranks have made different
-    numbers of calls, and it keeps each group until the process ends.
-
-    Args:
-        name: the same on all of `ranks`, and never used before in this job; see :func:`new_name`.
-            Groups whose names are equal up to the first slash share their reports of failures.
-        ranks: the global ranks, in the order of their ranks in the group. This rank is one of them.
-        beside: the exchange of the user's group, for its device, backend and timeout.
+    Collectives of several threads over one group would pair with each other's. Torch does not know
+    the group: ``new_group`` hangs if ranks have made different numbers of calls, and keeps each
+    group until the process ends. Groups whose names, see :func:`new_name`, are equal up to the
+    first slash share their reports of failures.
     """
 
     _group: Any
-    _started: Any = None  # the last all-reduce that was not waited for when it started
 
     def __init__(self, name: str, ranks: Sequence[int], beside: ProcessGroupExchange) -> None:
         rank = list(ranks).index(dist.get_rank())
@@ -70,11 +60,6 @@ class PrivateExchange(ProcessGroupExchange):
             self._close()
 
     def _close(self) -> None:
-        started, self._started = self._started, None
-        if started is not None and not started.is_completed():
-            # Without its last reference, a group ends its threads and waits for them: until its
-            # timeout, behind a rank that does not answer.
-            threading.Thread(target=_keep, args=(self._group, started), daemon=True).start()
         self._group = ENDED
 
     # `wait` blocks the host for gloo, and the current stream for NCCL.
@@ -84,18 +69,6 @@ class PrivateExchange(ProcessGroupExchange):
         options = AllreduceOptions()  # the groups of torchft take no defaults
         options.reduceOp = operation
         self._group.allreduce([values], options).wait()
-
-    @explained("all_reduce")
-    def _start_all_reduce(self, values: Tensor) -> Callable[[], None]:
-        # An accelerator does not wait for its host anyway.
-        if not host.can_read(values):
-            return super()._start_all_reduce(values)
-        self._started = self._group.allreduce([values])
-        return partial(self._wait, self._started)
-
-    @explained("all_reduce")
-    def _wait(self, work: Any) -> None:
-        work.wait()
 
     @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
@@ -148,12 +121,6 @@ class _Ended:
 
 
 ENDED = _Ended()
-
-
-def _keep(group: Any, started: Any) -> None:
-    """Keep a group until what it has started ends."""
-    with suppress(Exception):
-        started.wait()
 
 
 def new_name(exchange: Exchange) -> str:

@@ -26,12 +26,12 @@ class ProcessGroupExchange(Exchange):
         device: device of the messages; "cuda" for NCCL.
 
     Attributes:
-        backend: name of the backend that moves tensors of this device, such as "gloo"; empty if the
-            group has none.
-        family: name under which ranks report failures to each other, the same on all of them.
-        witnesses: the global ranks that report there.
+        backend: name of the backend that moves tensors of this device; empty if there is none.
     """
 
+    # Ranks report failures to each other under this name; and the global ranks that do.
+    family: str
+    witnesses: tuple[int, ...]
     _objects_on: torch.device | None = None  # by default, the device of the messages
 
     def __init__(
@@ -74,9 +74,7 @@ class ProcessGroupExchange(Exchange):
         """Tell the other ranks, who wait until the timeout: the group belongs to the user."""
         report_cause(self, error)
 
-    def explain(self, call: str, error: Exception) -> None:
-        """Raise RankFailureError if the error of a collective is the loss of a rank."""
-        explain(call, self, error)
+    explain = explain
 
     @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
@@ -148,13 +146,10 @@ class ProcessGroupExchange(Exchange):
 
 
 def averaged_exactly(backend: str, world_size: int) -> tuple[torch.dtype, ...]:
-    """Return the dtypes of which a backend's own mean has the bits of plain DDP; gloo has none.
-
-    Plain DDP multiplies by the reciprocal of the number of ranks, rounds, and adds. NCCL's mean may
-    fuse the product with the first addition, and rounds the reciprocal to 16 bits for 16-bit
-    values. The bits are the same where the product is exact: for a power of two, unless the product
-    is subnormal, which gradients in fp16 often are.
-    """
+    """Return the dtypes of which a backend's own mean has the bits of plain DDP; gloo has none."""
+    # NCCL may fuse the product with the first addition, and rounds the reciprocal to 16 bits for
+    # 16-bit values. The bits are the same where the product is exact: for a power of two, unless
+    # the product is subnormal, which gradients in fp16 often are.
     if backend != "nccl" or world_size & (world_size - 1):
         return ()
     return torch.float32, torch.float64, torch.bfloat16

@@ -1,6 +1,5 @@
 """Traffic: bytes that a rank sends and receives, computed from its collectives."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 COPIED = 2**20
@@ -14,20 +13,15 @@ def sum_bytes(nbytes: int, world_size: int) -> int:
 
 
 def gathered(nbytes: int, world_size: int, node: int) -> int:
-    """Return the bytes that a node sends, and receives, in an all-gather of `nbytes` of each rank.
-
-    On gloo, small messages are copied to every rank. Larger ones go around a ring, in which only
-    the last rank of a node sends to another node. NCCL uses rings.
-    """
+    """Return the bytes that a node sends and receives in an all-gather of `nbytes` of each rank."""
+    # On gloo, small messages are copied to every rank. Larger ones go around a ring, in which only
+    # the last rank of a node sends to another node. NCCL uses rings.
     copies = node * (world_size - node)
     return nbytes * (copies if nbytes <= COPIED else world_size - 1)
 
 
 def compared(sent: int, dense: int, other: str = "") -> str:
-    """Return "19.7x less", "2.5x more" or "the same": `sent` bytes compared with `dense` bytes.
-
-    Neither is 0. With `other`, what sends `dense` bytes, it ends in "than plain DDP".
-    """
+    """Return "19.7x less", "2.5x more" or "the same", and with `other`, "than plain DDP"."""
     factor = three_digits(max(sent, dense) / min(sent, dense))
     less = f"{factor}x {'less' if dense > sent else 'more'}"
     result, link = ("the same", "as") if factor == "1" else (less, "than")
@@ -49,26 +43,14 @@ class _Counters:
 
 @dataclass
 class Load(_Counters):
-    """Bytes of the collectives of a step, before the number of ranks is taken into account.
-
-    The size of an all-reduce is stored as it is, because its traffic depends on the number of
-    ranks. Of all other collectives, the bytes that this rank sent and received are stored.
-    """
+    """Bytes of the collectives of a step, before the number of ranks is taken into account."""
 
     summed: int = 0  # bytes of the tensors that were all-reduced
     sent: int = 0  # bytes sent by other collectives
     received: int = 0  # bytes received by other collectives
     control: int = 0  # bytes sent, and as many received, in control messages
 
-    @classmethod
-    def total(cls, loads: Iterable["Load"]) -> "Load":
-        """Return the sum of several loads."""
-        total = cls()
-        for load in loads:
-            total.add(load)
-        return total
-
-    def traffic(self, world_size: int, dense: int) -> "Traffic":
+    def traffic(self, world_size: int, dense: int = 0) -> "Traffic":
         """Return the traffic of this rank; `dense` is what plain DDP would have sent."""
         around = sum_bytes(self.summed, world_size)
         return Traffic(around + self.sent, around + self.received, dense, self.control)

@@ -1,8 +1,7 @@
 """Checks of option values, with the same error messages in the whole package.
 
-Each check takes the name of the option and its value. `owner` is the name of the component that the
-option belongs to, if there is one. A check raises SpecError with the option and its value. NumPy's
-numbers are accepted as numbers. Booleans are not.
+A check raises SpecError with the name of the option, that of the component that owns it, if there
+is one, and the value. NumPy's numbers are numbers. Booleans are not.
 """
 
 import difflib
@@ -39,13 +38,11 @@ def check_count(
     _require(valid, name, f"an integer {bounds}", value, owner)
 
 
-class Check(Protocol):
-    """Requires something of an option's value."""
-
+class _Check(Protocol):
     def __call__(self, name: str, value: object, *, owner: str = "") -> None: ...
 
 
-def _number(expected: str, within: Callable[[float], bool]) -> Check:
+def _number(expected: str, within: Callable[[float], bool]) -> _Check:
     def check(name: str, value: object, *, owner: str = "") -> None:
         _require(is_number(value) and within(value), name, expected, value, owner)
 

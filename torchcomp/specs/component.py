@@ -16,13 +16,12 @@ from torchcomp.specs.errors import SpecError
 class Choices(tuple[str, ...]):
     """The only values of an option, as a part of its type: ``Annotated[str, Choices(...)]``.
 
-    :class:`Component` checks them, spec strings take them without quotes, and ``python -m torchcomp
-    methods`` lists them. With ``str | None`` instead of ``str``, None is a value as well.
+    With ``str | None`` instead of ``str``, None is a value as well.
     """
 
 
 def choices_of(option: Field[Any]) -> Choices | None:
-    """Return the choices that the type of an option declares, or None if it declares none."""
+    """Return the choices that the type of an option declares, or None."""
     found = getattr(option.type, "__metadata__", ())
     return next((each for each in found if isinstance(each, Choices)), None)
 

@@ -1,9 +1,6 @@
-"""Learning-rate schedules as pure functions of the step, as defined in the QSR paper.
+"""Learning-rate schedules of the QSR paper: Gu et al., ICLR 2024 (arXiv 2310.14423).
 
-The paper's eta_max is `peak`, reached at the end of warm-up. Its eta_min is `final`, reached at the
-end of the run.
-
-Source: Gu, Lyu, Arora, Zhang, Huang, ICLR 2024 (arXiv 2310.14423).
+Its eta_max is `peak`, at the end of warm-up. Its eta_min is `final`, at the end of the run.
 """
 
 import math

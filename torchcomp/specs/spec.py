@@ -57,13 +57,11 @@ _USES: Mapping[type[Component], tuple[Wanted, str, str, str]] = {
 def parse(spec: str | Component) -> Aggregator | Schedule:
     """Build the component that a spec string describes.
 
-    ``"ef(topk(0.01))"`` and ``"mean"`` are aggregators. ``"qsr(alpha=0.0175, h_base=4)"`` is a
-    schedule. A bare compressor, ``"topk(0.01)"``, means ``mean(topk(0.01))``. ``str()`` of the
-    result is the canonical spec string.
+    ``"ef(topk(0.01))"`` is an aggregator, ``"qsr(alpha=0.0175, h_base=4)"`` a schedule. A
+    compressor, ``"topk(0.01)"``, means ``mean(topk(0.01))``. ``str()`` is the inverse.
 
     Args:
-        spec: a spec string or a component. An aggregator or schedule is returned unchanged; a
-            compressor is wrapped in ``mean``.
+        spec: a spec string or a component.
 
     Raises:
         SpecError: if the spec is invalid. The message has a caret under the error and suggests
@@ -145,7 +143,7 @@ class _Parser:
             raise SpecError(
                 "cannot parse an empty spec: write, for example, 'mean' or 'ef(topk(0.01))'"
             )
-        # Checked before parsing: a deeply nested text can exhaust the interpreter's stack.
+        # A deeply nested text can exhaust the interpreter's stack.
         if len(self.text) > _LONGEST:
             raise SpecError(f"the spec has {len(self.text)} characters; the limit is {_LONGEST}")
         try:
@@ -209,7 +207,7 @@ class _Parser:
             raise self._error(str(error), options.get(error.field or "", node)) from None
 
     def _option(self, option: Field[Any], node: ast.expr) -> Any:
-        """Return an option's value. A compressor can also be in quotes: ``down="identity"``."""
+        # A compressor can also be in quotes: ``down="identity"``.
         # ``cast(bf16)`` needs no quotes: the name cannot be that of a component.
         if isinstance(node, ast.Name) and choices_of(option):
             return node.id
@@ -267,7 +265,6 @@ def unknown_name(word: str, wanted: Wanted) -> str:
 
 
 def _plain(word: str) -> str:
-    """Return a name without what spellings differ in: capitals, and signs between words."""
     return word.lower().replace("_", "").replace("-", "")
 
 
