@@ -9,7 +9,7 @@ import pytest
 from tests.advisor.doctor.cases import facts, link, mesh
 from torchcomp.advisor.doctor import findings
 from torchcomp.advisor.doctor.job import Unreachable
-from torchcomp.advisor.doctor.ranks import Clock, Speed
+from torchcomp.advisor.doctor.measures import Clock, Speed
 
 
 def named(found):

@@ -10,7 +10,7 @@ from torchcomp.advisor.collectives import KINDS, CollectiveTimes, Point
 from torchcomp.advisor.doctor import findings
 from torchcomp.advisor.doctor.findings import Row, judge
 from torchcomp.advisor.doctor.job import Unreachable
-from torchcomp.advisor.doctor.ranks import Clock, Speed
+from torchcomp.advisor.doctor.measures import Clock, Speed
 from torchcomp.advisor.doctor.report import (
     FOUND,
     HEALTHY,
