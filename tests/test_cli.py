@@ -82,7 +82,6 @@ BAD_EXPLAIN = [
     ([*QSR, "--lr", "1e-9"], ["--final-lr 1e-06", "--lr 1e-09"]),
     ([*QSR, "--lr=1", "--decay=step-cosine", "--final-lr=0"], ["--final-lr", "step-cosine"]),
     ([*EVERY, "--final-lr", "0.1"], ["--lr"]),
-    (["explain", "post_local(switch=9, h=2)", *SIZE, "--total-steps", "9"], ["switch=9"]),
     ([*EVERY, "--outer", "mean"], ["outer step", "'mean'"]),
     (["explain", "mean", *SIZE, "--nodes", "3"], ["8 ranks", "nodes of 3"]),
     ([*EVERY, "--nodes", "4"], ["--nodes", "'every(2)'"]),
@@ -94,7 +93,6 @@ BAD_EXPLAIN = [
             **{"--outer": "nesterov", "--decay": "cosine", "--final-lr": "1e-6"},
         }.items()
     ),
-    (["explain", "", *SIZE], ["torchcomp", "empty"]),
     (["explian", "mean", *SIZE], ["'explian'"]),
     ([], ["required", "command"]),
     (["methods", "topkk"], ["'topkk'", "'topk'"]),

@@ -10,7 +10,7 @@ from tests.guard.runs import accuse
 from tests.support.models import Account, assert_conserved, loss_of, mlp, rows, wrap
 from tests.support.outcomes import raised_by, same
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import Guard, RankMismatchError, SpecError, register, watch
+from torchcomp import Guard, RankMismatchError, register, watch
 
 TOPK = "ef(topk(0.1))"
 MANY = "bidirectional(topk(0.1), topk(0.1))"
@@ -124,26 +124,6 @@ def test_a_swap_on_some_ranks_only_raises_on_all(options):
         return type(error), "spec" in str(error), "rank 1" in str(error)
 
     assert on_threads(3, body) == [(RankMismatchError, True, True)] * 3
-
-
-def test_a_method_that_cannot_be_built_raises_and_the_old_one_goes_on():
-    def body():
-        errors = []
-
-        def callback(alarm):
-            errors.append(raised_by(lambda: handle.swap("maen")))
-
-        model = wrap(mlp())
-        handle = register(model, TOPK, guard=Guard(every=2, callback=callback))
-        accuse(handle.averager, "2.weight")
-        for step in range(3):
-            loss_of(model(rows(step))).backward()
-        # Between two steps, and not in a callback, a swap is compared at once.
-        refused = raised_by(lambda: handle.swap("mean" if dist.get_rank() else TOPK))
-        handle.close()
-        return [*map(type, errors), type(refused)], str(handle.method), handle.averager.step
-
-    assert on_threads(2, body) == [([SpecError, RankMismatchError], TOPK, 3)] * 2
 
 
 def test_a_loop_without_a_handle_changes_its_averager():

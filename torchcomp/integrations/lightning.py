@@ -15,12 +15,7 @@ from torchcomp.specs.errors import SpecError, UnsupportedModelError
 try:
     from lightning.pytorch import Callback
 except ImportError:
-    try:
-        from pytorch_lightning import Callback
-    except ImportError:
-        raise ImportError(
-            "torchcomp.integrations.lightning needs Lightning: pip install lightning"
-        ) from None
+    from pytorch_lightning import Callback
 
 
 class _OnTrainStart(Callback):  # type: ignore[misc]

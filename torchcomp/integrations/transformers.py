@@ -5,17 +5,11 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
 
 from torchcomp import Gathered, Handle, LocalSGD, register
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import CheckpointError, UnsupportedModelError
-
-try:
-    from transformers import TrainerCallback
-except ImportError:
-    raise ImportError(
-        "torchcomp.integrations.transformers needs transformers: pip install transformers"
-    ) from None
 
 FILE = "torchcomp.pt"
 """Name of the file with the states of all ranks, in the Trainer's checkpoint folder."""
