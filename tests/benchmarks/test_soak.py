@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.soak_fuzz import Messages, Problem
+from benchmarks.soak_fuzz import Messages, Problem, Specs
 from benchmarks.soak_states import CLIENTS, RANKS, mutate_states
 from benchmarks.soak_training import FAMILIES, Verdict, train
 from tests.support.cases import only
@@ -48,8 +48,7 @@ def test_a_decoder_that_writes_outside_of_its_tensor_is_found() -> None:
         torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).zero_()
 
     with mock.patch.object(Codec, "mean", decode), pytest.raises(Problem):
-        for number in range(100):
-            Messages().run(random.Random(number))
+        [Messages().run(random.Random(number)) for number in range(100)]
 
 
 # --- States ---------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torchcomp.advisor.recording import (
     record_average,
 )
 from torchcomp.advisor.simulation import Compute, Recording, StepTime, simulate, simulate_alone
-from torchcomp.advisor.units import span, step_time, volume, wrapped
+from torchcomp.advisor.units import duration, size, wrapped
 from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.exchange.traffic import three_digits
@@ -278,17 +278,19 @@ def table(
     currency: str = "USD",
 ) -> str:
     """Return a table of at most 80 columns, the fastest method first."""
-    alone = span(run.step_seconds * run.total_steps / 3600)
+    alone = duration(run.step_seconds * run.total_steps, three_digits)
+    step = duration(run.step_seconds, three_digits)
     heads = [
         f"{run.world_size:,} ranks, {link}",
-        f"{run.total_steps:,} steps of {step_time(run.step_seconds)} without any exchange: {alone}",
+        f"{run.total_steps:,} steps of {step} without any exchange: {alone}",
     ]
     columns = ["step", "use", "time", "sent"] + ["price"] * (price_per_gb is not None)
     lines = [_line(columns, "method")]
     for training in sorted(trainings, key=lambda each: each.step.seconds):
-        share = f"{training.step.utilisation:.0%}"
-        cells = [step_time(training.step.seconds), share, span(training.hours)]
-        cells.append(volume(training.gigabytes))
+        times = [training.step.seconds, 3600 * training.hours]
+        step, whole = (duration(each, three_digits) for each in times)
+        sent = size(1e9 * training.gigabytes, three_digits)
+        cells = [step, f"{training.step.utilisation:.0%}", whole, sent]
         if price_per_gb is not None:
             cells.append(f"{training.price(price_per_gb):,.0f} {currency}")
         lines.append(_line(cells, training.method))
