@@ -187,9 +187,10 @@ def _compared(how: str, links: Sequence[Link]) -> list[Finding]:
     slow = how == "slow"
     values = {_ends(link): link.bandwidth if slow else link.latency for link in links}
     out, into = _best(values, 0, best), _best(values, 1, best)
-    found = []
     # A round trip has both directions.
-    for way, of_ranks in {"from": out, "to": into}.items() if slow else [("of", out)]:
+    ways = {"from": out, "to": into} if slow else {"of": out}
+    found = []
+    for way, of_ranks in ways.items():
         usual = statistics.median(of_ranks.values() or [0.0])
         for rank, value in of_ranks.items():
             if is_bad(value, usual):
