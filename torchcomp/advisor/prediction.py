@@ -1,7 +1,7 @@
 """Plan: hours, bytes and price of a whole run, among ranks that one need not have."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -307,26 +307,22 @@ def table(
 
 def verdict(trainings: Sequence[Training]) -> list[str]:
     """Return sentences about the fastest method and schedule, compared with the bf16 hook."""
-    seconds = {training.method: training.step.seconds for training in trainings}
-    others = [method for method in seconds if method not in _BASELINES]
+    seconds = {each.method: each.step.seconds for each in trainings}
+    others = [each for each in trainings if each.method not in _BASELINES]
     if BF16 not in seconds or not others:
         return []
     known = min(_BASELINES.keys() & seconds.keys(), key=seconds.__getitem__)
-    local = {training.method for training in trainings if training.local}
-
-    def faster(methods: Iterable[str], caveat: str = "") -> str:
-        best = min(methods, key=seconds.__getitem__, default=known)
+    sentences = []
+    for local, caveat in ((False, ""), (True, ", but trains in another way")):
+        some = [each.method for each in others if each.local == local]
+        best = min(some, key=seconds.__getitem__, default=known)
         factor = seconds[known] / seconds[best]
-        if factor < _WORTH:
-            return ""
-        return f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}{caveat}."
-
-    sentences = (
-        faster(method for method in others if method not in local)
-        or f"No method is faster than {_BASELINES[known]}: keep it.",
-        faster(local, ", but trains in another way"),
-    )
-    return list(filter(None, sentences))
+        if factor >= _WORTH:
+            faster = f"{three_digits(factor)}x as fast as {_BASELINES[known]}"
+            sentences.append(f"{best} is {faster}{caveat}.")
+        elif not local:
+            sentences.append(f"No method is faster than {_BASELINES[known]}: keep it.")
+    return sentences
 
 
 def _line(cells: Sequence[str], method: str) -> str:
