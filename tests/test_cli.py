@@ -82,7 +82,6 @@ BAD_EXPLAIN = [
     ([*QSR, "--lr", "1e-9"], ["--final-lr 1e-06", "--lr 1e-09"]),
     ([*QSR, "--lr=1", "--decay=step-cosine", "--final-lr=0"], ["--final-lr", "step-cosine"]),
     ([*EVERY, "--final-lr", "0.1"], ["--lr"]),
-    (["explain", "post_local(switch=9, h=2)", *SIZE, "--total-steps", "9"], ["switch=9"]),
     ([*EVERY, "--outer", "mean"], ["outer step", "'mean'"]),
     (["explain", "mean", *SIZE, "--nodes", "3"], ["8 ranks", "nodes of 3"]),
     ([*EVERY, "--nodes", "4"], ["--nodes", "'every(2)'"]),
@@ -94,7 +93,6 @@ BAD_EXPLAIN = [
             **{"--outer": "nesterov", "--decay": "cosine", "--final-lr": "1e-6"},
         }.items()
     ),
-    (["explain", "", *SIZE], ["torchcomp", "empty"]),
     (["explian", "mean", *SIZE], ["'explian'"]),
     ([], ["required", "command"]),
     (["methods", "topkk"], ["'topkk'", "'topk'"]),
@@ -142,10 +140,9 @@ def test_bad_arguments_are_explained_on_stderr_and_exit_2(arguments, words, caps
     message = " ".join((printed.partition("error: ")[2] or printed).split())
     assert [word for word in words if word not in message] == []
     assert max(map(len, printed.split("\n"))) <= 80
-    if arguments in [each for each, _ in BAD_EXPLAIN]:
-        # Flags, not Python's arguments. Python calls in an answer, f(total_steps=...), are meant.
-        python = r"\b(total_steps(?!=\.)|warmup_steps|world_size|peak (?!learning)|final=|numel=)"
-        assert not re.search(python, message)
+    # Flags, not Python's arguments. Python calls in an answer, f(total_steps=...), are meant.
+    python = r"\b(total_steps(?!=\.)|warmup_steps|world_size|peak (?!learning)|final=|numel=)"
+    assert "plan" in arguments or not re.search(python, message)
 
 
 # --- Models by name -------------------------------------------------------------------------------
@@ -187,24 +184,26 @@ def test_named_models_have_shapes_and_keep_shared_parameters(monkeypatch):
     assert isinstance(nn.Linear(1, 1).weight.item(), float), "later models have values again"
 
 
-def unknown_library(name, *_):
-    raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+def fails(error):
+    def load(*_):
+        raise error
+
+    return load
 
 
-def broken_library(name, *_):
-    raise OSError("libtorch_cuda.so: cannot open shared object file")
+MISSING_LIBRARY = fails(ModuleNotFoundError("No module named 'timm'", name="timm"))
 
 
 @pytest.mark.parametrize(
     ("load", "model", "words"),
     [
-        (unknown_library, "timm/x", ["pip install timm", "--numel"]),
-        (broken_library, "torchvision/x", ["libtorch_cuda.so", "build", "--numel"]),
+        (MISSING_LIBRARY, "timm/x", ["pip install timm", "--numel"]),
+        (fails(OSError("libcuda.so")), "torchvision/x", ["libcuda.so", "build", "--numel"]),
         (lambda _: TINY, "timm/resnet5", ["'resnet5'", "resnet50"]),
-        (unknown_library, "resnet50", ["'resnet50'", "torchvision/NAME", "timm/NAME"]),
+        (MISSING_LIBRARY, "resnet50", ["'resnet50'", "torchvision/NAME", "timm/NAME"]),
     ],
 )
-def test_a_model_that_cannot_be_built_says_why(load, model, words, capsys, monkeypatch):
+def test_a_model_that_cannot_be_built_is_explained(load, model, words, capsys, monkeypatch):
     monkeypatch.setattr(importlib, "import_module", load)
     arguments = ["explain", "mean", "--model", model, "--world-size", "2"]
     status, printed = refused(arguments, capsys)

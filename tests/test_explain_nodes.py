@@ -56,26 +56,19 @@ def trained(spec: str, ranks: int, nodes: int, width: int) -> Any:
     return plan.nodes, handle.stats, kept
 
 
-@pytest.mark.parametrize("spec", only([spec for spec in SPECS if not estimated(spec)], now=NOW))
+@pytest.mark.parametrize("spec", only(SPECS, now=NOW))
 @pytest.mark.parametrize("nodes", [2, *thorough([3])])
 def test_counted_bytes_of_two_levels_equal_the_plan(spec: str, nodes: int) -> None:
-    ranks = 2 * nodes
-    found = on_threads(ranks, trained, spec, ranks, nodes, 16)
+    ranks, rough = 2 * nodes, estimated(spec)
+    found = on_threads(ranks, trained, spec, ranks, nodes, 64 if rough else 16)
     for plan, stats, kept in found:
-        assert stats.bytes_sent == plan.bytes_sent
+        assert rough or stats.bytes_sent == plan.bytes_sent
         assert stats.inside_bytes_sent == plan.inside_bytes_sent
         assert stats.dense_bytes_sent == plan.dense_card_bytes // nodes
-        assert kept == plan.memory_bytes
-    for first in range(0, ranks, nodes):
-        node = found[first : first + nodes]
-        assert sum(stats.bytes_sent for _, stats, _ in node) == node[0][0].card_bytes
-
-
-@pytest.mark.parametrize("spec", only([spec for spec in SPECS if estimated(spec)], now=NOW))
-def test_bytes_of_exact_selections_are_near_the_plan_of_two_levels(spec: str) -> None:
-    found = on_threads(4, trained, spec, 4, 2, 64)
-    counted = sum(stats.bytes_sent for _, stats, _ in found)
-    assert counted == pytest.approx(found[0][0].card_bytes + found[2][0].card_bytes, rel=0.15)
+        assert rough or kept == plan.memory_bytes
+    sent = [sum(stats.bytes_sent for _, stats, _ in found[i : i + nodes]) for i in (0, nodes)]
+    planned = [found[i][0].card_bytes for i in (0, nodes)]
+    assert sum(sent) == pytest.approx(sum(planned), rel=0.15) if rough else sent == planned
 
 
 # --- The flat method ------------------------------------------------------------------------------
@@ -203,8 +196,8 @@ def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
 @pytest.mark.parametrize("nodes", [1, 8])
 def test_one_rank_a_node_and_one_node(nodes: int) -> None:
     plan = explain("ef(topk(0.01))", numel=RESNET50, world_size=8, nodes=nodes)
-    assert plan.nodes is not None
     sent = plan.bytes_sent if nodes == 1 else 0
+    assert plan.nodes is not None
     assert plan.nodes.flat_card_bytes == plan.nodes.card_bytes == sent
 
 

@@ -68,11 +68,8 @@ def test_a_schedule_pays_for_its_synchronisations_only():
     assert rare.bytes_per_step == pytest.approx(every.bytes_per_step / 8)
     compressed = on("every(8)", compress="ef(topk(0.01))")
     assert compressed.bytes_per_step < rare.bytes_per_step / 10
-
-
-def test_qsr_reads_the_learning_rate():
+    # QSR reads the learning rate: synchronisations after 4, 8, 24 and 40 steps.
     run = Run(4, 40, 1e-4, warmup_steps=5, lr=lambda step: 0.25, speedup=1e9)
-    # Synchronisations after 4, 8, 24 and 40 steps.
     found = on("qsr(alpha=1.0, h_base=4)", run=run)
     assert found.bytes_per_step == pytest.approx(on("every(10)").bytes_per_step)
 

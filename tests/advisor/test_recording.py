@@ -140,9 +140,7 @@ SEARCH = "bidirectional(identity, topk(0.1, scope='tensor'), selection='exact')"
 
 @pytest.mark.parametrize(
     ("spec", "world_size", "nodes"),
-    [
-        *[("nothing", 4, 1), ("mean", 0, 1), ("mean", 1025, 1), ("mean", 5, 2), (SEARCH, 4, 1)],
-    ],
+    [*[("nothing", 4, 1), ("mean", 0, 1), ("mean", 1025, 1), ("mean", 5, 2), (SEARCH, 4, 1)]],
 )
 def test_bad_input_is_refused(spec, world_size, nodes):
     with pytest.raises(SpecError):

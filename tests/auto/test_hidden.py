@@ -27,32 +27,21 @@ def exchanges(seconds: float, work: float = 0.0) -> list[Sequence[Moment]]:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "step"),
+    ("cores", "seconds", "work", "step"),
     [
-        (0.0, 6.0),
-        (0.5, 6.5),  # only the last bucket's is seen
-        (1.0, 7.0),
-        (2.0, 10.0),  # from the first bucket on, one follows another
+        # Buckets are exchanged one after another while the backward pass goes on.
+        (1.0, 0.0, 0.0, 6.0),
+        (1.0, 0.5, 0.0, 6.5),  # only the last bucket's is seen
+        (1.0, 1.0, 0.0, 7.0),
+        (1.0, 2.0, 0.0, 10.0),  # from the first bucket on, one follows another
+        # Work competes with the computation of gradients.
+        (1.0, 1.0, 1.0, 9.0),  # nothing hides work
+        (4.0, 1.0, 1.0, 7.5),  # it delays each bucket by a quarter, and the last one is seen
+        (0.25, 1.0, 0.25, 7.5),  # other programs had the core for most of the time
     ],
 )
-def test_buckets_are_exchanged_one_after_another_while_the_backward_pass_goes_on(
-    seconds: float, step: float
-) -> None:
-    assert hidden().step_with(exchanges(seconds)) == pytest.approx(step)
-
-
-@pytest.mark.parametrize(
-    ("cores", "work", "step"),
-    [
-        (1.0, 1.0, 9.0),  # nothing hides work
-        (4.0, 1.0, 7.5),  # it delays each bucket by a quarter, and the last one is seen
-        (0.25, 0.25, 7.5),  # other programs had the core for most of the time
-    ],
-)
-def test_work_competes_with_the_computation_of_gradients(
-    cores: float, work: float, step: float
-) -> None:
-    assert hidden(cores).step_with(exchanges(1.0, work)) == pytest.approx(step)
+def test_what_a_backward_pass_hides(cores: float, seconds: float, work: float, step: float) -> None:
+    assert hidden(cores).step_with(exchanges(seconds, work)) == pytest.approx(step)
 
 
 def test_a_choice_says_what_was_measured_and_proposes_local_steps() -> None:

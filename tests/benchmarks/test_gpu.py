@@ -6,7 +6,6 @@ import re
 import runpy
 import sys
 import time
-import warnings
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from benchmarks import tables
 from benchmarks.gpu import methods, profile, summary, training
 from benchmarks.gpu.__main__ import PARTS, main
-from benchmarks.gpu.device import WAIT, counted_waits
 from benchmarks.gpu.models import TASKS
 from benchmarks.net.names import BASELINES
 from tests.support.cases import thorough
@@ -106,23 +104,3 @@ def test_a_profile_can_be_rehearsed(
     assert printed.startswith(f"== {spec}: ")
     assert " torchcomp/" in printed
     assert str(ROOT) not in printed
-
-
-def test_waits_are_counted_by_line() -> None:
-    """As torch warns of them. Other warnings are not counted."""
-    with counted_waits("cpu") as lines:
-        for _ in range(3):
-            warnings.warn(f"{WAIT} (Triggered internally)", stacklevel=1)
-        warnings.warn("something else", stacklevel=1)
-    assert len(lines) == 3
-    assert len(set(lines)) == 1
-    assert lines[0].startswith(f"{__file__}:")
-
-
-@pytest.mark.parametrize(
-    ("model", "parameters"), [("resnet50", 25_557_032), ("vit_b_16", 86_567_656)]
-)
-def test_the_models_have_the_parameters_of_the_published_ones(model: str, parameters: int) -> None:
-    with torch.device("meta"):
-        built = TASKS[model].build()
-    assert sum(parameter.numel() for parameter in built.parameters()) == parameters

@@ -2,15 +2,12 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import predict
-from benchmarks.net.names import PLAIN
 from benchmarks.net.predicted import Known
-from benchmarks.net.rows import PREDICTIONS, Table
+from benchmarks.net.rows import PREDICTIONS
 from torchcomp.advisor import CollectiveTimes, Compute
 from torchcomp.advisor.collectives import ALL_REDUCE, ALL_TO_ALL, Point
 from torchcomp.advisor.simulation import Call, Recording, Submitted, Work
@@ -18,17 +15,6 @@ from torchcomp.advisor.simulation import Call, Recording, Submitted, Work
 TOPK = "ef(topk(0.01))"
 COMMON = {"date": "2026-01-02", "revision": "0", "torch": "2", "device": "cpu", "cpus": 2}
 COMMON |= {"batch": 16, "setup": {"hosts": 2, "ranks": 1, "mbit": 100, "delay_us": 500}}
-
-
-def test_rows_that_exist_are_skipped(tmp_path: Path) -> None:
-    arguments = predict.parse(["--resume", "--out", str(tmp_path), "--hosts", "2", "--mbit", "10"])
-    (setup,) = predict.chosen(arguments)
-    table = Table(tmp_path / "predict.csv", PREDICTIONS)
-    assert predict.pending(arguments, table, setup)[0] == ("smallcnn", predict.METHODS)
-    row = predict.identity(setup, "smallcnn") | {"method": PLAIN}
-    table.add(dict.fromkeys(PREDICTIONS, "") | row)
-    ((_, left), (_, whole)) = predict.pending(arguments, table, setup)
-    assert (left, whole) == (predict.METHODS[1:], predict.METHODS)
 
 
 def results(method: str, recording: Recording) -> list[dict[str, Any]]:

@@ -1,20 +1,16 @@
 """The soak: it finds planted faults, and small runs pass."""
 
-import os
 import random
-import time
-from contextlib import nullcontext
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from benchmarks.soak_fuzz import Messages, Problem, Specs, fuzz
+from benchmarks.soak_fuzz import Messages, Problem, Specs
 from benchmarks.soak_states import CLIENTS, RANKS, mutate_states
-from benchmarks.soak_training import FAMILIES, Sample, Verdict, train
+from benchmarks.soak_training import FAMILIES, Verdict, train
 from tests.support.cases import only
 from tests.support.mutations import at, replaced
 from tests.support.outcomes import assert_refused
@@ -39,55 +35,12 @@ def test_a_short_run_keeps_replicas_equal_and_loses_nothing(family: str) -> None
     assert ranks[0].loads == 1
 
 
-@pytest.fixture(scope="module")
-def verdict() -> Verdict:
-    """A verdict that passes."""
-    flat = {"growth_kib": 0.0, "trend": 0.0, "descriptors": 0, "threads": 0}
-    return Verdict(samples=40, resident_mib=300.0, **flat, equal=40, lost=1e-14, unsent=0.01)
-
-
-@pytest.mark.parametrize(
-    "fault",
-    [
-        {"growth_kib": 4096.0},
-        {"trend": 200.0},
-        {"descriptors": 1},
-        {"threads": 1},
-        {"equal": 39},
-        {"lost": 1e-6},
-    ],
-    ids=lambda fault: next(iter(fault)),
-)
-def test_a_run_with_a_fault_does_not_pass(verdict: Verdict, fault: dict[str, Any]) -> None:
-    assert verdict.passed
-    assert not replace(verdict, **fault).passed
-
-
-def test_a_leak_of_one_rank_is_measured() -> None:
-    ranks = on_threads(2, train, "local steps", 8, 4)
-
-    def sample(number: int, leak: int) -> Sample:
-        return Sample(500 * number, 10**8 + leak * number, 20 + number, 8, "same")
-
-    flat, leaking = ([sample(number, leak) for number in range(40)] for leak in (0, 500_000))
-    verdict = Verdict.of([replace(ranks[0], samples=flat), replace(ranks[1], samples=leaking)])
-    assert verdict.trend == pytest.approx(1000)
-    assert verdict.growth_kib == pytest.approx(24 * 500_000 / 1024)
-    assert (verdict.descriptors, verdict.threads, verdict.equal) == (29, 0, 40)
-
-
 # --- Messages and specs ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("target", [Messages(), Specs()], ids=["messages", "specs"])
-def test_cases_have_the_same_result_every_time(target: Any) -> None:
-    first = results_of(target, 150)
-    assert first == results_of(target, 150)
-    assert set(first) == set(target.RESULTS)
-
-
-def results_of(target: Any, cases: int) -> list[str]:
-    return [target.run(random.Random(number)) for number in range(cases)]
+def test_cases_end_in_every_way_that_they_may(target: Any) -> None:
+    assert {target.run(random.Random(number)) for number in range(150)} == set(target.RESULTS)
 
 
 def test_a_decoder_that_writes_outside_of_its_tensor_is_found() -> None:
@@ -95,39 +48,7 @@ def test_a_decoder_that_writes_outside_of_its_tensor_is_found() -> None:
         torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).zero_()
 
     with mock.patch.object(Codec, "mean", decode), pytest.raises(Problem):
-        results_of(Messages(), 100)
-
-
-class Failing:
-    """A target of which some cases end in another way than they may."""
-
-    RESULTS: ClassVar = ("passed",)
-
-    def prepare(self) -> None: ...
-
-    def in_batch(self, number: int) -> Any:
-        return nullcontext()
-
-    def run(self, dice: random.Random) -> str:
-        chosen = dice.randrange(50)
-        if chosen == 1:
-            time.sleep(1000)
-        if chosen == 2:
-            os._exit(7)
-        if chosen == 3:
-            raise ZeroDivisionError
-        return "passed"
-
-
-@pytest.mark.soak
-def test_a_crash_a_hang_and_an_error_are_found_and_the_other_cases_run() -> None:
-    # With this seed, two cases hang, one ends the process, and five raise.
-    outcome = fuzz(Failing, 100, seed=1, workers=2, hang=2.0)
-    assert outcome.counts["passed"] + len(outcome.problems) == 100
-    kinds = [problem.partition(": ")[2] for problem in outcome.problems]
-    assert any("exit code 7" in kind for kind in kinds)
-    assert any("hangs" in kind for kind in kinds)
-    assert any(kind.startswith("ZeroDivisionError") for kind in kinds)
+        [Messages().run(random.Random(number)) for number in range(100)]
 
 
 # --- States ---------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def test_bad_options_are_refused(options, field):
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("value", ["yes", 1, 0, 50, {"every": 50}, Guard])
+@pytest.mark.parametrize("value", ["yes", 1, 0, {"every": 50}, Guard])
 def test_what_is_no_guard_is_refused_on_all_ranks(value):
     def body():
         register(wrap(mlp()), TOPK, guard=value)
@@ -37,7 +37,7 @@ def test_what_is_no_guard_is_refused_on_all_ranks(value):
     assert_refused(2, body, SpecError, "guard", repr(value), field="guard")
 
 
-@pytest.mark.parametrize("value", [False, Guard(every=7), "yes"])
+@pytest.mark.parametrize("value", [False, Guard(every=7)])
 def test_ranks_with_other_guards_are_refused(value):
     def body():
         # Each rank has a callback of its own.

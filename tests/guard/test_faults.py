@@ -178,11 +178,6 @@ def a_layer_never_travels(rank, name="matrix"):
         rank.mean[name].zero_()
 
 
-@planted("starved", ("bias",), (0, 1, 2), [PER_TENSOR])
-def a_small_layer_never_travels(rank):
-    a_layer_never_travels(rank, "bias")
-
-
 @planted("starved", ("matrix",), (0, 1, 2), BOTH)
 def the_ratio_is_too_small_for_one_layer(rank):
     if "matrix" in rank.mean:

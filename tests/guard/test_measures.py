@@ -131,26 +131,6 @@ def changed(followed):
     return followed.take(1)[2].tolist()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_element_ages_until_it_is_sent(dtype):
-    followed, residual = samples(), torch.zeros(NUMEL)
-    for number, sent in enumerate([[], [4], [4, 5], []]):
-        gradient = normal(NUMEL, dtype=dtype, seed=number)
-        residual = step(followed, residual, gradient, sent=sent)
-    assert ages(followed) == [4, 4, 4, 4, 1, 1]
-    waiting, active, differs = followed.take(2).tolist()
-    assert (waiting, active, differs) == ([4, 0], [4, 2], [0, 0])
-
-
-def test_an_element_without_a_residual_still_waits_if_it_has_before():
-    followed, nothing = samples(), torch.zeros(NUMEL)
-    residual = step(followed, nothing, normal(NUMEL))
-    # To the server, which applies nothing yet.
-    residual = step(followed, residual, normal(NUMEL, seed=1), sent=[4], applied=nothing)
-    step(followed, residual, nothing)
-    assert ages(followed) == [3] * NUMEL
-
-
 def test_values_that_enter_the_residual_with_factors():
     law = Law(gradient=1.9, before={"error": -1.0, "momentum": -0.81}, after={"error": 1.0})
     followed = samples(law=law)
@@ -161,21 +141,6 @@ def test_values_that_enter_the_residual_with_factors():
     slots = {"error": (error, left), "momentum": (momentum, momentum)}
     followed.after(torch.ones(NUMEL), slots, {})
     assert ages(followed) == [1, 1, 1, 1, 0, 1]
-
-
-@pytest.mark.parametrize("taken", [False, True])
-def test_an_undone_step_leaves_everything_as_before_it(taken):
-    followed = samples()
-    first = step(followed, torch.zeros(NUMEL), normal(NUMEL))
-    second = step(followed, first, normal(NUMEL, seed=1), sent=[3, 4])
-    if taken:
-        followed.take(1)
-    followed.undo(["b", "other"])
-    assert ages(followed) == [2, 2, 2, 0, 1, 1]
-    # The next step finds the residuals of both steps.
-    step(followed, torch.cat([second[:4], first[4:]]), normal(NUMEL, seed=2))
-    assert changed(followed) == [0, 0]
-    assert ages(followed) == [3, 3, 3, 1, 2, 2]
 
 
 @pytest.mark.parametrize("steps", [2, 3, 20])

@@ -10,7 +10,7 @@ import torchcomp
 from tests.engine import small
 from tests.guard.runs import Watched, drifting
 from tests.support.cases import thorough
-from tests.support.models import Branches, loss_of, mlp, optimizer_step, rows, wrap
+from tests.support.models import Branches, loss_of, mlp, rows, wrap
 from tests.support.outcomes import caught
 from tests.support.ranks import on_threads
 from torchcomp import Guard, NonFiniteError, register
@@ -274,27 +274,27 @@ def test_gradients_that_fp16_cannot_represent(dtype):
 # --- Through DDP --------------------------------------------------------------------------------
 
 
-def trained(spec, scaler=False, accumulate=1, build=mlp, batch=lambda step: (), **options):
+def trained(
+    spec, scaler=False, accumulate=1, build=mlp, batch=lambda step: (), ddp=None, **options
+):
     """Train a model with a guard; return its alarms, the last report's step, and the step."""
     alarms, dtype = [], torch.float32
-    model = wrap(build(dtype) if build is mlp else build(), **options.pop("ddp", {}))
+    model = wrap(build(dtype) if build is mlp else build(), **ddp or {})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    grad_scaler = (
-        torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=2) if scaler else None
-    )
+    scale = torch.amp.GradScaler("cpu", 2.0**127, growth_interval=2, enabled=scaler)
     if options.get("lr_inside"):
         options["lr_inside"] = optimizer
     guard = Guard(every=2, age=10, callback=alarms.append)
-    handle = register(model, spec, guard=guard, scaler=grad_scaler, **options)
+    handle = register(model, spec, guard=guard, scaler=scale if scaler else None, **options)
     for number in range(12):
         optimizer.zero_grad()
         optimizer.param_groups[0]["lr"] = 0.01 * (number % 5)
         with model.no_sync():
             for each in range(accumulate - 1):
                 loss_of(model(rows(100 * number + each, dtype), *batch(number))).backward()
-        loss = loss_of(model(rows(number, dtype), *batch(number)))
-        (loss if grad_scaler is None else grad_scaler.scale(loss)).backward()
-        optimizer_step(optimizer, grad_scaler)
+        scale.scale(loss_of(model(rows(number, dtype), *batch(number)))).backward()
+        scale.step(optimizer)
+        scale.update()
     handle.state_dict()
     handle.close()
     return alarms, handle.guard.report.step, handle.averager.step

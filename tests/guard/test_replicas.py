@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.engine import small
-from tests.support.ranks import on_threads
 from tests.support.vectors import normal
-from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.guard.replicas import Replicas
 
 CHANGES = {
@@ -55,25 +52,3 @@ def test_strides_do_not_count():
         return Replicas({"weight": own}).differing(exchange)
 
     assert small.on_ranks(2, body) == [{}] * 2
-
-
-def sharded():
-    """Two replicas of two shards, on four ranks."""
-    rank, device = dist.get_rank(), torch.device("cpu")
-    groups = [dist.new_group(ranks) for ranks in ((0, 1), (2, 3), (0, 2), (1, 3))]
-    inside = ProcessGroupExchange(groups[rank // 2], device)
-    between = ProcessGroupExchange(groups[2 + rank % 2], device)
-    Exchange.split(inside, between)
-    values = normal(64) + rank % 2
-    same = Replicas({"weight": values}, rank % 2).differing(between)
-    different = Replicas({"weight": values}).differing(between)
-    values = values + (rank == 3)
-    return same, list(different), Replicas({"weight": values}, rank % 2).differing(between)
-
-
-def test_ranks_are_compared_with_those_of_the_same_shard():
-    # Of two ranks, none is right.
-    for same, different, found in on_threads(4, sharded):
-        assert not same
-        assert different == ["weight"]
-        assert found["weight"] in ((1,), (3,))

@@ -10,7 +10,7 @@ from tests.guard.runs import accuse
 from tests.support.models import Account, assert_conserved, loss_of, mlp, rows, wrap
 from tests.support.outcomes import raised_by, same
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import Guard, RankMismatchError, SpecError, register, watch
+from torchcomp import Guard, RankMismatchError, register, watch
 
 TOPK = "ef(topk(0.1))"
 MANY = "bidirectional(topk(0.1), topk(0.1))"
@@ -45,8 +45,6 @@ def trained(spec, options, between=lambda handle: None):
         (TOPK, {}),
         (TOPK, {"nodes": 2, "check": "late"}),
         (MANY, {"check": "late"}),
-        pytest.param(MANY, {}, marks=pytest.mark.thorough),
-        pytest.param(TOPK, {"nodes": 2}, marks=pytest.mark.thorough),
         pytest.param("powersgd(1)", {}, marks=pytest.mark.thorough),
     ],
 )
@@ -87,9 +85,9 @@ def test_a_swap_in_the_callback_is_that_between_two_steps():
         assert same([each[1] for each in on_threads(2, told, settles)], expected)
 
 
-def sharded(check):
+def sharded():
     swapped = []
-    run = Run((2, 2), TOPK, options={"guard": swapping(swapped), "check": check})
+    run = Run((2, 2), TOPK, options={"guard": swapping(swapped), "check": "late"})
     swapped.append(run.handle)
     accuse(run.handle.averager, "2.weight")
     run.train(range(2))
@@ -101,9 +99,8 @@ def sharded(check):
 
 
 @NEEDS_HOOK
-@pytest.mark.parametrize("check", ["now", "late"])
-def test_with_fsdp2(check):
-    by_rank = on_processes(4, sharded, check)
+def test_with_fsdp2():
+    by_rank = on_processes(4, sharded)
     for had_residual, before, after, parameters, slots in by_rank:
         assert had_residual
         assert (before, after) == (TOPK, "mean")
@@ -129,39 +126,16 @@ def test_a_swap_on_some_ranks_only_raises_on_all(options):
     assert on_threads(3, body) == [(RankMismatchError, True, True)] * 3
 
 
-def test_a_method_that_cannot_be_built_raises_and_the_old_one_goes_on():
-    def body():
-        errors = []
-
-        def callback(alarm):
-            errors.append(raised_by(lambda: handle.swap("maen")))
-
-        model = wrap(mlp())
-        handle = register(model, TOPK, guard=Guard(every=2, callback=callback))
-        accuse(handle.averager, "2.weight")
-        for step in range(3):
-            loss_of(model(rows(step))).backward()
-        # Between two steps, and not in a callback, a swap is compared at once.
-        refused = raised_by(lambda: handle.swap("mean" if dist.get_rank() else TOPK))
-        handle.close()
-        return [*map(type, errors), type(refused)], str(handle.method), handle.averager.step
-
-    assert on_threads(2, body) == [([SpecError, RankMismatchError], TOPK, 3)] * 2
-
-
 def test_a_loop_without_a_handle_changes_its_averager():
     def body(exchange):
         averager = small.averager(exchange, TOPK)
         watch(averager, Guard(every=2, callback=lambda alarm: averager.use("mean")))
         accuse(averager, "matrix")
-        means = small.train(averager, 0, 6)
-        return means[3:], str(averager.aggregator), averager.state_dict()["slots"]
+        mean = small.train(averager, 0, 6)[-1]
+        return mean, str(averager.aggregator), averager.state_dict()["slots"]
 
-    dense = [
-        {n: (a[n] + b[n]) / 2 for n in a}
-        for a, b in ((small.gradients(i, 0), small.gradients(i, 1)) for i in range(3, 6))
-    ]
-    for means, method, slots in small.on_ranks(2, body):
+    gradients = small.gradients(5, 0), small.gradients(5, 1)
+    for mean, method, slots in small.on_ranks(2, body):
         assert (method, slots) == ("mean", {})
-        for mean, expected in zip(means, dense, strict=True):
-            assert all(torch.allclose(mean[n], expected[n]) for n in expected)
+        for name, found in mean.items():
+            assert torch.allclose(found, sum(each[name] for each in gradients) / 2)

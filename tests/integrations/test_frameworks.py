@@ -32,49 +32,35 @@ def test_a_script_resumes_bit_for_bit(name, method, tmp_path):
         assert "resume_from=" in done.stderr
 
 
-def accelerated():
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True).prepare(nn.Linear(2, 2))
-
-
-def accelerator():
-    from accelerate import Accelerator
-
-    return Accelerator(cpu=True)
-
-
 def of_fabric():
     from lightning.fabric import Fabric
 
     return Fabric(accelerator="cpu", devices=1).setup(nn.Linear(2, 2))
 
 
-def of_lightning():
+def test_what_is_no_ddp_model_is_refused():
     import lightning
-
-    return lightning.LightningModule()
-
-
-def trainer_of_lightning():
-    import lightning
-
-    return lightning.Trainer(accelerator="cpu")
-
-
-def trainer_of_transformers():
+    from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 
-    return Trainer(nn.Linear(2, 2), TrainingArguments(use_cpu=True, report_to="none"))
-
-
-WRONG = [accelerated, accelerator, of_fabric, of_lightning, trainer_of_lightning]
-
-
-@pytest.mark.parametrize("wrong", [*WRONG, trainer_of_transformers])
-def test_what_is_no_ddp_model_is_refused(wrong):
-    with pytest.raises(torchcomp.UnsupportedModelError, match="docs/integrations"):
-        torchcomp.register(wrong(), "mean")
+    accelerator, arguments = (
+        Accelerator(cpu=True),
+        TrainingArguments(use_cpu=True, report_to="none"),
+    )
+    for wrong in (
+        accelerator,
+        accelerator.prepare(nn.Linear(2, 2)),
+        of_fabric(),
+        lightning.LightningModule(),
+        lightning.Trainer(accelerator="cpu"),
+        Trainer(nn.Linear(2, 2), arguments),
+    ):
+        with pytest.raises(torchcomp.UnsupportedModelError, match="docs/integrations"):
+            torchcomp.register(wrong, "mean")
+    # The optimizer of accelerate has the inner one that the error names.
+    optimizer = accelerator.prepare(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    assert isinstance(vars(optimizer)["optimizer"], torch.optim.SGD)
+    assert not hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def test_other_modules_than_those_of_fabric_and_a_trainer_without_ddp_are_refused():
@@ -87,12 +73,6 @@ def test_other_modules_than_those_of_fabric_and_a_trainer_without_ddp_are_refuse
     callback = CompressionCallback(SimpleNamespace(model_wrapped=nn.Linear(2, 2)), "mean")
     with pytest.raises(torchcomp.UnsupportedModelError, match="accelerate launch"):
         callback.on_train_begin(None, None, None)
-
-
-def test_the_optimizer_of_accelerate_has_the_inner_one_that_the_error_names():
-    optimizer = accelerator().prepare(torch.optim.SGD([torch.zeros(1)], lr=0.1))
-    assert isinstance(vars(optimizer)["optimizer"], torch.optim.SGD)
-    assert not hasattr(optimizer, "_optimizer_step_pre_hooks")
 
 
 def fit(package, callback, strategy, **options):

@@ -25,13 +25,8 @@ class Job:
     """The ranks of a lighthouse, each a process that writes a line for each step."""
 
     def __init__(self, lighthouse: str, spec: str, folder: Path) -> None:
-        self._environment = {
-            **os.environ,
-            "TORCHFT_LIGHTHOUSE": lighthouse,
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        }
+        own = {"TORCHFT_LIGHTHOUSE": lighthouse, "GLOO_SOCKET_IFNAME": "lo"}
+        self._environment = {**os.environ, **own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._spec, self._folder = spec, folder
         self.processes: dict[str, subprocess.Popen] = {}
 
@@ -54,9 +49,8 @@ class Job:
         while not what():
             assert time.monotonic() < deadline, {name: self.lines(name)[-3:] for name in "abc"}
             for name, process in self.processes.items():
-                assert process.poll() in (None, 0), (self._folder / f"{name}.log").read_text()[
-                    -3000:
-                ]
+                log = (self._folder / f"{name}.log").read_text()
+                assert process.poll() in (None, 0), log[-3000:]
             time.sleep(0.1)
 
     def wait_for_steps(self, name: str, ranks: int, steps: int = 5) -> None:

@@ -74,33 +74,24 @@ def whole_and_resumed(name, method, tmp_path):
     return map(final, folders)
 
 
-def test_the_sync_flag_of_a_script_does_not_end_local_steps(tmp_path):
-    folder = stand_in("nanogpt", LOCAL["nanogpt"], tmp_path / "flag")
-    stats = on_processes(RANKS, run_script, folder, RUNS["nanogpt"][0])[0]
-    assert (stats.steps, stats.syncs) == (13, 4)
+def test_the_sync_flag_of_a_script_sends_gradients_once_and_does_not_end_local_steps(tmp_path):
+    for name, method, syncs in (("local", LOCAL["nanogpt"], 4), ("compress", COMPRESS, 13)):
+        folder = stand_in("nanogpt", method, tmp_path / name)
+        stats = on_processes(RANKS, run_script, folder, RUNS["nanogpt"][0])[0]
+        assert (stats.steps, stats.syncs) == (13, syncs)
     # Saved after 10 steps, inside the round from 8 to 12.
-    own = [torch.load(folder / f"ckpt.pt.rank{rank}", weights_only=True) for rank in range(RANKS)]
+    files = [tmp_path / f"local/ckpt.pt.rank{rank}" for rank in range(RANKS)]
+    own = [torch.load(file, weights_only=True) for file in files]
     assert not same(own[0]["model"], own[1]["model"])
 
 
-def test_the_sync_flag_of_a_script_sends_accumulated_gradients_once(tmp_path):
-    folder = stand_in("nanogpt", COMPRESS, tmp_path / "flag")
-    stats = on_processes(RANKS, run_script, folder, RUNS["nanogpt"][0])[0]
-    assert (stats.steps, stats.syncs) == (13, 13)
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_with_compression_resumes_bit_for_bit(name, tmp_path):
-    whole, resumed = whole_and_resumed(name, COMPRESS, tmp_path)
+@pytest.mark.parametrize("kind", ["compress", "local"])
+def test_a_script_resumes_bit_for_bit_also_inside_a_round(name, kind, tmp_path):
+    """Save in the middle of the run; the last round ends with it, so the ranks have one model."""
+    method = COMPRESS if kind == "compress" else LOCAL[name]
+    whole, resumed = whole_and_resumed(name, method, tmp_path)
     assert same([each["weights"] for each in whole], [each["weights"] for each in resumed])
-    assert same(whole[0]["weights"], whole[1]["weights"])
-
-
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_with_local_steps_resumes_inside_a_round(name, tmp_path):
-    whole, resumed = whole_and_resumed(name, LOCAL[name], tmp_path)
-    assert same([each["weights"] for each in whole], [each["weights"] for each in resumed])
-    # The last round ends with the run: the ranks have one model, with one set of statistics.
     assert same(whole[0]["weights"], whole[1]["weights"])
 
 

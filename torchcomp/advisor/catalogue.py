@@ -1,13 +1,9 @@
-"""Catalogue: every name of a spec with one line, and the options of each.
-
-Everything comes from the components: the first line of a docstring, its section "Attributes", and
-the fields of the dataclass.
-"""
+"""Catalogue: every name of a spec with one line, and the options of each, from the docstrings."""
 
 import inspect
 import re
-from collections.abc import Iterator
-from dataclasses import MISSING, Field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, fields
 from typing import Any
 
 from torchcomp.advisor.units import wrapped
@@ -18,66 +14,47 @@ from torchcomp.local_sgd.schedules import SCHEDULES
 from torchcomp.specs.auto import Auto
 from torchcomp.specs.component import Component, choices_of
 from torchcomp.specs.errors import SpecError
-from torchcomp.specs.spec import COMPONENTS, Wanted, unknown_name
+from torchcomp.specs.spec import COMPONENTS, unknown_name
 
-_GROUPS: Wanted = {
-    "methods": AGGREGATORS,
-    "choices": (Auto,),
-    "compressors": COMPRESSORS,
-    "schedules": SCHEDULES,
-    "outer steps": OUTER_STEPS,
-}
-_PLACES = {
-    "methods": "torchcomp.register(model, SPEC), and compress= of LocalSGD",
-    "choices": "torchcomp.register(model, SPEC); as a schedule, it only proposes one",
-    "compressors": "inside a method; alone, topk(0.01) means mean(topk(0.01))",
-    "schedules": "torchcomp.LocalSGD(model, optimizer, SPEC, total_steps=...)",
-    "outer steps": "outer= of LocalSGD",
+_GROUPS: Mapping[str, Sequence[type[Component]]] = {
+    "methods: torchcomp.register(model, SPEC), and compress= of LocalSGD": AGGREGATORS,
+    "choices: torchcomp.register(model, SPEC); as a schedule, it only proposes one": (Auto,),
+    "compressors: inside a method; alone, topk(0.01) means mean(topk(0.01))": COMPRESSORS,
+    "schedules: torchcomp.LocalSGD(model, optimizer, SPEC, total_steps=...)": SCHEDULES,
+    "outer steps: outer= of LocalSGD": OUTER_STEPS,
 }
 
 
 def listed() -> str:
     """Return a table of all components, by kind, with an example and a summary of each."""
     blocks = []
-    for kind, components in _GROUPS.items():
-        lines = [f"{kind}: {_PLACES[kind]}"]
-        lines += [
-            wrapped(f"  {cls.example or cls.name:<38}  ", _summary(cls)) for cls in components
-        ]
-        blocks.append("\n".join(lines))
-    blocks.append("Options of one: torchcomp methods NAME")
-    return "\n\n".join(blocks)
+    for title, components in _GROUPS.items():
+        lines = [wrapped(f"  {cls.example or cls.name:<38}  ", _summary(cls)) for cls in components]
+        blocks.append("\n".join([title, *lines]))
+    return "\n\n".join([*blocks, "Options of one: torchcomp methods NAME"])
 
 
 def described(name: str) -> str:
     """Return the summary and the options of one component."""
     if name not in COMPONENTS:
-        raise SpecError(unknown_name(name, _GROUPS))
+        raise SpecError(unknown_name(name, {"names": tuple(COMPONENTS.values())}))
     cls = COMPONENTS[name]
     lines = [cls.example or name, f"  {_summary(cls)}", ""]
     meanings = _meanings(cls)
     for option in fields(cls):
-        lines += _described(option, meanings.get(option.name, ""))
+        default: Any = option.default
+        if isinstance(default, tuple):
+            default = f"[{', '.join(map(str, default))}]"
+        shown = {MISSING: "required", None: "optional"}.get(default, f"default: {default}")
+        lines.append(wrapped("  ", f"{option.name} ({shown})"))
+        if choices := choices_of(option):
+            lines.append(wrapped(" " * 6, f"one of {', '.join(choices)}"))
+        lines.append(wrapped(" " * 6, meanings[option.name]))
     return "\n".join(lines if fields(cls) else [*lines, "It takes no options."])
 
 
-def _described(option: Field[Any], meaning: str) -> Iterator[str]:
-    default = option.default
-    if default is MISSING and option.default_factory is not MISSING:
-        default = option.default_factory()
-    text = f"[{', '.join(map(str, default))}]" if isinstance(default, tuple) else default
-    shown = {MISSING: "required", None: "optional"}.get(default, f"default: {text}")
-    yield wrapped("  ", f"{option.name} ({shown})")
-    if choices := choices_of(option):
-        yield wrapped(" " * 6, f"one of {', '.join(choices)}")
-    if meaning:
-        yield wrapped(" " * 6, meaning)
-
-
 def _summary(cls: type[Component]) -> str:
-    line = (cls.__doc__ or "").partition("\n")[0]
-    _, _, summary = line.rpartition("``: ")
-    return summary.rstrip(".")
+    return (cls.__doc__ or "").partition("\n")[0].rpartition("``: ")[2].rstrip(".")
 
 
 def _meanings(cls: type[Component]) -> dict[str, str]:

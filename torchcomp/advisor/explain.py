@@ -2,6 +2,7 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import astuple, replace
 from fractions import Fraction
 from typing import NoReturn
@@ -20,9 +21,8 @@ from torchcomp.aggregators import (
     planned_traffic,
     planned_two_levels,
 )
-from torchcomp.aggregators.one_way import COLLECTIVES, OneWay
+from torchcomp.aggregators.one_way import OneWay
 from torchcomp.checkpoints.pieces import pieces_of
-from torchcomp.compressors import COMPRESSORS
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.engine.state import Kind
@@ -185,7 +185,7 @@ def _explain_method(
         dense_bytes_sent=moved.dense,
         memory_bytes=_memory_bytes(aggregator, shapes, world_size, rank),
         break_even_world_size=_break_even(aggregator, shapes, dense),
-        hints=_hints(aggregator, shapes, world_size, dense),
+        hints=_hints(aggregator, shapes, world_size),
         warmup_steps=warmup_steps or None,
         warmup_bytes_sent=round(warmup.sent / warmup_steps) if warmup_steps else None,
     )
@@ -311,59 +311,32 @@ def _break_even(method: Aggregator, shapes: Shapes, dense: int) -> int | None:
     return bisect_left(range(MOST_RANKS), True, lo=2, key=loses)
 
 
-def _hints(method: Aggregator, shapes: Shapes, world_size: int, dense: int) -> tuple[str, ...]:
-    """Return what would send or lose less on this many ranks, one sentence for each method."""
+def _hints(method: Aggregator, shapes: Shapes, world_size: int) -> tuple[str, ...]:
+    """Return what would send or lose less on this many ranks, as sentences."""
+    found = []
+    if isinstance(method, Mean) and method.loses:
+        kept = EF(method.compressor, exchange=method.exchange)
+        found.append(f"{kept} sends in later steps what this method drops")
+    if isinstance(method, PowerSGD) and all(len(s) < 2 for each in shapes for s in each.shapes):
+        text = f"{method} compresses matrices, and a vector has none: pass a model instead of numel"
+        found.append(text)
     own = _sent(method, shapes, world_size)
-    both = "; it compresses the mean as well"
-    families = [(_other_exchanges(method), ""), (_both_ways(method), both)]
-    # More than plain DDP: a method that loses less is better, even if others send fewer bytes.
-    if own > sum_bytes(dense, world_size):
-        families.append((_dense_messages(method), ""))
-    found = list(_remarks(method, shapes))
-    for family, remark in families:
-        sent = {str(other): _sent(other, shapes, world_size) for other in family}
-        best = min(sent, key=sent.__getitem__, default=None)
-        if best is not None and 0 < sent[best] * _WORTH <= own:
-            found.append(f"{best} sends {compared(sent[best], own)}{remark}")
+    for other, remark in _similar(method):
+        sent = _sent(other, shapes, world_size)
+        if 0 < sent * _WORTH <= own:
+            found.append(f"{other} sends {compared(sent, own)}{remark}")
     return tuple(found)
 
 
-def _remarks(method: Aggregator, shapes: Shapes) -> Iterator[str]:
-    if isinstance(method, Mean) and method.loses:
-        other = EF(method.compressor, exchange=method.exchange)
-        yield f"{other} sends in later steps what this method drops"
-    if isinstance(method, PowerSGD) and all(len(s) < 2 for each in shapes for s in each.shapes):
-        yield f"{method} compresses matrices, and a vector has none: pass a model instead of numel"
-
-
-def _other_exchanges(method: Aggregator) -> Iterator[Aggregator]:
-    """Yield the same method with other collectives, as far as its compressor allows."""
+def _similar(method: Aggregator) -> Iterator[tuple[Aggregator, str]]:
+    """Yield the method with the best collectives, and with the mean compressed as well."""
     if isinstance(method, OneWay):
-        for exchange in COLLECTIVES[1:]:  # without "auto", which is one of the others
-            try:
-                yield replace(method, exchange=exchange)
-            except SpecError:
-                continue
-
-
-def _both_ways(method: Aggregator) -> Iterator[Aggregator]:
-    """Yield the method that compresses the mean as well, if there is one."""
+        yield replace(method, exchange="auto"), ""
     if isinstance(method, EF | Mean):
         dtype = getattr(method, "memory_dtype", None)
-        try:
-            yield Bidirectional(method.compressor, method.compressor, memory_dtype=dtype)
-        except SpecError:  # the compressor is not contractive
-            return
-
-
-def _dense_messages(method: Aggregator) -> Iterator[Aggregator]:
-    """Yield the same method with each compressor that sends every value, by all-reduce."""
-    if isinstance(method, EF | Mean):
-        for cls in COMPRESSORS:
-            if cls.summable and cls.elementwise:
-                like = parse_aggregator(cls.example or cls.name)
-                if isinstance(like, Mean):
-                    yield replace(method, compressor=like.compressor, exchange="auto")
+        with suppress(SpecError):  # the compressor is not contractive
+            both = Bidirectional(method.compressor, method.compressor, memory_dtype=dtype)
+            yield both, "; it compresses the mean as well"
 
 
 def _sent(method: Aggregator, shapes: Shapes, world_size: int) -> int:

@@ -1,7 +1,7 @@
 """Plan: hours, bytes and price of a whole run, among ranks that one need not have."""
 
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -21,7 +21,7 @@ from torchcomp.advisor.recording import (
     record_average,
 )
 from torchcomp.advisor.simulation import Compute, Recording, StepTime, simulate, simulate_alone
-from torchcomp.advisor.units import span, step_time, volume, wrapped
+from torchcomp.advisor.units import duration, size, wrapped
 from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.exchange.traffic import three_digits
@@ -278,17 +278,19 @@ def table(
     currency: str = "USD",
 ) -> str:
     """Return a table of at most 80 columns, the fastest method first."""
-    alone = span(run.step_seconds * run.total_steps / 3600)
+    alone = duration(run.step_seconds * run.total_steps, three_digits)
+    step = duration(run.step_seconds, three_digits)
     heads = [
         f"{run.world_size:,} ranks, {link}",
-        f"{run.total_steps:,} steps of {step_time(run.step_seconds)} without any exchange: {alone}",
+        f"{run.total_steps:,} steps of {step} without any exchange: {alone}",
     ]
     columns = ["step", "use", "time", "sent"] + ["price"] * (price_per_gb is not None)
     lines = [_line(columns, "method")]
     for training in sorted(trainings, key=lambda each: each.step.seconds):
-        share = f"{training.step.utilisation:.0%}"
-        cells = [step_time(training.step.seconds), share, span(training.hours)]
-        cells.append(volume(training.gigabytes))
+        times = [training.step.seconds, 3600 * training.hours]
+        step, whole = (duration(each, three_digits) for each in times)
+        sent = size(1e9 * training.gigabytes, three_digits)
+        cells = [step, f"{training.step.utilisation:.0%}", whole, sent]
         if price_per_gb is not None:
             cells.append(f"{training.price(price_per_gb):,.0f} {currency}")
         lines.append(_line(cells, training.method))
@@ -305,26 +307,22 @@ def table(
 
 def verdict(trainings: Sequence[Training]) -> list[str]:
     """Return sentences about the fastest method and schedule, compared with the bf16 hook."""
-    seconds = {training.method: training.step.seconds for training in trainings}
-    others = [method for method in seconds if method not in _BASELINES]
+    seconds = {each.method: each.step.seconds for each in trainings}
+    others = [each for each in trainings if each.method not in _BASELINES]
     if BF16 not in seconds or not others:
         return []
     known = min(_BASELINES.keys() & seconds.keys(), key=seconds.__getitem__)
-    local = {training.method for training in trainings if training.local}
-
-    def faster(methods: Iterable[str], caveat: str = "") -> str:
-        best = min(methods, key=seconds.__getitem__, default=known)
+    sentences = []
+    for local, caveat in ((False, ""), (True, ", but trains in another way")):
+        some = [each.method for each in others if each.local == local]
+        best = min(some, key=seconds.__getitem__, default=known)
         factor = seconds[known] / seconds[best]
-        if factor < _WORTH:
-            return ""
-        return f"{best} is {three_digits(factor)}x as fast as {_BASELINES[known]}{caveat}."
-
-    sentences = (
-        faster(method for method in others if method not in local)
-        or f"No method is faster than {_BASELINES[known]}: keep it.",
-        faster(local, ", but trains in another way"),
-    )
-    return list(filter(None, sentences))
+        if factor >= _WORTH:
+            faster = f"{three_digits(factor)}x as fast as {_BASELINES[known]}"
+            sentences.append(f"{best} is {faster}{caveat}.")
+        elif not local:
+            sentences.append(f"No method is faster than {_BASELINES[known]}: keep it.")
+    return sentences
 
 
 def _line(cells: Sequence[str], method: str) -> str:

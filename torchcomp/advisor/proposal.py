@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 STEPS = 50  # that are measured
 _FIRST = 5  # steps that do not count: they allocate, and libraries choose algorithms
 _LITTLE = 0.1  # an average that takes this share of the rest of a step is not worth saving
-_LONGEST = 64
+_STEPS_OF_ROUNDS = (1, 2, 4, 8, 16, 32, 64)
 
 
 @dataclass(frozen=True)
@@ -28,22 +28,16 @@ class Proposal:
     @property
     def h(self) -> int:
         """Fewest local steps, as a power of 2, with which the average takes little of the time."""
-        h = 1
-        while self.average / h > _LITTLE * self.alone and h < _LONGEST:
-            h *= 2
-        return h
+        found = (h for h in _STEPS_OF_ROUNDS if self.average / h <= _LITTLE * self.alone)
+        return next(found, _STEPS_OF_ROUNDS[-1])
 
     @property
     def schedule(self) -> str:
         """The schedule that is proposed, such as ``"every(8)"``."""
         return f"every({self.h})"
 
-    def seconds(self, h: int) -> float:
-        """Return the seconds of a step with ``every(h)``, averages included."""
-        return self.alone + self.average / h
-
     def __str__(self) -> str:
-        now, then = 1000 * self.seconds(1), 1000 * self.seconds(self.h)
+        now, then = (1000 * (self.alone + self.average / h) for h in (1, self.h))
         times = f"a step takes {now:.3g} ms, of which the average takes {1000 * self.average:.3g}"
         if self.h == 1:
             return f"auto proposes plain DDP, because there is little to win: {times} ms"
@@ -60,8 +54,8 @@ class Proposing:
 
     def __init__(self, exchange: Exchange, logs: bool) -> None:
         self._exchange, self._logs = exchange, logs
-        self._steps: list[tuple[Moment, Moment]] = []  # begin and end of each average
         self._begin = now(exchange.device)
+        self._steps: list[tuple[Moment, Moment]] = []  # begin and end of each average
         self.proposal: Proposal | None = None
 
     def begin(self) -> None:

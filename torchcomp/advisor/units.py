@@ -13,56 +13,40 @@ from torchcomp.exchange.traffic import three_digits
 from torchcomp.specs.checks import is_number
 
 _Units = Sequence[tuple[str, float]]
-
-_TIMES = (("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
-_RUNS = (("h", 1.0), ("min", 1 / 60), ("s", 1 / 3600))
-_VOLUMES = (("PB", 1e6), ("TB", 1e3), ("GB", 1.0), ("MB", 1e-3), ("kB", 1e-6), ("B", 1e-9))
-_SIZES = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))  # decimal, like the bandwidths of links
+_TIMES = (("h", 3600.0), ("min", 60.0), ("s", 1.0), ("ms", 1e-3), ("us", 1e-6))
+_SIZES = (("PB", 1e15), ("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3), ("bytes", 1.0))
+_RATES = (("Gbit/s", 1e9), ("Mbit/s", 1e6))  # decimal, as the sizes
 
 
-def duration(seconds: float) -> str:
-    """Return a measured duration: "31 us", "4.2 ms", "1.8 s"."""
-    return _shown(seconds, _TIMES, _two_digits)
+def two_digits(number: float) -> str:
+    """Return a measured number: "4.2", "31", "1,234"."""
+    return f"{number:.1f}" if number < 9.95 else f"{number:,.0f}"
+
+
+def duration(seconds: float, text: Callable[[float], str] = two_digits) -> str:
+    """Return a duration: "31 us", "4.2 ms", "1.8 s", "1,234 h"."""
+    return _shown(seconds, _TIMES, text)
 
 
 def rate(bytes_per_second: float) -> str:
     """Return a bandwidth in bits: "9.4 Mbit/s", "1.2 Gbit/s"."""
-    return _shown(8 * bytes_per_second, (("Gbit/s", 1e9), ("Mbit/s", 1e6)), _two_digits)
+    return _shown(8 * bytes_per_second, _RATES, two_digits)
 
 
-def size(nbytes: float) -> str:
-    """Return a measured size: "12 bytes", "4.1 kB", "17 MB"."""
-    return f"{nbytes:.0f} bytes" if nbytes < 1e3 else _shown(nbytes, _SIZES, _two_digits)
+def size(nbytes: float, text: Callable[[float], str] = two_digits) -> str:
+    """Return a size: "12 bytes", "4.1 kB", "17 MB"."""
+    return f"{nbytes:.0f} bytes" if nbytes < 1e3 else _shown(nbytes, _SIZES, text)
 
 
 def exact_size(nbytes: int) -> str:
     """Return a size with its exact number for comparisons: "9.07 MB (9,070,936 bytes)"."""
     exact = f"{nbytes:,} bytes"
-    return exact if nbytes < 1e3 else f"{_shown(nbytes, _SIZES, three_digits)} ({exact})"
-
-
-def step_time(seconds: float) -> str:
-    """Return a predicted duration: "0.12 ms", "12.3 ms", "1.5 s"."""
-    return _shown(seconds, _TIMES[:2], three_digits)
-
-
-def span(hours: float) -> str:
-    """Return the time of a run: "0.36 s", "1.98 min", "1,234 h"."""
-    return _shown(hours, _RUNS, three_digits)
-
-
-def volume(gigabytes: float) -> str:
-    """Return the bytes of a run: "30 kB", "1.5 TB"."""
-    return _shown(gigabytes, _VOLUMES, three_digits)
+    return exact if nbytes < 1e3 else f"{size(nbytes, three_digits)} ({exact})"
 
 
 def _shown(value: float, units: _Units, text: Callable[[float], str]) -> str:
     unit, factor = next((each for each in units if value >= each[1]), units[-1])
     return f"{text(value / factor)} {unit}"
-
-
-def _two_digits(number: float) -> str:
-    return f"{number:.1f}" if number < 9.95 else f"{number:,.0f}"
 
 
 def wrapped(head: str, text: str) -> str:

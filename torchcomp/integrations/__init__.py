@@ -1,10 +1,6 @@
-"""Integrations: what some training frameworks need beside ``register`` and ``LocalSGD``.
+"""Integrations: what some frameworks need beside ``register`` and ``LocalSGD``.
 
-Each module needs its framework, and nothing else in torchcomp imports it:
-
-- :mod:`torchcomp.integrations.lightning`: callbacks for Lightning's Trainer;
-- :mod:`torchcomp.integrations.fabric`: the DDP model of Lightning Fabric;
-- :mod:`torchcomp.integrations.transformers`: callbacks for the Trainer of transformers.
-
+Each module needs its framework: ``lightning`` and ``transformers`` have callbacks for their
+Trainers, ``fabric`` finds the DDP model of Lightning Fabric.
 Accelerate and Ray Train need no module: call ``register`` on the model that they prepared.
 """

@@ -15,12 +15,7 @@ from torchcomp.specs.errors import SpecError, UnsupportedModelError
 try:
     from lightning.pytorch import Callback
 except ImportError:
-    try:
-        from pytorch_lightning import Callback
-    except ImportError:
-        raise ImportError(
-            "torchcomp.integrations.lightning needs Lightning: pip install lightning"
-        ) from None
+    from pytorch_lightning import Callback
 
 
 class _OnTrainStart(Callback):  # type: ignore[misc]
@@ -30,8 +25,7 @@ class _OnTrainStart(Callback):  # type: ignore[misc]
     """
 
     def __init__(self, spec: str | Component, **options: Any) -> None:
-        self.spec = spec
-        self.options = options
+        self.spec, self.options = spec, options
         self._gathered: Gathered | None = None
         self._loaded: dict[str, Any] | None = None
 
@@ -62,8 +56,7 @@ class Compression(_OnTrainStart):
 
     Args:
         spec: the method, as for :func:`torchcomp.register`.
-        options: further options of :func:`torchcomp.register`. The scaler of Lightning's precision
-            plugin is passed.
+        options: further options of :func:`torchcomp.register`. Lightning's scaler is passed.
 
     Attributes:
         handle: the handle, from ``on_train_start`` on; None before.
@@ -76,8 +69,7 @@ class Compression(_OnTrainStart):
     handle: Handle | None = None
 
     def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        self.handle = register(model, self.spec, **{"scaler": scaler, **self.options})
+        self.handle = register(model, self.spec, **{"scaler": _scaler(trainer), **self.options})
         return Gathered(self.handle)
 
 
@@ -85,14 +77,13 @@ class LocalSteps(_OnTrainStart):
     """Take local steps: ``Trainer(strategy="ddp", callbacks=[LocalSteps("every(8)")])``.
 
     Inside a round, every rank has its own weights: validate and save between rounds, or know that
-    you validate a rank's own model. Lightning's checkpoints then contain the weights and the
-    optimizer state of every rank as well, which rank 0 collects in its memory.
+    you validate a rank's own model. Checkpoints also contain every rank's weights and optimizer
+    state, which rank 0 collects in its memory.
 
     Args:
         spec: the schedule, as for :class:`torchcomp.LocalSGD`.
         options: further options of :class:`torchcomp.LocalSGD`. By default, ``total_steps`` is
-            ``trainer.estimated_stepping_batches``. The scaler of Lightning's precision plugin is
-            passed.
+            ``trainer.estimated_stepping_batches``. Lightning's scaler is passed.
 
     Attributes:
         sync: the LocalSGD, from ``on_train_start`` on; None before.
@@ -105,8 +96,8 @@ class LocalSteps(_OnTrainStart):
     sync: LocalSGD | None = None
 
     def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
-        options = {"scaler": getattr(trainer.precision_plugin, "scaler", None), **self.options}
-        options.setdefault("total_steps", trainer.estimated_stepping_batches)
+        scaler, steps = _scaler(trainer), trainer.estimated_stepping_batches
+        options = {"scaler": scaler, "total_steps": steps, **self.options}
         if options["total_steps"] == math.inf:
             raise SpecError(
                 "the trainer has no last step: pass Trainer(max_epochs=...) or "
@@ -120,6 +111,10 @@ class LocalSteps(_OnTrainStart):
         # The next fit() wraps the same module again, and only one LocalSGD can average it.
         if self.sync is not None:
             self.sync.close()
+
+
+def _scaler(trainer: Any) -> Any:
+    return getattr(trainer.precision_plugin, "scaler", None)
 
 
 def _ddp_model(trainer: Any) -> DistributedDataParallel:

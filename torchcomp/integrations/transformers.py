@@ -5,17 +5,11 @@ from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
+from transformers import TrainerCallback
 
 from torchcomp import Gathered, Handle, LocalSGD, register
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import CheckpointError, UnsupportedModelError
-
-try:
-    from transformers import TrainerCallback
-except ImportError:
-    raise ImportError(
-        "torchcomp.integrations.transformers needs transformers: pip install transformers"
-    ) from None
 
 FILE = "torchcomp.pt"
 """Name of the file with the states of all ranks, in the Trainer's checkpoint folder."""
@@ -36,9 +30,7 @@ class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
         resume_from: str | Path | None = "auto",
         **options: Any,
     ) -> None:
-        self.spec = spec
-        self.options = options
-        self.resume_from = resume_from
+        self.spec, self.options, self.resume_from = spec, options, resume_from
         self._trainer = trainer
         self._gathered: Gathered | None = None
 
@@ -116,9 +108,8 @@ class LocalStepsCallback(_OnTrainBegin):
     """Take local steps: ``trainer.add_callback(LocalStepsCallback(trainer, "every(8)"))``.
 
     Inside a round, every rank has its own weights: let ``save_steps`` and ``eval_steps`` be
-    multiples of the period, or know that the Trainer saves and evaluates rank 0's. The checkpoints
-    contain the weights and the optimizer state of every rank as well, which rank 0 collects in its
-    memory.
+    multiples of the period, or know that the Trainer saves and evaluates rank 0's. Checkpoints also
+    contain every rank's weights and optimizer state, which rank 0 collects in its memory.
 
     Args:
         trainer: the Trainer that the callback is added to.

@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from torchcomp.advisor.doctor.links import Link
-from torchcomp.advisor.doctor.ranks import Facts
+from torchcomp.advisor.doctor.measures import Facts, Link
 
 SOFTWARE = {"torch": "2.13.0", "torchcomp": "0.1.0", "python": "3.11.7", "kernels": "Numba"}
 SOFTWARE |= {"nccl": "", "driver": "", "gpu": ""}

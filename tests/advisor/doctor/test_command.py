@@ -10,7 +10,7 @@ from torch import nn
 
 from tests.support.commands import run
 from torchcomp.__main__ import main
-from torchcomp.advisor.doctor import command, ranks, training
+from torchcomp.advisor.doctor import command, measures, training
 from torchcomp.advisor.doctor.training import MODES, NO_EXCHANGE
 
 
@@ -20,7 +20,7 @@ def alone(tmp_path, monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ranks, "_SECONDS", 0.005)
+    monkeypatch.setattr(measures, "_SECONDS", 0.005)
 
     def examined(capsys, *given, script=""):
         (tmp_path / "train_alone.py").write_text(script)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.advisor.doctor.cases import link
 from tests.support.patience import PATIENCE
-from torchcomp.advisor.doctor.links import Channel, Link, chosen_pairs, echo, probe, rounds
+from torchcomp.advisor.doctor.measures import Channel, Link, chosen_pairs, echo, probe, rounds
 
 
 def test_all_pairs_up_to_16_ranks_and_a_connected_sample_above():

@@ -9,14 +9,7 @@ from torch import nn
 
 from torchcomp.advisor.doctor import training
 from torchcomp.advisor.doctor.job import Job, NotMeasured
-from torchcomp.advisor.doctor.training import (
-    BF16,
-    MODES,
-    NO_EXCHANGE,
-    PLAIN,
-    Finished,
-    Phases,
-)
+from torchcomp.advisor.doctor.training import BF16, MODES, NO_EXCHANGE, PLAIN, Phases
 from torchcomp.advisor.moments import Moment
 
 
@@ -80,17 +73,3 @@ def test_the_first_model_that_exchanges_gradients_counts(monkeypatch):
     assert list(only.parameters) == ["weight1"]
     with pytest.raises(NotMeasured, match="1 steps"):
         only.results()
-
-
-def test_a_script_without_a_ddp_model_is_ended_after_100_steps(monkeypatch):
-    (only,) = Ranks(monkeypatch, (0.1,), models=0).phases
-    for _ in range(99):
-        only.optimized()
-    with pytest.raises(Finished):
-        only.optimized()
-    with pytest.raises(NotMeasured, match="100 steps of the optimizers"):
-        only.results()
-    (other,) = Ranks(monkeypatch, (0.1,)).phases
-    for _ in range(200):
-        other.optimized()
-    assert not other.finished

@@ -52,14 +52,12 @@ def rows(floor, ddp, bf16, spread=0.0, steps=9):
     ("measured", "bound", "waiting"),
     [
         (rows(0.1, 0.100, 0.100), "compute-bound", 0.0),
-        (rows(0.1, 0.095, 0.095), "compute-bound", 0.0),
         (rows(0.1, 0.110, 0.110), "compute-bound", 1 / 11),
         (rows(0.1, 0.125, 0.125), "partly network-bound", 0.2),
         (rows(0.1, 0.250, 0.250), "network-bound", 0.6),
         # The steps vary by more than the exchange takes.
         (rows(0.1, 0.2, 0.2, spread=0.06), "unclear", 0.5),
         (rows(0.1, 0.2, 0.2, spread=0.04), "network-bound", 0.5),
-        (rows(0.1, 0.1, 0.1, spread=0.04), "compute-bound", 0.0),
         # One step does not show how they vary.
         (rows(0.1, 0.14, 0.14, steps=1), "unclear", 2 / 7),
         (rows(0.1, 0.2, 0.2, steps=1), "network-bound", 0.5),

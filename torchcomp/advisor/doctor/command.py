@@ -22,10 +22,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from torchcomp.advisor.collectives import measure_collectives
-from torchcomp.advisor.doctor import findings
+from torchcomp.advisor.doctor import findings, measures
 from torchcomp.advisor.doctor.job import Connections, Job, NotMeasured, join
-from torchcomp.advisor.doctor.links import Link, chosen_pairs, measure_rounds, rounds
-from torchcomp.advisor.doctor.ranks import Facts, Speed, measure_clocks, measure_speed, own_facts
 from torchcomp.advisor.doctor.report import Results, as_dict, status, text
 from torchcomp.advisor.doctor.training import MODES, NO_EXCHANGE, Phases, train, workload_of
 from torchcomp.advisor.named_models import build_named
@@ -52,12 +50,12 @@ def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
         results.backend = job.backend
         say("connecting every pair of ranks")
         with closing(Connections(job)) as connections:
-            rows = job.gather("facts", vars(own_facts(job, connections.address)))
-            results.facts = [Facts(**row) for row in rows]
+            rows = job.gather("facts", vars(measures.own_facts(job, connections.address)))
+            results.facts = [measures.Facts(**row) for row in rows]
             results.findings += findings.of_facts(results.facts)
             results.findings += findings.of_connections(connections.connect())
             if not results.fatal:
-                results.clocks = measure_clocks(job, connections)
+                results.clocks = measures.measure_clocks(job)
                 results.findings += findings.of_clocks(results.clocks)
                 results.links = _links(connections, [f.node for f in results.facts], say)
                 results.findings += findings.of_links(results.links)
@@ -75,18 +73,18 @@ def measure(job: Job, options: argparse.Namespace, results: Results) -> None:
         results.seconds = time.monotonic() - began
 
 
-def _links(connections: Connections, nodes: Sequence[int], say: Say) -> list[Link]:
+def _links(connections: Connections, nodes: Sequence[int], say: Say) -> list[measures.Link]:
     """Measure the links, and those that look slow again, alone: noise does not come back."""
-    pairs = chosen_pairs(len(nodes))
+    pairs = measures.chosen_pairs(len(nodes))
     say(f"measuring {len(pairs)} pairs of ranks over TCP, in both directions")
-    links = measure_rounds(connections, "links", rounds(pairs, nodes), nodes)
+    links = measures.measure_rounds(connections, "links", measures.rounds(pairs, nodes), nodes)
     for attempt in ("a second", "a third"):
         again = findings.suspects(links)[:_MOST_AGAIN]
         if not again:
             break
         say(f"measuring {len(again)} slow pairs {attempt} time")
         alone = [[pair] for pair in again]
-        more = measure_rounds(connections, f"links, {attempt} time", alone, nodes)
+        more = measures.measure_rounds(connections, f"links, {attempt} time", alone, nodes)
         newer = {(link.source, link.target): link for link in more}
         links = [link.better_of(newer.get((link.source, link.target), link)) for link in links]
     return links
@@ -94,10 +92,12 @@ def _links(connections: Connections, nodes: Sequence[int], say: Say) -> list[Lin
 
 def _measure_group(job: Job, options: argparse.Namespace, results: Results, say: Say) -> None:
     say("computing on all ranks at the same time")
-    results.speeds = measure_speed(job, "speed")
+    results.speeds = measures.measure_speed(job, "speed")
     if findings.of_speeds(results.speeds):
-        both = zip(results.speeds, measure_speed(job, "speed, a second time"), strict=True)
-        results.speeds = [Speed(a.seconds + b.seconds, (a.busy + b.busy) / 2) for a, b in both]
+        both = zip(results.speeds, measures.measure_speed(job, "speed, a second time"), strict=True)
+        results.speeds = [
+            measures.Speed([*a.seconds, *b.seconds], (a.busy + b.busy) / 2) for a, b in both
+        ]
     results.findings += findings.of_speeds(results.speeds)
     if job.world_size > 1:
         say("measuring collectives")

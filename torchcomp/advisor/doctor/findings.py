@@ -6,15 +6,15 @@ Machines are noisy, so each bound is a ratio to what the same job reaches elsewh
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
 from torchcomp.advisor.collectives import Times
 from torchcomp.advisor.doctor.job import Job, Unreachable, ranks_named
-from torchcomp.advisor.doctor.links import Link, Pair
-from torchcomp.advisor.doctor.ranks import Clock, Facts, Speed, quartiles
+from torchcomp.advisor.doctor.measures import Clock, Facts, Link, Pair, Speed, quartiles
 from torchcomp.advisor.doctor.training import NO_EXCHANGE, PLAIN
 from torchcomp.advisor.prediction import BF16, DDP, USUAL, Prediction, Run
 from torchcomp.advisor.recording import MOST_ELEMENTS, random_values
@@ -156,7 +156,7 @@ def of_links(links: Sequence[Link]) -> list[Finding]:
     ]
     for inside in (True, False):
         some = [link for link in links if link.inside == inside and not link.error]
-        found += _of_bandwidth(some) + _of_latency(some)
+        found += _compared("slow", some) + _compared("late", some)
     return found
 
 
@@ -167,58 +167,53 @@ def suspects(links: Sequence[Link]) -> list[Pair]:
     return sorted(pair for pair in pairs if any({*ranks} <= {*pair} for ranks in named))
 
 
-def _of_bandwidth(links: Sequence[Link]) -> list[Finding]:
+def _is_slow(bandwidth: float, usual: float) -> bool:
+    return _SLOW_LINK * bandwidth < min(_FASTEST, usual)
+
+
+def _is_late(latency: float, usual: float) -> bool:
+    return latency > _LATE_LINK * usual and latency > usual + _LATE_SECONDS
+
+
+_JUDGED: Mapping[str, tuple[Any, Any, Any, Any]] = {
+    "slow": (max, min, _is_slow, rate),
+    "late": (min, max, _is_late, duration),
+}
+
+
+def _compared(how: str, links: Sequence[Link]) -> list[Finding]:
+    """Name the links that are slow, or late, compared with the other ones of their ranks."""
+    best, worst, is_bad, shown = _JUDGED[how]
+    slow = how == "slow"
+    values = {_ends(link): link.bandwidth if slow else link.latency for link in links}
+    out, into = _best(values, 0, best), _best(values, 1, best)
+    # A round trip has both directions.
+    ways = {"from": out, "to": into} if slow else {"of": out}
     found = []
-    out, into = (_best(links, end, lambda link: link.bandwidth, max) for end in (0, 1))
-    for way, best in (("from", out), ("to", into)):
-        usual = min(_FASTEST, statistics.median(best.values() or [0.0]))
-        for rank, value in best.items():
-            if _SLOW_LINK * value < usual:
-                text = f"all links {way} rank {rank} are slow: at most {rate(value)}, "
-                text += f"where others reach {rate(usual)}"
-                advice = "check its network card, cable, switch port and driver"
-                found.append(Finding("slow-links", (rank,), text, advice))
+    for way, of_ranks in ways.items():
+        usual = statistics.median(of_ranks.values() or [0.0])
+        for rank, value in of_ranks.items():
+            if is_bad(value, usual):
+                text = f"all links {way} rank {rank} are {how}: {shown(value)} at best, "
+                text += f"where others reach {shown(usual)}"
+                advice = "check its network card, cable, switch port and driver, and where it is"
+                found.append(Finding(f"{how}-links", (rank,), text, advice))
     for link in links:
-        usual = min(_FASTEST, out[link.source], into[link.target])
-        if _SLOW_LINK * link.bandwidth < usual:
-            text = f"{_named(link)} is slow: {rate(link.bandwidth)}, "
-            text += f"where both reach {rate(usual)} with others"
+        value, usual = values[_ends(link)], worst(out[link.source], into[link.target])
+        if is_bad(value, usual):
+            text = f"{_named(link)} is {how}: {shown(value)}, "
+            text += f"where both reach {shown(usual)} with others"
             advice = "check the route and the switches between these two"
-            found.append(Finding("slow-link", _ends(link), text, advice))
+            found.append(Finding(f"{how}-link", _ends(link), text, advice))
     return found
 
 
-def _of_latency(links: Sequence[Link]) -> list[Finding]:
-    def is_late(value: float, usual: float) -> bool:
-        return value > _LATE_LINK * usual and value > usual + _LATE_SECONDS
-
-    best = _best(links, 0, lambda link: link.latency, min)
-    found = []
-    for rank, value in best.items():
-        usual = statistics.median(best.values())
-        if is_late(value, usual):
-            text = f"all links of rank {rank} are late: {duration(value)} one way at best, "
-            text += f"where others take {duration(usual)}"
-            advice = "check its network card, and whether it is in another place"
-            found.append(Finding("late-links", (rank,), text, advice))
-    for link in links:
-        usual = max(best[link.source], best[link.target])
-        if is_late(link.latency, usual):
-            text = f"{_named(link)} is late: {duration(link.latency)}, "
-            text += f"where both take {duration(usual)} with others"
-            advice = "check the route between these two"
-            found.append(Finding("late-link", _ends(link), text, advice))
-    return found
-
-
-def _best(
-    links: Sequence[Link], end: int, value: Callable[[Link], float], best: Callable[..., float]
-) -> dict[int, float]:
+def _best(values: Mapping[Pair, float], end: int, best: Any) -> dict[int, float]:
     """Return the best value of the links at each rank, at their first or second end."""
-    values: dict[int, list[float]] = defaultdict(list)
-    for link in links:
-        values[_ends(link)[end]].append(value(link))
-    return {rank: best(each) for rank, each in values.items()}
+    by_rank: dict[int, list[float]] = defaultdict(list)
+    for ends, value in values.items():
+        by_rank[ends[end]].append(value)
+    return {rank: best(each) for rank, each in by_rank.items()}
 
 
 def _ends(link: Link) -> Pair:

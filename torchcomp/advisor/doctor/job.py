@@ -12,7 +12,6 @@ import json
 import os
 import socket
 import struct
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -194,10 +193,8 @@ class Connections:
             self._failed.append(Unreachable(self.job.rank, target, place, reason, answers))
 
     def _connected(self, address: str, port: int) -> socket.socket:
-        end = time.monotonic() + _SHARE * self.job.timeout
         connection = socket.create_connection((address, port), timeout=_SHARE * self.job.timeout)
         try:
-            connection.settimeout(max(0.1, end - time.monotonic()))
             connection.sendall(_HELLO.pack(_MAGIC, self.job.rank) + _PAYLOAD)
             if connection.recv(1) != _ACK:
                 raise ConnectionResetError("another program answers there")
@@ -218,7 +215,8 @@ class Connections:
     def _greet(self, connection: socket.socket) -> None:
         try:
             hello = memoryview(bytearray(_HELLO.size + len(_PAYLOAD)))
-            read_into(hello, connection, time.monotonic() + self.job.timeout)
+            connection.settimeout(self.job.timeout)
+            read_into(hello, connection)
             magic, rank = _HELLO.unpack_from(hello)
             if magic != _MAGIC:
                 raise ConnectionResetError("another program")
@@ -228,22 +226,13 @@ class Connections:
             connection.close()  # the rank that connects reports it
 
 
-def read_into(room: memoryview, connection: socket.socket, end: float) -> None:
-    """Fill a buffer from a connection, until a time of the monotonic clock."""
+def read_into(room: memoryview, connection: socket.socket) -> None:
+    """Fill a buffer from a connection."""
     while room:
-        limit(connection, end)
         count = connection.recv_into(room)
         if not count:
             raise ConnectionResetError("the other rank closed the connection")
         room = room[count:]
-
-
-def limit(connection: socket.socket, end: float) -> None:
-    """Let the next call end at a time of the monotonic clock."""
-    left = end - time.monotonic()
-    if left <= 0:
-        raise TimeoutError("no end within the timeout")
-    connection.settimeout(left)
 
 
 def _answers(address: str, seconds: float) -> bool:

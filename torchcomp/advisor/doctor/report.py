@@ -1,6 +1,5 @@
 """Report: the results as text of at most 80 columns, and as JSON."""
 
-import math
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -9,8 +8,7 @@ from typing import Any
 from torchcomp.advisor.collectives import CollectiveTimes
 from torchcomp.advisor.doctor.findings import Finding, Row, Verdict
 from torchcomp.advisor.doctor.job import ranks_named
-from torchcomp.advisor.doctor.links import ALL_PAIRS, Link
-from torchcomp.advisor.doctor.ranks import Clock, Facts, Speed
+from torchcomp.advisor.doctor.measures import ALL_PAIRS, Clock, Facts, Link, Speed
 from torchcomp.advisor.doctor.training import PLAIN
 from torchcomp.advisor.units import duration, rate, size, wrapped
 from torchcomp.specs.version import __version__
@@ -59,15 +57,8 @@ def status(results: Results) -> int:
 
 def as_dict(results: Results) -> dict[str, Any]:
     """Return everything as plain values for JSON, in seconds and bytes."""
-    values = {**vars(results)}
-    values["collectives"] = results.collectives and results.collectives.to_dict()
-    plain = {
-        name: [asdict(each) for each in value] if isinstance(value, list) else value
-        for name, value in values.items()
-    }
-    plain["verdict"] = results.verdict and asdict(results.verdict)
-    for clock in plain["clocks"]:
-        clock["offset"] = None if math.isnan(clock["offset"]) else clock["offset"]
+    plain = asdict(results)
+    plain["collectives"] = results.collectives and results.collectives.to_dict()
     for link, row in zip(results.links, plain["links"], strict=True):
         row |= {"bandwidth": link.bandwidth, "latency": link.latency}
     return {"schema": SCHEMA, "torchcomp": __version__, "status": status(results), **plain}
@@ -126,12 +117,6 @@ def _links(links: Sequence[Link], world_size: int) -> Iterator[str]:
         yield _cells(f"  {title:<14}{len(some):>5}", cells, 14)
         ends = f"slowest: rank {slow.source} to rank {slow.target}; largest latency: rank "
         yield wrapped("    ", f"{ends}{late.source} to rank {late.target}")
-        by_size = []
-        for nbytes in _SHOWN_SIZES:
-            rates = [nbytes / seconds for link in some for n, seconds in link.points if n == nbytes]
-            if len(rates) == len(some):
-                by_size.append(f"{size(nbytes)} {rate(statistics.median(rates))}")
-        yield wrapped("    ", f"by size, with the answer: {', '.join(by_size)}")
 
 
 def _cells(head: str, cells: Sequence[str], width: int) -> str:

@@ -6,7 +6,6 @@ a shorter last update, the learning rate changes at every update, and rank 0 has
 
 import argparse
 import copy
-import math
 import os
 from contextlib import nullcontext
 
@@ -14,15 +13,14 @@ import torch
 import torch.nn as nn
 import utils
 
-BATCHES, ACCUMULATED = 8, 3
+BATCHES, ACCUMULATED, UPDATES = 8, 3, 3  # of an epoch, of an update, of an epoch
 
 
 class Task:
     """Owns the model, its DDP wrapper and its EMA."""
 
     def __init__(self, model):
-        self.trainable_module = model
-        self.ema = copy.deepcopy(model)
+        self.trainable_module, self.ema = model, copy.deepcopy(model)
 
     def prepare_distributed(self, **options):
         self.trainable_module = nn.parallel.DistributedDataParallel(
@@ -39,30 +37,20 @@ class Task:
             value.lerp_(new[name], 0.1) if value.is_floating_point() else value.copy_(new[name])
 
 
-def batch(rank, epoch, index):
-    generator = torch.Generator().manual_seed(1000 * rank + BATCHES * epoch + index)
-    return torch.randn(4, 3, 6, 6, generator=generator)
-
-
-def set_lr(optimizer, update, updates):
-    for group in optimizer.param_groups:
-        group["lr"] = 0.05 * (1 + math.cos(math.pi * update / updates)) + 1e-3
-
-
-def train_one_epoch(epoch, task, optimizer, args, updates):
-    model, update = task.get_trainable_module(), epoch * math.ceil(BATCHES / ACCUMULATED)
-    model.train()
-    optimizer.zero_grad()
+def train_one_epoch(epoch, task, optimizer, args):
+    model = task.get_trainable_module()
     for index in range(BATCHES):
+        noise = torch.Generator().manual_seed(1000 * args.rank + BATCHES * epoch + index)
         need_update = index == BATCHES - 1 or (index + 1) % ACCUMULATED == 0
         with nullcontext() if need_update else model.no_sync():
-            (model(batch(args.rank, epoch, index)).square().mean() / ACCUMULATED).backward()
+            loss = model(torch.randn(4, 3, 6, 6, generator=noise)).square().mean()
+            (loss / ACCUMULATED).backward()
         if need_update:
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / (1 + epoch * UPDATES + index // ACCUMULATED)
             optimizer.step()
             optimizer.zero_grad()
             task.update_ema()
-            update += 1
-            set_lr(optimizer, update, updates)
 
 
 def main(args):
@@ -76,7 +64,6 @@ def main(args):
     if args.resume:
         saved_state = torch.load(args.resume, weights_only=True)
         model.load_state_dict(saved_state["state_dict"])
-        task.ema.load_state_dict(saved_state["ema"])
         optimizer.load_state_dict(saved_state["optimizer"])
         resume_epoch = saved_state["epoch"] + 1
     if args.distributed:
@@ -85,22 +72,18 @@ def main(args):
 
     saver = f"{args.output}/{args.experiment}/last.pth.tar" if utils.is_primary(args) else None
     os.makedirs(f"{args.output}/{args.experiment}", exist_ok=True)
-    num_epochs, updates_per_epoch = args.epochs, math.ceil(BATCHES / ACCUMULATED)
+    num_epochs, updates_per_epoch = args.epochs, UPDATES  # noqa: F841  (for the inserted line)
     start_epoch = 0
     if resume_epoch is not None:
         start_epoch = resume_epoch
-    set_lr(optimizer, start_epoch * updates_per_epoch, num_epochs * updates_per_epoch)
     for epoch in range(start_epoch, min(num_epochs, args.stop)):
-        train_one_epoch(epoch, task, optimizer, args, num_epochs * updates_per_epoch)
-        if args.distributed:
-            utils.distribute_bn(model, args.world_size)
-            if saver is not None:
-                state = {"state_dict": utils.unwrap_model(model).state_dict(), "epoch": epoch}
-                state |= {"optimizer": optimizer.state_dict(), "ema": task.ema.state_dict()}
-                torch.save(state, saver)
+        train_one_epoch(epoch, task, optimizer, args)
+        utils.distribute_bn(model, args.world_size)
+        if saver is not None:
+            state = {"state_dict": utils.unwrap_model(model).state_dict(), "epoch": epoch}
+            torch.save({**state, "optimizer": optimizer.state_dict()}, saver)
 
-    final = {"weights": utils.unwrap_model(model).state_dict(), "ema": task.ema.state_dict()}
-    torch.save(final, f"final.rank{args.rank}")
+    torch.save({"weights": utils.unwrap_model(model).state_dict()}, f"final.rank{args.rank}")
     if args.distributed:
         torch.distributed.destroy_process_group()
 

@@ -5,7 +5,6 @@ BatchNorm, and all ranks evaluate in the middle of the run, with collectives of 
 """
 
 import argparse
-import os
 import time
 
 import torch
@@ -14,24 +13,12 @@ import utils
 from torch import nn
 
 
-def train_one_epoch(model, criterion, optimizer, data_loader, model_ema):
-    model.train()
-    for image, target in data_loader:
-        loss = criterion(model(image), target)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        model_ema.update_parameters(model)
-
-
 def evaluate(model, data_loader):
     model.eval()
-    correct = 0
     with torch.inference_mode():
-        for image, target in data_loader:
-            correct += int((model(image).argmax(1) == target).sum())
-    correct = int(utils.reduce_across_processes(correct))
-    print(f"{correct} of {len(data_loader.dataset)}")
+        correct = sum(int((model(x).argmax(1) == y).sum()) for x, y in data_loader)
+    print(correct := int(utils.reduce_across_processes(correct)))
+    model.train()
     return correct
 
 
@@ -45,7 +32,6 @@ def main(args):
     data_loader = torch.utils.data.DataLoader(dataset, 4, sampler=train_sampler)
     first = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten()]
     model = nn.Sequential(*first, nn.Linear(8 * 16, 4))
-    criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     lr_scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
     scaler = None  # noqa: F841  (for the inserted line)
@@ -58,36 +44,32 @@ def main(args):
     model_ema = torch.optim.swa_utils.AveragedModel(
         model_without_ddp, multi_avg_fn=ema, use_buffers=True
     )
+    parts = {"model": model_without_ddp, "optimizer": optimizer, "model_ema": model_ema}
+    parts["lr_scheduler"] = lr_scheduler
 
     if args.resume:
         checkpoint = torch.load(args.resume, weights_only=True)
-        model_without_ddp.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        lr_scheduler.load_state_dict(checkpoint["lr_scheduler"])
-        model_ema.load_state_dict(checkpoint["model_ema"])
+        for name, part in parts.items():
+            part.load_state_dict(checkpoint[name])
         args.start_epoch = checkpoint["epoch"] + 1
 
     start_time = time.time()
-    correct = []
     for epoch in range(args.start_epoch, min(args.epochs, args.stop)):
         train_sampler.set_epoch(epoch)
-        train_one_epoch(model, criterion, optimizer, data_loader, model_ema)
+        for image, target in data_loader:
+            loss = nn.functional.cross_entropy(model(image), target)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            model_ema.update_parameters(model)
         lr_scheduler.step()
-        correct.append(evaluate(model, data_loader))
+        evaluate(model, data_loader)
         evaluate(model_ema, data_loader)
-        if args.output_dir:
-            checkpoint = {
-                "model": model_without_ddp.state_dict(),
-                "optimizer": optimizer.state_dict(),
-                "lr_scheduler": lr_scheduler.state_dict(),
-                "model_ema": model_ema.state_dict(),
-                "epoch": epoch,
-            }
-            utils.save_on_master(checkpoint, os.path.join(args.output_dir, "checkpoint.pth"))
+        checkpoint = {name: part.state_dict() for name, part in parts.items()}
+        utils.save_on_master({**checkpoint, "epoch": epoch}, f"{args.output_dir}/checkpoint.pth")
     total_time = time.time() - start_time
     print(f"{total_time:.0f} s")
-    final = {"weights": model_without_ddp.state_dict(), "ema": model_ema.state_dict()}
-    torch.save({**final, "correct": correct}, f"final.rank{args.rank}")
+    torch.save({"weights": model_without_ddp.state_dict()}, f"final.rank{args.rank}")
 
 
 if __name__ == "__main__":
