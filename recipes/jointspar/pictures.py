@@ -3,7 +3,7 @@
 import math
 from functools import partial
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any
 
 from recipes.jointspar.convergence import (
@@ -24,7 +24,7 @@ from recipes.jointspar.tables import (
     speed_ratios,
 )
 from recipes.pictures import MARKERS, Line, Panel, draw
-from recipes.rows import Row, distinct, grouped, paired, read_rows, spread, where
+from recipes.rows import Row, distinct, grouped, over_seeds, paired, read_rows, spread, where
 
 
 def convergence(optimizer: str, folder: Path, path: Path) -> None:
@@ -136,7 +136,41 @@ def _points(label: str, own: list[Contender], x: list[float], color: str, marker
     return Line(label, x, means, shown, style, notes=notes)
 
 
+def bandit(folder: Path, path: Path) -> None:
+    """Draw the cost above the optimum of all forms; only the best of the paper's has a colour."""
+    rows, curves = read_rows(folder / "bandit.csv"), read_rows(folder / "bandit_curves.csv")
+    end = next(name for name in rows[0] if name.startswith("excess_at_"))
+    final = {form: over_seeds(own, end).mean for form, own in grouped(rows, "form").items()}
+    best = min((form for form in final if form.startswith("literal")), key=final.__getitem__)
+    lines, change = [], int(end.removeprefix("excess_at_"))
+    for form, own in grouped(curves, "form").items():
+        y = [100 * fmean(values) for values in zip(*map(curve_of, own), strict=True)]
+        style = {"color": "black", "linestyle": "--"} if form == "uniform" else {}
+        if form.startswith("literal") and form != best:
+            style = {"color": "0.8", "linewidth": 0.8}
+        steps = [int(name) for name in own[0] if name.isdecimal()]
+        lines.append(Line(f"{form} (best)" if form == best else form, steps, y, style=style))
+    panel = Panel(
+        x=f"step (norms change at {change:,})",
+        y="cost above the optimum, %",
+        lines=lines,
+        log="y",
+        xmarks=[change],
+        ymarks=[2],
+    )
+    shares = ", ".join(
+        f"{form} {final[form]:.2%}" for form in ("uniform", "baseline, alpha 0.01", best)
+    )
+    draw(
+        path,
+        f"JointSpar's bandit, cost above the optimum after {change:,} steps: {shares}",
+        [panel],
+        size=(9, 5),
+    )
+
+
 PICTURES = {
+    "bandit": bandit,
     "convergence_sgd": partial(convergence, "sgd"),
     "convergence_lars": partial(convergence, "lars"),
     "accuracy": accuracy,
