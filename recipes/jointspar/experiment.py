@@ -26,12 +26,12 @@ from recipes.jointspar.wall_clock import open_wall_clock
 from torchcomp.specs.checks import check_count
 
 PARTS = {
-    "bandit": Part(open_bandit, [TABLES["bandit"]], {"bandit": PICTURES["bandit"]}),
+    "bandit": Part(open_bandit, [TABLES["bandit"]]),
     "convergence": Part(
         open_convergence,
-        pictures={name: PICTURES[name] for name in ("convergence_sgd", "convergence_lars")},
+        pictures=PICTURES,
     ),
-    "large_batch": Part(open_large_batch, [TABLES["accuracy"]], {"accuracy": PICTURES["accuracy"]}),
+    "large_batch": Part(open_large_batch, [TABLES["accuracy"]]),
     "wall_clock": Part(open_wall_clock, [TABLES["wall_clock"]]),
 }
 

@@ -148,7 +148,6 @@ def _speeds(results: Path, optimizer: str) -> str:
 
 
 def _sets(results: Path) -> str:
-    """Return the layers computed and the bytes sent, the final p, and the largest norm L."""
     lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
     rows = [
         row
@@ -182,7 +181,6 @@ class Contender:
     method: str
     optimizer: str
     lr: float
-    share: float
     tests: dict[float, dict[int, float]] = field(compare=False)
     least: float = 0.0
 
@@ -226,14 +224,12 @@ def contenders_of(results: Path) -> list[Contender]:
     found = []
     for (method, optimizer), own in grouped(rows, "method", "optimizer").items():
         lr = best(own, "lr", "validation")
-        share = over_seeds(where(own, lr=lr), "bytes_share").mean
         tests = {each: by_seed(runs, "test") for each, runs in grouped(own, "lr").items()}
-        found.append(Contender(method, optimizer, lr, share, tests, least))
+        found.append(Contender(method, optimizer, lr, tests, least))
     return sorted(found, key=lambda each: each.method != DENSE)
 
 
 def accuracy_table(results: Path) -> str:
-    """Return the accuracies of the large-batch runs, and the differences to dense training."""
     dense, *others = contenders_of(results)
 
     def cell(own: Contender) -> str:
@@ -301,7 +297,6 @@ def learned_table(results: Path) -> str:
 
 
 def wall_clock_table(results: Path) -> str:
-    """Return the seconds of a run on two hosts."""
     rows = read_rows(results / "wall_clock.csv")
     seconds = {
         (parse_method(row["method"]).budget, label_of(row["method"], row["optimizer"])): row[
@@ -320,7 +315,6 @@ def wall_clock_table(results: Path) -> str:
 
 
 def bandit_table(results: Path) -> str:
-    """Return the excess cost of both forms of Algorithm 1."""
     rows = read_rows(results / "bandit.csv")
     first, last = (name for name in rows[0] if name.startswith("excess_at_"))
 
@@ -342,7 +336,6 @@ def bandit_table(results: Path) -> str:
 
 
 def network_table(results: Path) -> str:
-    """Return the time of a step of ResNet-18 on two hosts."""
 
     def time(row: Row) -> str:
         low, middle, high = (row[f"step_ms{end}"] / 1000 for end in ("_low", "", "_high"))

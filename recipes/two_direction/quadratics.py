@@ -28,6 +28,7 @@ PRICES = (0.0, 0.5, 1.0)
 MAP = ("AGD, three sequences", "AGD", "2Direction", "EF21-P + DIANA")
 _COMPRESSED = ("2Direction", "EF21-P + DIANA")
 _KAPPAS, _KS, _WORKERS = (10.0, 100.0, 1e3, 1e4), (30, 6, 3), (4, 64)
+_SENT = Messages(12, 12)
 Races = list[tuple[Setting, Sequence[str]]]
 
 
@@ -96,7 +97,7 @@ def _open(arguments: argparse.Namespace, name: str, races: Races) -> Callable[[]
 class Point:
     kappa: float = 100.0
     n: int = 4
-    sent: Messages = Messages(12, 12)
+    sent: Messages = _SENT
 
     @property
     def omega(self) -> float:

@@ -26,12 +26,10 @@ Cost = Callable[[Row], float]
 
 
 def thousands(row: Row) -> float:
-    """Return the coordinates of a run, up and down, in thousands."""
     return float(row["up"] + row["down"]) / 1000
 
 
 def megabytes(row: Row) -> float:
-    """Return the traffic of a run in MB, up and down."""
     return float(row["bytes_up"] + row["bytes_down"]) / 1e6
 
 

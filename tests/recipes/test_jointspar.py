@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.net.shell import missing
 from recipes.errors import RecipeError
-from recipes.jointspar import convergence, large_batch, training
+from recipes.jointspar import bandit, convergence, large_batch, training
 from recipes.jointspar.methods import Dense, LayerSampling, TopK, parse_method
 from recipes.jointspar.simulation import SimulatedRanks
 from recipes.jointspar.training import ResidualMLP, Schedule, attach, build_optimizer
-from recipes.rows import build
+from recipes.rows import build, read_rows
 from tests.recipes.runs import published, quick
 from tests.support.cases import thorough
 from tests.support.ranks import on_threads
@@ -137,7 +138,24 @@ def test_a_convergence_run_is_reproduced(method):
     assert [len(curve) for curve in curves] == [31, 31]
 
 
-@pytest.mark.parametrize("part", thorough(["convergence", "large_batch"]))
-def test_the_quick_run(part, tmp_path, monkeypatch):
-    quick(NAME, tmp_path, monkeypatch, "--only", part)
-    assert list(tmp_path.glob("*.png"))
+@pytest.mark.parametrize("form", ["baseline, alpha 0.01", *thorough(["uniform"])])
+def test_a_bandit_run_is_reproduced_to_the_last_digit(form):
+    row = published(NAME, "bandit", form=form, seed=3)
+    cells, ((*curve,),) = bandit.measure(bandit.Run(form, 3), bandit.STEPS)
+    assert cells == [str(value) for value in list(row.values())[2:7]]
+    points = published(NAME, "bandit_curves", form=form, seed=3)
+    assert curve == [f"{value:.4g}" for value in list(points.values())[2:]]
+
+
+@pytest.mark.parametrize("parts", [["bandit"], *thorough([["convergence"], ["large_batch"]])])
+def test_the_quick_run(parts, tmp_path, monkeypatch):
+    quick(NAME, tmp_path, monkeypatch, "--only", *parts, "--processes", "1")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_runs_are_timed_on_shaped_hosts(tmp_path, monkeypatch):
+    quick(NAME, tmp_path, monkeypatch, "--only", "large_batch", "wall_clock")
+    rows = read_rows(tmp_path / "wall_clock.csv")
+    assert len(rows) == len(large_batch.contenders((0.6,)))
+    assert all(row["seconds"] > row["step_ms"] / 1000 > 0 for row in rows)

@@ -1,11 +1,13 @@
 """Models by name, learning rates, and the configurations that use them."""
 
+import logging
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 import torchcomp
 from recipes import train
@@ -205,3 +207,27 @@ def test_a_step_of_every_configuration_on_small_photographs(name, train_here, ph
 def test_a_dry_run_sends_an_image_through_the_model():
     with pytest.raises(RecipeError, match=r"--model simple_vit/b16 .*16"):
         train.print_plan(read_settings(["--model", "simple_vit/b16", "--dry-run"]))
+
+
+# Shrunken copies.
+
+NOW = ["vit_b16_4096_qsr4", "resnet152_4096_post_local4"]
+
+
+@pytest.mark.parametrize("name", only(sorted(CONFIGS), now=NOW))
+def test_a_shrunken_copy_of_every_configuration_trains(name, monkeypatch, capsys):
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(variable, raising=False)
+    level = (logger := logging.getLogger("torchcomp")).level
+    try:
+        flags = ["--config", str(CONFIGS[name]), "--threads", "1", "--shrink"]
+        train.train_shrunken_copy(read_settings(flags))
+    finally:
+        logger.setLevel(level)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    # Post-local SGD and SWAP switch after the first step.
+    steps = 2 if re.search("post_local|swap", name) else 1
+    printed = capsys.readouterr().out
+    assert f"1 ranks, {steps} steps" in printed
+    assert re.search(rf"epoch +{steps}/{steps}: loss \d+\.\d+, test \d+\.\d%", printed)

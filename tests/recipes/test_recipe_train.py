@@ -29,7 +29,7 @@ from tests.recipes.runs import (
     summary_in,
     train_rank,
 )
-from tests.support.cases import only
+from tests.support.cases import only, thorough
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
 
@@ -283,11 +283,10 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(method, tmp_path):
     assert_equal_runs(whole, killed)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "saved", "before", "after"),
     # The checkpoint after step 6 waits for the end of the round.
-    [(METHODS["both"], 4, 2, 1), (["--compress", SHARD], 6, 1, 2)],
+    [(METHODS["both"], 4, 2, 1), *thorough([(["--compress", SHARD], 6, 1, 2)])],
 )
 def test_a_killed_run_resumes_with_another_number_of_ranks(
     method, saved, before, after, digits_flags, out
