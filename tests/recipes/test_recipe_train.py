@@ -29,7 +29,7 @@ from tests.recipes.runs import (
     summary_in,
     train_rank,
 )
-from tests.support.cases import only, thorough
+from tests.support.cases import only
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
 
@@ -286,7 +286,10 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(method, tmp_path):
 @pytest.mark.parametrize(
     ("method", "saved", "before", "after"),
     # The checkpoint after step 6 waits for the end of the round.
-    [(METHODS["both"], 4, 2, 1), *thorough([(["--compress", SHARD], 6, 1, 2)])],
+    [
+        (METHODS["both"], 4, 2, 1),
+        pytest.param(["--compress", SHARD], 6, 1, 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_killed_run_resumes_with_another_number_of_ranks(
     method, saved, before, after, digits_flags, out
