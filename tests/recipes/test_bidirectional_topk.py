@@ -37,27 +37,19 @@ def test_published_runs_have_the_thesis_s_numbers():
 # Many workers in one process.
 
 
-@pytest.fixture(scope="module")
-def digits():
-    return problems.open_problem("digits", "cnn", None)
-
-
-def serial_steps(problem, workers, steps):
-    for shares in itertools.islice(problems.batches(problem, workers.count, 0), steps):
-        mine = problem.train.take(shares)
-        assert workers.step(mine.images, mine.labels, lr=0.3)
-
-
 @pytest.mark.parametrize("method", METHODS)
-def test_serial_workers_train_like_averagers(method, digits):
+def test_serial_workers_train_like_averagers(method):
+    digits = problems.open_problem("digits", "cnn", None)
     models = digits.build(0), digits.build(0)
     # More workers than are computed together.
     count, spec = 27, METHODS[method].spec(0.001)
     parameters = dict(models[0].named_parameters())
     exchanges = torchcomp.InProcessExchange.ranks(count)
     averagers = [torchcomp.Averager(spec, each, parameters) for each in exchanges]
+    serial = SerialWorkers(models[1], METHODS[method], count, 0.001)
     for shares in itertools.islice(problems.batches(digits, count, 0), 4):
-        gradients = []
+        every, gradients = digits.train.take(shares), []
+        assert serial.step(every.images, every.labels, lr=0.3)
         for share in shares:
             mine = digits.train.take(share)
             loss = cross_entropy(models[0](mine.images), mine.labels)
@@ -69,8 +61,6 @@ def test_serial_workers_train_like_averagers(method, digits):
         with torch.no_grad():
             for name, parameter in parameters.items():
                 parameter.sub_(gradients[0][name], alpha=0.3)
-    serial = SerialWorkers(models[1], METHODS[method], count, 0.001)
-    serial_steps(digits, serial, 4)
     # Only the order of some sums differs.
     pairs = [torch.nn.utils.parameters_to_vector(model.parameters()) for model in models]
     torch.testing.assert_close(*pairs, rtol=0, atol=1e-6)

@@ -1,13 +1,11 @@
 """Models by name, learning rates, and the configurations that use them."""
 
-import logging
 import math
 import re
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 import torchcomp
 from recipes import train
@@ -191,17 +189,8 @@ def test_a_dry_run_sends_an_image_through_the_model():
 
 
 @pytest.mark.parametrize("name", only(CONFIGS, now=NOW[1:4]))
-def test_a_shrunken_copy_of_every_configuration_trains(name, monkeypatch, capsys):
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(variable, raising=False)
-    level = (logger := logging.getLogger("torchcomp")).level
-    try:
-        flags = ["--config", str(CONFIGS[name]), "--threads", "1", "--shrink"]
-        train.train_shrunken_copy(read_settings(flags))
-    finally:
-        logger.setLevel(level)
-        if dist.is_initialized():
-            dist.destroy_process_group()
+def test_a_shrunken_copy_of_every_configuration_trains(name, train_here, capsys):
+    train_here("--config", str(CONFIGS[name]), "--threads", "1", "--shrink")
     # Post-local SGD and SWAP switch after the first step.
     steps = 2 if re.search("post_local|swap", name) else 1
     printed = capsys.readouterr().out

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.rows import read_rows
 from recipes.two_direction import contest
 from recipes.two_direction import methods as m
 from recipes.two_direction.data_sets import Samples, open_samples
@@ -19,7 +18,6 @@ from tests.support.cases import thorough
 from tests.support.ranks import on_threads
 from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import Identity, RandK, TopK
-from torchcomp.engine.keys import Key
 from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
 
 NAME = "two_direction"
@@ -161,14 +159,6 @@ def test_the_infimum_without_a_regulariser():
     assert minimise(mixed, 1e-8) > 1
 
 
-def test_remembered_draws_are_randks():
-    rows = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    names, keys = list("abcd"), [Key(3, 5, rank=worker) for worker in range(4)]
-    expected = RandK(k=6, unbiased=True).round_trips(rows, names, keys)
-    for _ in range(2):
-        assert torch.equal(m.random(6).round_trips(rows, names, keys), expected)
-
-
 @pytest.mark.parametrize("name", ["AGD", "EF21-P + DIANA"])
 def test_tuning_finds_what_trying_everything_finds(name):
     powers, costs, least = range(-3, 3), {}, 1e-6
@@ -227,7 +217,5 @@ def test_a_cell_of_the_map_and_a_point_of_the_scaling_are_reproduced(method):
 @pytest.mark.parametrize("part", ["contest", *thorough(["winners", "scaling"])])
 def test_the_quick_run(part, tmp_path, monkeypatch):
     quick(NAME, tmp_path, monkeypatch, "--only", part)
-    if part != "contest":
-        return
-    assert [path.name for path in tmp_path.glob("*.png")] == ["contest_digits_n10.png"]
-    assert len(read_rows(tmp_path / "contest_digits_n10_curves.csv")) > 5
+    drawn = [path.name for path in tmp_path.glob("*.png")]
+    assert drawn == ["contest_digits_n10.png"] * (part == "contest")
