@@ -14,6 +14,7 @@ from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.rows import build, read_rows
 from tests.recipes.runs import RECIPES, published, quick
 from tests.support.cases import thorough
+from tests.support.ranks import on_threads
 
 NAME = "bidirectional_topk"
 RESULTS = RECIPES / NAME / "results"
@@ -34,7 +35,12 @@ def test_published_runs_have_the_thesis_s_numbers():
     assert growth.exponent.mean == pytest.approx(0.97, abs=0.005)
 
 
-# Many workers in one process.
+@pytest.mark.parametrize("method", counterexample.METHODS)
+def test_f_is_reproduced_to_its_last_digit(method):
+    spec = counterexample.METHODS[method]
+    found = on_threads(3, counterexample.train, spec, counterexample.LR, 150)[0]
+    curves = read_rows(RESULTS / "counterexample_curves.csv")[:150]
+    assert found == pytest.approx([row[method] for row in curves], abs=1e-6)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -79,9 +85,8 @@ def test_an_accuracy_is_reproduced():
     assert unions[0] == pytest.approx(unions[1], rel=0.02)
 
 
-@pytest.mark.parametrize("part", ["counterexample", *thorough(["all"])])
+@pytest.mark.parametrize("part", ["lr_inside", *thorough(["all"])])
 def test_a_quick_part_runs_and_resumes(part, tmp_path, monkeypatch):
     flags = [] if part == "all" else ["--only", part]
     quick(NAME, tmp_path, monkeypatch, *flags, "--processes", "1")
-    drawn = {path.stem for path in tmp_path.glob("*.png")}
-    assert drawn == {"counterexample", *(["union"] if part == "all" else [])}
+    assert len(list(tmp_path.glob("*.png"))) == (2 if part == "all" else 0)

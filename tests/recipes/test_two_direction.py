@@ -201,9 +201,8 @@ def test_the_coordinates_of_a_run_are_reproduced(method):
 @pytest.mark.parametrize("method", ["2Direction", "AGD"])
 def test_a_cell_of_the_map_and_a_point_of_the_scaling_are_reproduced(method):
     (largest,) = (point for point in sweeps()[0].points if point.kappa == 1000)
-    sent = m.Messages(6, 6)
     found = {
-        "winners": quadratic_setting(1e3, 64, sent, 40_000),
+        "winners": quadratic_setting(1e3, 64, m.Messages(6, 6), 40_000),
         "scaling": largest.setting,
     }
     for table, setting in found.items():
