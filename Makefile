@@ -19,7 +19,7 @@ experiment-bidirectional-topk: setup ## counterexample, unions, bytes, accuracy 
 experiment-qsr: setup ## QSR and other schedules, SGD and AdamW (40 min)
 	@.venv/bin/python -m recipes.qsr.experiment $(ARGS)
 
-experiment-jointspar: setup ## convergence, accuracy at equal bytes (35 min)
+experiment-jointspar: setup ## bandit, convergence, accuracy and time at equal bytes (40 min)
 	@.venv/bin/python -m recipes.jointspar.experiment $(ARGS)
 
 experiment-2direction: setup ## 2Direction, AGD and others (1 h)

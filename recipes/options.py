@@ -95,15 +95,6 @@ def check_limits(options: Any) -> None:
                 raise RecipeError(f"{flag} must be {words} {limits[name]}, found {value}")
 
 
-def check_batch(batch: int, world_size: int) -> None:
-    """Raise RecipeError unless ranks can share a batch."""
-    if batch % world_size:
-        raise RecipeError(
-            f"--batch {batch} cannot be shared by {world_size} ranks: choose a multiple of every "
-            "number of ranks that the run can have"
-        )
-
-
 def check_epochs(flag: str, epochs: Sequence[int], total: int) -> None:
     """Raise RecipeError unless ``epochs`` are increasing and inside a run of ``total`` epochs."""
     if list(epochs) != sorted(set(epochs)) or any(not 0 < epoch < total for epoch in epochs):

@@ -133,6 +133,7 @@ class Settings:
     eval_every: int = option(1, "epochs between evaluations", min=1)
     dry_run: bool = option(False, "print the configuration and the plan, without training")
     plan_ranks: int = option(0, "number of ranks for --dry-run (0: the started ones)", min=0)
+    shrink: bool = option(False, "train a shrunken copy for a step or two instead")
 
     def __post_init__(self) -> None:
         check_limits(self)
@@ -170,8 +171,8 @@ def _check_together(settings: Settings) -> None:
             "--guard needs --compress, and no --sync: it compares the mean of compressed gradients "
             "with that of the same gradients uncompressed"
         )
-    # --dry-run does not read the data, except to count the images of a folder.
-    opened = settings.dataset == "folder" or not settings.dry_run
+    # --dry-run and --shrink do not read the data, except to count the images of a folder.
+    opened = settings.dataset == "folder" or not (settings.dry_run or settings.shrink)
     if settings.dataset != "digits" and opened and not settings.data_path:
         raise RecipeError(
             f"--dataset {settings.dataset} needs --data-path, the folder or archive to read; "

@@ -10,8 +10,10 @@ SIGTERM end a run after a checkpoint, with exit code 75: see ``cluster/README.md
 """
 
 import gc
+import logging
 import math
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -56,11 +58,12 @@ from recipes.random_state import random_state, seed_all, set_random_state
 from recipes.report import Report
 from recipes.resizing import resized
 from recipes.settings import Settings, read_settings
+from recipes.shrink import shrink
 from recipes.signals import REQUEUE
 
 # Settings that a resumed run can change. They do not affect its final weights.
 _FREE_ON_RESUME = {"out", "resume", "auto_resume", "elastic", "checkpoint_every", "signal_every"}
-_FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks"}
+_FREE_ON_RESUME |= {"log_every", "eval_every", "dry_run", "plan_ranks", "shrink"}
 _FREE_ON_RESUME |= {"data_path", "workers", "threads", "timeout"}
 
 
@@ -116,7 +119,9 @@ def main() -> None:
         settings = read_settings(sys.argv[1:])
         if settings.dry_run:
             print_plan(settings)
-        else:
+        if settings.shrink:
+            train_shrunken_copy(settings)
+        if not (settings.dry_run or settings.shrink):
             train(settings)
             # The results are complete. A signal must not change the exit code any more.
             ignore_signals()
@@ -126,6 +131,17 @@ def print_plan(settings: Settings) -> None:
     """Print the plan on rank 0, for ``--plan-ranks`` ranks or the number of started ones."""
     if env_rank() == 0:
         print(describe(settings, settings.plan_ranks or env_world_size()))
+
+
+def train_shrunken_copy(settings: Settings) -> None:
+    """Train and evaluate a shrunken copy of the configuration in a temporary folder."""
+    with tempfile.TemporaryDirectory() as folder:
+        shrunken = shrink(settings, Path(folder))
+        if env_rank() == 0:
+            print("\na shrunken copy", flush=True)
+        # torchcomp would warn that a round takes most of the run, which has a step or two.
+        logging.getLogger("torchcomp").setLevel(logging.ERROR)
+        train(shrunken)
 
 
 def train(settings: Settings) -> None:

@@ -32,7 +32,6 @@ LOCAL = (
     "bad_input",
     "close",
     "local_state",
-    "models",
     "optimizers",
     "scaler",
     "stats",

@@ -4,9 +4,8 @@ from pathlib import Path
 from statistics import fmean
 
 from recipes.bidirectional_topk import counterexample
-from recipes.bidirectional_topk.averagers import random_union
 from recipes.bidirectional_topk.runs import WINDOW
-from recipes.bidirectional_topk.tables import PUBLISHED, Unions, unions_of, usual
+from recipes.bidirectional_topk.tables import PUBLISHED, Unions, random_union, unions_of, usual
 from recipes.pictures import MARKERS, Line, Panel, draw, spreads
 from recipes.rows import read_rows, spread
 
@@ -48,7 +47,6 @@ def counterexample_picture(folder: Path, path: Path) -> None:
 
 
 def union(folder: Path, path: Path) -> None:
-    """Draw the union against the step and against N."""
     groups = unions_of(folder)
     most = usual(groups)[-1]
     title = (

@@ -9,13 +9,11 @@ import argparse
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
-from recipes.bidirectional_topk.averagers import Traffic, count_traffic
 from recipes.bidirectional_topk.problems import Problem, batches, open_problem
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.experiments import ResultTable, fill, tuning_seeds
@@ -81,8 +79,7 @@ def train(
     schedule: Callable[[float], float] = constant,
     *,
     inside: bool = False,
-) -> tuple[Outcome, SerialWorkers]:
-    """Take all steps of a run. Return also the workers, as they are after the last step."""
+) -> Outcome:
     model = problem.build(run.seed)
     workers = SerialWorkers(model, METHODS[run.method], run.workers, run.ratio)
     before = run.lr
@@ -103,11 +100,10 @@ def train(
     tested = problem.test if run.images == "test" else problem.validation
     accuracy, loss = (0.0, math.inf) if diverged else evaluate(model, tested)
     windows = [fmean(unions[i : i + WINDOW]) for i in range(0, len(unions), WINDOW)]
-    outcome = Outcome(
+    return Outcome(
         *(workers.weights.numel(), workers.k),
         *(f"{accuracy:.3f}", f"{loss:.4f}", " ".join(f"{union:.2f}" for union in windows)),
     )
-    return outcome, workers
 
 
 # A process measures many runs of the same problem.
@@ -118,7 +114,6 @@ _problem = cache(open_problem)
 
 
 def open_union(arguments: argparse.Namespace) -> Measure:
-    """Return what measures the unions, and the bytes where the downlink is compressed."""
     quick, dataset = arguments.quick, arguments.dataset
     # A fifth of the steps is a whole number of windows.
     steps = 125 if quick else STEPS
@@ -126,7 +121,7 @@ def open_union(arguments: argparse.Namespace) -> Measure:
     table = ResultTable(
         arguments.out / "union.csv",
         columns(Run),
-        columns(Outcome, Traffic),
+        columns(Outcome),
         f"{dataset}, {steps} steps, unions over windows of {WINDOW} steps",
         resume=arguments.resume,
     )
@@ -137,19 +132,12 @@ def open_union(arguments: argparse.Namespace) -> Measure:
         same = replace(usual, seed=seed)
         runs += [replace(same, method=BOTH_WAYS, workers=n) for n in many]
         runs += [replace(same, model="cnn", workers=n) for n in few]
-    measure = partial(measure_union, data=arguments.data)
+    measure = partial(measure_run, data=arguments.data)
     return lambda: fill(table, runs, measure, arguments.processes)
 
 
-def measure_union(run: Run, data: Path | None) -> tuple[Any, ...]:
-    """Return the cells of a run. Received bytes are counted only if the downlink is compressed."""
-    problem = _problem(run.dataset, run.model, data)
-    outcome, workers = train(run, problem)
-    counted: tuple[Any, ...] = ("",) * len(fields(Traffic))
-    if run.method == BOTH_WAYS:
-        spec = METHODS[run.method].spec(run.ratio)
-        counted = astuple(count_traffic(problem, workers, spec, lr=run.lr, seed=run.seed))
-    return (*astuple(outcome), *counted)
+def measure_run(run: Run, data: Path | None) -> Outcome:
+    return train(run, _problem(run.dataset, run.model, data))
 
 
 # --- Accuracy, each method at its own learning rate -----------------------------------------------
@@ -178,7 +166,7 @@ def open_accuracy(arguments: argparse.Namespace) -> Measure:
     tried = [replace(r, lr=lr, seed=tuning, images="validation") for r in usual for lr in lrs]
 
     def measure() -> None:
-        train_one = partial(measure_accuracy, data=arguments.data)
+        train_one = partial(measure_run, data=arguments.data)
         fill(table, tried, train_one, arguments.processes)
         rows = typed(table.rows)
         reported = [
@@ -189,10 +177,6 @@ def open_accuracy(arguments: argparse.Namespace) -> Measure:
         fill(table, reported, train_one, arguments.processes)
 
     return measure
-
-
-def measure_accuracy(run: Run, data: Path | None) -> Outcome:
-    return train(run, _problem(run.dataset, run.model, data))[0]
 
 
 def _case(run: Run) -> dict[str, object]:
@@ -232,7 +216,7 @@ def open_lr_inside(arguments: argparse.Namespace) -> Measure:
     def train_one(run: tuple[str, str, str, str, float, int]) -> tuple[str, str]:
         schedule, method, form, images, lr, seed = run
         settings = Run(dataset, "mlp", method, workers, lr, steps, seed, images=images)
-        outcome, _ = train(settings, problem, SCHEDULES[schedule], inside=form == "inside")
+        outcome = train(settings, problem, SCHEDULES[schedule], inside=form == "inside")
         return outcome.accuracy, outcome.loss
 
     def measure() -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from scipy import stats
 
 from recipes.bidirectional_topk import counterexample
-from recipes.bidirectional_topk.averagers import random_union, received_bytes, server_bytes
 from recipes.bidirectional_topk.runs import BOTH_WAYS, FORMS, LR_RUN, ONE_WAY, WINDOW, best_lr
 from recipes.bidirectional_topk.workers import METHODS
 from recipes.rows import Row, Spread, by_seed, grouped, over_seeds, paired, read_rows, spread, where
 from recipes.tables import TableMaker, markdown_table, table
+from torchcomp import explain
 
 PUBLISHED = {20: 19.4, 50: 46.5, 100: 86.0}
 """The thesis's unions by N, for K = 0.001 d."""
@@ -76,7 +76,17 @@ class Unions:
         return self._saving(self.random)
 
     def _saving(self, union: float) -> float:
-        return server_bytes(self.d, round(union * self.k)) / server_bytes(self.d, self.k)
+        return self._bytes(round(union * self.k)) / self._bytes(self.k)
+
+    def _bytes(self, entries: int) -> int:
+        # The server sends the entries, or all d values if those are smaller.
+        plan = explain(f"topk(k={entries})", numel=self.d, world_size=1)
+        return min(plan.message_bytes, 4 * int(self.d))
+
+
+def random_union(d: int, k: int, workers: int) -> float:
+    """Return the expected union of random supports of ``k`` of ``d`` entries, in units of k."""
+    return d * (1 - (1 - k / d) ** workers) / k
 
 
 Quantity = Callable[[Unions], Mapping[int, float]]
@@ -134,7 +144,6 @@ def _deviation(found: Mapping[int, float], digits: int = 2) -> str:
 
 
 def unions(results: Path) -> str:
-    """Return the union by N, early and late."""
     groups = unions_of(results)
     both_ways = {each.workers: each for each in usual(groups, method=BOTH_WAYS)}
     last = groups[0].steps
@@ -153,7 +162,6 @@ def unions(results: Path) -> str:
 
 
 def savings(results: Path) -> str:
-    """Return the saving on the downlink of a server by N."""
     columns = {
         "N": lambda each: each.workers,
         "entries": lambda each: f"{_deviation(each.late, 1)}x",
@@ -168,7 +176,6 @@ def _nbytes(each: Unions) -> Mapping[int, float]:
 
 
 def growths(results: Path) -> str:
-    """Return the fits of the saving against N."""
     groups = unions_of(results)
     digits, cnn = usual(groups), usual(groups, model="cnn")
     alike = [each for each in digits if each.workers in {e.workers for e in cnn}]
@@ -198,7 +205,7 @@ def growths(results: Path) -> str:
 
 def traffic(results: Path) -> str:
     """Return the counted and planned bytes that one of N ranks receives per step."""
-    rows = [row for row in read_rows(results / "union.csv") if row["down"] != ""]
+    rows = read_rows(results / "traffic.csv")
     ratio, d = rows[0]["ratio"], rows[0]["d"]
     gather = METHODS[ONE_WAY].spec(ratio)
     planned = {
@@ -215,7 +222,7 @@ def traffic(results: Path) -> str:
         columns[head] = lambda same, value=value: f"{over_seeds(same, value).mean:,.0f}"
     for head, spec in planned.items():
         columns[head] = lambda same, spec=spec: (
-            f"{received_bytes(spec, d, same[0]['workers']):,.0f}"
+            f"{explain(spec, numel=d, world_size=same[0]['workers']).bytes_received:,.0f}"
         )
     groups = grouped(sorted(rows, key=lambda row: int(row["workers"])), "workers")
     return table(columns, groups.values())
@@ -254,7 +261,6 @@ def cases(results: Path) -> list[Case]:
 
 
 def accuracy(results: Path) -> str:
-    """Return the test accuracies, each with its learning rate."""
     columns: dict[str, Callable[[Case], str]] = {"": lambda case: case.name}
     for method in METHODS:
         columns[method] = lambda case, method=method: (
@@ -264,7 +270,6 @@ def accuracy(results: Path) -> str:
 
 
 def differences(results: Path) -> str:
-    """Return the differences of the test accuracies, paired by seed."""
     pairs = [(name, "dense") for name in METHODS if name != "dense"]
     pairs += [(name, ONE_WAY) for name in (BOTH_WAYS, "downlink only")]
     columns: dict[str, Callable[[Case], str]] = {"": lambda case: case.name}
@@ -276,7 +281,6 @@ def differences(results: Path) -> str:
 
 
 def lr_inside(results: Path) -> str:
-    """Return the comparison of the learning rate inside the residual and outside of it."""
     rows = read_rows(results / "lr_inside.csv")
 
     def tested(case: tuple[str, str], form: str) -> list[Row]:
@@ -303,7 +307,6 @@ def lr_inside(results: Path) -> str:
 
 
 def counterexample_values(results: Path) -> str:
-    """Return F at the thesis's learning rate."""
     rows = where(read_rows(results / "counterexample.csv"), lr=counterexample.LR)
     header = ["", *(f"F({t})" for t in counterexample.MOMENTS)]
     header.append(f"mean F over [{counterexample.TAIL_FROM}, {counterexample.STEPS})")

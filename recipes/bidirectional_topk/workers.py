@@ -1,8 +1,7 @@
 """The compared methods, and many workers that train by one of them, written out for one process.
 
-:class:`SerialWorkers` is the fast form of :class:`recipes.bidirectional_topk.averagers.Workers`:
-100 workers take a step in 50 ms instead of a second. A test compares the two. All residuals are
-rows of one matrix, and nothing is encoded or sent.
+100 workers take a step in 50 ms. A test compares them with one :class:`torchcomp.Averager` each.
+All residuals are rows of one matrix, and nothing is encoded or sent.
 """
 
 from collections.abc import Callable
@@ -73,12 +72,6 @@ class SerialWorkers:
             return False
         self.weights.add_(update, alpha=-lr)
         return True
-
-    def parts(self, vector: Tensor) -> dict[str, Tensor]:
-        """Return the values of a vector (d) by parameter name, each as a vector."""
-        names, parameters = zip(*self.model.named_parameters(), strict=True)
-        sizes = [parameter.numel() for parameter in parameters]
-        return dict(zip(names, vector.split(sizes), strict=True))
 
     def _uplink(self, images: Tensor, labels: Tensor) -> Tensor:
         total = torch.zeros_like(self.weights)

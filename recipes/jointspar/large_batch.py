@@ -34,17 +34,21 @@ class Run:
 
 
 def open_large_batch(arguments: argparse.Namespace) -> Callable[[], None]:
-    epochs, lrs = (6, LRS[:1]) if arguments.quick else (60, LRS)
-    task = f"digits, mlp, {epochs} epochs of batches of {BATCH}, {RANKS} ranks"
+    epochs, task = epochs_and_task(arguments)
     path = arguments.out / "large_batch.csv"
     table = ResultTable(path, columns(Run), columns(Outcome), task, resume=arguments.resume)
     runs = [
         Run(*contender, lr, seed)
         for seed in arguments.seeds[:SEEDS]
         for contender in contenders((0.6,) if arguments.quick else BUDGETS)
-        for lr in lrs
+        for lr in (LRS[:1] if arguments.quick else LRS)
     ]
     return lambda: fill_on_ranks(RANKS, table, runs, partial(train_one, epochs=epochs))
+
+
+def epochs_and_task(arguments: argparse.Namespace) -> tuple[int, str]:
+    epochs = 6 if arguments.quick else 60
+    return epochs, f"digits, mlp, {epochs} epochs of batches of {BATCH}, {RANKS} ranks"
 
 
 def contenders(budgets: tuple[float, ...]) -> list[tuple[str, str]]:

@@ -17,18 +17,15 @@ from recipes.jointspar.convergence import (
 from recipes.jointspar.methods import parse_method
 from recipes.jointspar.tables import (
     LEVELS,
-    Contender,
-    contenders_of,
     curve_of,
     name_of,
     speed_ratios,
 )
-from recipes.pictures import MARKERS, Line, Panel, draw
-from recipes.rows import Row, distinct, grouped, paired, read_rows, spread, where
+from recipes.pictures import Line, Panel, draw
+from recipes.rows import Row, distinct, grouped, read_rows, spread, where
 
 
 def convergence(optimizer: str, folder: Path, path: Path) -> None:
-    """Draw loss and accuracy against the step, for each number of workers."""
     lr = chosen_lrs(read_rows(folder / "convergence_tuning.csv"))[optimizer, DENSE]
     rows = where(read_rows(folder / "convergence_curves.csv"), optimizer=optimizer, lr=lr)
     styles = _styles(distinct(rows, "method"))
@@ -94,50 +91,7 @@ def _styles(methods: list[str]) -> dict[str, dict[str, Any]]:
     return styles
 
 
-def accuracy(folder: Path, path: Path) -> None:
-    """Draw test accuracy against the share of bytes sent, with the deviation over the seeds."""
-    dense, *others = contenders_of(folder)
-    groups: dict[str, list[Contender]] = {}
-    for each in others:
-        groups.setdefault(each.label, []).append(each)
-    lines = []
-    for number, (label, own) in enumerate(groups.items()):
-        own = sorted(own, key=lambda each: each.share)
-        # Moved apart: methods with the same budget would hide each other.
-        move = 0.8 * (number - len(groups) / 2)
-        x = [100 * each.share + move for each in own]
-        lines.append(_points(label, own, x, f"C{number}", MARKERS[number]))
-    mean, deviation = dense.accuracy.mean, dense.accuracy.deviation
-    band = {"color": "black", "linewidth": 1}
-    lines.append(
-        Line("dense LARS, ± 1 deviation", [0, 92], [mean] * 2, [deviation] * 2, band, band=True)
-    )
-    panel = Panel(
-        x="bytes sent, % of dense DDP's (methods moved apart)",
-        y=f"test accuracy of runs that did not fail, % ({len(dense.tests[dense.lr])} seeds)",
-        lines=lines,
-        xlim=(0, None),
-    )
-    found = [
-        f"{paired(each.finished(), dense.finished()).with_error()} points at {each.budget:.0%}"
-        for each in groups["JointSpar-LARS"]
-        if each.budget in (0.6, 0.3) and each.finished().keys() & dense.finished().keys()
-    ]
-    title = f"JointSpar-LARS, compared with dense LARS (± standard error): {', '.join(found)}"
-    draw(path, title, [panel], size=(9, 5))
-
-
-def _points(label: str, own: list[Contender], x: list[float], color: str, marker: str) -> Line:
-    notes = [f"{e.failed()} of {len(e.tests[e.lr])} failed" if e.failed() else "" for e in own]
-    style = {"marker": marker, "color": color}
-    means = [each.accuracy.mean for each in own]
-    errors = [each.accuracy.deviation for each in own]
-    shown = [0.0 if math.isnan(error) else error for error in errors]
-    return Line(label, x, means, shown, style, notes=notes)
-
-
 PICTURES = {
     "convergence_sgd": partial(convergence, "sgd"),
     "convergence_lars": partial(convergence, "lars"),
-    "accuracy": accuracy,
 }

@@ -148,7 +148,6 @@ def _speeds(results: Path, optimizer: str) -> str:
 
 
 def _sets(results: Path) -> str:
-    """Return the layers computed and the bytes sent, the final p, and the largest norm L."""
     lrs = chosen_lrs(read_rows(results / "convergence_tuning.csv"))
     rows = [
         row
@@ -182,7 +181,6 @@ class Contender:
     method: str
     optimizer: str
     lr: float
-    share: float
     tests: dict[float, dict[int, float]] = field(compare=False)
     least: float = 0.0
 
@@ -226,14 +224,12 @@ def contenders_of(results: Path) -> list[Contender]:
     found = []
     for (method, optimizer), own in grouped(rows, "method", "optimizer").items():
         lr = best(own, "lr", "validation")
-        share = over_seeds(where(own, lr=lr), "bytes_share").mean
         tests = {each: by_seed(runs, "test") for each, runs in grouped(own, "lr").items()}
-        found.append(Contender(method, optimizer, lr, share, tests, least))
+        found.append(Contender(method, optimizer, lr, tests, least))
     return sorted(found, key=lambda each: each.method != DENSE)
 
 
 def accuracy_table(results: Path) -> str:
-    """Return the accuracies of the large-batch runs, and the differences to dense training."""
     dense, *others = contenders_of(results)
 
     def cell(own: Contender) -> str:
@@ -300,8 +296,46 @@ def learned_table(results: Path) -> str:
     return table(columns, _pairs(results).items())
 
 
+def wall_clock_table(results: Path) -> str:
+    rows = read_rows(results / "wall_clock.csv")
+    seconds = {
+        (parse_method(row["method"]).budget, label_of(row["method"], row["optimizer"])): row[
+            "seconds"
+        ]
+        for row in rows
+    }
+    dense = seconds.pop((1.0, "dense LARS"))
+    columns: dict[str, Callable[[float], str]] = {"bytes": lambda budget: f"{budget:.0%}"}
+    for label in dict.fromkeys(label for _, label in seconds):
+        columns[label] = lambda budget, label=label: (
+            f"{seconds[budget, label]:.1f} s" if (budget, label) in seconds else ""
+        )
+    made = table(columns, sorted({budget for budget, _ in seconds}))
+    return f"{made}\n| 100 %: dense LARS | {dense:.1f} s |{'  |' * (len(columns) - 2)}"
+
+
+def bandit_table(results: Path) -> str:
+    rows = read_rows(results / "bandit.csv")
+    first, last = (name for name in rows[0] if name.startswith("excess_at_"))
+
+    def percent(own: list[Row], name: str) -> str:
+        share = over_seeds(own, lambda row: 100 * row[name])
+        return f"{share.with_deviation(2 if share.mean < 2 else 0)} %"
+
+    def steps(own: list[Row]) -> str:
+        reached = [row["steps_to_2_percent"] for row in own]
+        return "never" if "never" in reached else spread(reached).with_deviation(0)
+
+    columns: dict[str, Callable[[list[Row]], object]] = {
+        "form": lambda own: own[0]["form"],
+        f"after {int(first[10:]):,} steps": lambda own: percent(own, first),
+        "steps to 2 %": steps,
+        f"{int(first[10:]):,} steps after a change of norms": lambda own: percent(own, last),
+    }
+    return table(columns, grouped(rows, "form").values())
+
+
 def network_table(results: Path) -> str:
-    """Return the time of a step of ResNet-18 on two hosts."""
 
     def time(row: Row) -> str:
         low, middle, high = (row[f"step_ms{end}"] / 1000 for end in ("_low", "", "_high"))
@@ -314,6 +348,8 @@ def network_table(results: Path) -> str:
 TABLES: dict[str, TableMaker] = {
     "accuracy": accuracy_table,
     "learned": learned_table,
+    "wall_clock": wall_clock_table,
+    "bandit": bandit_table,
     "network": network_table,
     "sets": _sets,
 }

@@ -1,8 +1,11 @@
 """One run on real ranks with a large batch and warm-up, by one method and one optimizer."""
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import torch
@@ -91,11 +94,13 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Accuracies in per cent, NaN if training diverged, and the share of dense DDP's bytes."""
+    """Accuracies in per cent, NaN if training diverged; the share of dense DDP's bytes; times."""
 
     validation: str
     test: str
     bytes_share: str
+    step_ms: str  # median of the steps
+    seconds: str  # of all steps, without evaluation
 
 
 def train(
@@ -114,6 +119,7 @@ def train(
     exchange = attach(method, model, seed)
     sampled = exchange if isinstance(method, LayerSampling) else None
     optimizer = build_optimizer(model, optimizer_name, schedule.lr, sampled)
+    times = [time.perf_counter()]
     for step in range(schedule.steps):
         for group in optimizer.param_groups:
             group["lr"] = schedule.lr_at(step)
@@ -126,11 +132,16 @@ def train(
             found = [math.nan, math.nan]
             break
         optimizer.step()
+        times.append(time.perf_counter())
     else:
         found = [evaluate(module, part)[0] for part in images[1:]]
     share = exchange.stats.total_bytes_sent / max(exchange.stats.total_dense_bytes_sent, 1)
     exchange.close()
-    return Outcome(*(f"{accuracy:.3f}" for accuracy in found), f"{share:.4f}")
+    step = median(after - before for before, after in pairwise(times)) if times[1:] else math.nan
+    return Outcome(
+        *(f"{accuracy:.3f}" for accuracy in found),
+        *(f"{share:.4f}", f"{1000 * step:.2f}", f"{times[-1] - times[0]:.2f}"),
+    )
 
 
 def attach(method: Method, model: DistributedDataParallel, seed: int) -> Any:

@@ -10,7 +10,6 @@ _TOPK = "ef(topk(0.1))"
 
 
 def losses(results: Path, *only: str) -> str:
-    """Return the mean loss over the seeds, and the bytes, by method and mode."""
     kinds = grouped(read_rows(results / "runs.csv"), "compress", "mode")
     plain = by_seed(kinds[_PLAIN], "loss")
 

@@ -28,7 +28,7 @@ from recipes.errors import RecipeError, exit_on_user_error
 from recipes.image_data.order import keyed_seed
 from recipes.nodes import checkpoint
 from recipes.nodes.modes import MODES, Replica, replicate
-from recipes.options import check_batch, check_limits, option, read_options
+from recipes.options import check_limits, option, read_options
 from recipes.settings import Settings as WorkerSettings
 from recipes.small_gpt.corpus import Corpus
 from recipes.small_gpt.model import SmallGPT
@@ -73,7 +73,8 @@ def read_settings(argv: list[str], world_size: int) -> Settings:
             f"--ranks-per-node {settings.ranks_per_node}: {world_size} ranks cannot be divided "
             "into nodes of that size. Start as many ranks on each node"
         )
-    check_batch(settings.batch, world_size)
+    if settings.batch % world_size:
+        raise RecipeError(f"--batch {settings.batch} cannot be shared by {world_size} ranks")
     return settings
 
 

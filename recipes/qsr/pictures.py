@@ -13,7 +13,6 @@ _NAMES = {"mlp": "MLP", "vit": "ViT", "sgd": "SGD", "adamw": "AdamW"}
 
 
 def name_of(setting: Setting) -> str:
-    """Return a setting's title: model, optimizer, decay, workers and epochs."""
     return (
         f"{_NAMES[setting.model]}, {_NAMES[setting.optimizer]}, {setting.decay}, "
         f"K = {setting.ranks}, {setting.epochs} epochs"
@@ -25,7 +24,6 @@ def _with_qsr(results: Results) -> list[Setting]:
 
 
 def accuracy(folder: Path, path: Path) -> None:
-    """Draw accuracy against communication, in the first setting of each model and optimizer."""
     results, panels = Results(folder), []
     for same in grouped(map(vars, _with_qsr(results)), "model", "optimizer").values():
         setting, lines = Setting(**same[0]), []
@@ -50,7 +48,6 @@ def accuracy(folder: Path, path: Path) -> None:
 
 
 def differences(folder: Path, path: Path) -> None:
-    """Draw QSR's difference to parallel training and to constant H in each setting."""
     results = Results(folder)
     found = {each: own for each in _with_qsr(results) if (own := results.main(each))}
     if not found:

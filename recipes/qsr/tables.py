@@ -98,13 +98,11 @@ class Results:
 
 
 def summary(folder: Path) -> str:
-    """Return all reported results of a folder as text."""
     results = Results(folder)
     return "\n\n".join(f"{each}\n{_methods(results, each)}" for each in results.settings())
 
 
 def methods(folder: Path, setting: Setting) -> str:
-    """Return the methods of one setting: accuracy, differences and communication."""
     return _methods(Results(folder), setting)
 
 

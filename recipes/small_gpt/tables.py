@@ -75,7 +75,6 @@ def longer_runs(results: Path) -> str:
 
 
 def dense(results: Path) -> str:
-    """Return the losses of plain DDP, in nats per character."""
     folders = {"200": "", "600": "steps_600", "2,400": "steps_2400"}
     found = [
         (steps, next(each.loss for each in compared(results / folder) if each.name == DENSE))

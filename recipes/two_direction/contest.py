@@ -14,7 +14,7 @@ from typing import Any
 from recipes.experiments import ResultTable, tuning_seeds
 from recipes.rows import Row, typed, where
 from recipes.two_direction.data_sets import Samples, open_samples
-from recipes.two_direction.methods import ACCELERATED, METHODS, Problem
+from recipes.two_direction.methods import ACCELERATED, METHODS, Messages, Problem
 from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
 from recipes.two_direction.tuning import MethodRun, Tuned, tune
 from torchcomp.two_direction.parameter_server import Simulated
@@ -28,7 +28,7 @@ PAPER = ("2Direction", "AGD", "AGD, three sequences", "EF21-P + DIANA")
 # Coordinates that a run can send. The others need more than the paper's in most settings.
 BUDGET, BUDGET_OF_OTHERS = 1_000_000, 300_000
 
-SHARED = ("n", "mu", "k", "gap")
+SHARED = ("n", "mu", "k_up", "k_down", "gap")
 RUN = (*SHARED, "method", "power", "seed")
 OUTCOME = ("reached", "iterations", "value", "up", "down", "bytes_up", "bytes_down")
 CURVE_OF, CURVE = ("mu", "method"), ("iterations", "total", "gap")
@@ -47,14 +47,14 @@ class Setting:
     case: Callable[[int], tuple[Problem, float]]  # from a seed to the problem and its infimum
     n: int  # workers
     mu: float  # strong convexity; 0 is allowed
-    k: int  # values of a compressed message
+    sent: Messages
     gap: float  # a run ends when f - f* is at most this
     budget: int  # coordinates, up and down, that a run can send
     powers: range  # the i of the step sizes 2^i to try
 
     @property
     def shared(self) -> tuple[float, ...]:
-        return (self.n, self.mu, self.k, self.gap)
+        return (self.n, self.mu, *self.sent, self.gap)
 
     def steps(self, method: str) -> list[int]:
         """Return the i of the step sizes 2^i that a method allows."""
@@ -78,7 +78,9 @@ def setting(samples: Samples, n: int, mu: float, *, quick: bool = False) -> Sett
         return f, minimise(f, gap / 100)
 
     k = max(1, samples.d // 10)
-    return Setting(case, n, mu, k, gap, BUDGET, range(-1, 7) if quick else powers_for(mu))
+    return Setting(
+        case, n, mu, Messages(k, k), gap, BUDGET, range(-1, 7) if quick else powers_for(mu)
+    )
 
 
 def open_contest(arguments: argparse.Namespace) -> Callable[[], None]:
@@ -115,7 +117,7 @@ def _task(samples: Samples, one: Setting) -> str:
     )
     quick = "" if one.gap == GAP_WITHOUT_MU else ", quick"
     return (
-        f"{samples.name}, {one.n} workers, d = {samples.d}, K = {one.k}, at most {BUDGET:,} "
+        f"{samples.name}, {one.n} workers, d = {samples.d}, K = {one.sent.up}, at most {BUDGET:,} "
         f"coordinates for {', '.join(PAPER)} and {BUDGET_OF_OTHERS:,} for the others, step sizes "
         f"{steps}{quick}"
     )
@@ -161,7 +163,7 @@ def tuned(setting: Setting, method: str, seeds: Sequence[int]) -> Tuned:
     first, second = tuning_seeds(seeds, 2)
     f, least = setting.case(first)
     best = tune(
-        lambda step: METHODS[method](f, Simulated(setting.n, first), setting.k, step),
+        lambda step: METHODS[method](f, Simulated(setting.n, first), setting.sent, step),
         f.value,
         target=least + setting.gap,
         budget=setting.budget,
@@ -179,7 +181,7 @@ def tuned(setting: Setting, method: str, seeds: Sequence[int]) -> Tuned:
 def run(setting: Setting, method: str, power: int, seed: int) -> MethodRun:
     """Run a method with step size 2^power until it reaches the gap or spends the budget."""
     f, least = setting.case(seed)
-    built = METHODS[method](f, Simulated(setting.n, seed), setting.k, 2.0**power)
+    built = METHODS[method](f, Simulated(setting.n, seed), setting.sent, 2.0**power)
     out = MethodRun(built, f.value, least + setting.gap)
     out.advance(setting.budget)
     return out

@@ -17,7 +17,6 @@ _TRAFFIC = "thousand coordinates, up and down"
 
 
 def contest(name: str, folder: Path, path: Path) -> None:
-    """Draw the coordinates by mu, and the gap against coordinates for each mu."""
     rows, curves = read_rows(folder / f"{name}.csv"), read_rows(folder / f"{name}_curves.csv")
     mus = sorted(distinct(rows, "mu"))
     gaps = {row["mu"]: row["gap"] for row in rows}

@@ -3,10 +3,22 @@
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from recipes.rows import Row, Spread, by_seed, over_seeds, read_rows, spread, where
-from recipes.tables import TableMaker, table
+from recipes.rows import (
+    Row,
+    Spread,
+    by_seed,
+    distinct,
+    grouped,
+    over_seeds,
+    read_rows,
+    spread,
+    where,
+)
+from recipes.tables import TableMaker, markdown_table, table
 from recipes.two_direction.contest import MUS, PAPER, WORKERS
 from recipes.two_direction.methods import METHODS
+from recipes.two_direction.quadratics import MAP, PRICES, Sweep, exponents, sweeps
+from recipes.two_direction.quadratics import D as QUADRATICS_D
 
 OURS = "2Direction"
 Cost = Callable[[Row], float]
@@ -14,13 +26,16 @@ Cost = Callable[[Row], float]
 
 
 def thousands(row: Row) -> float:
-    """Return the coordinates of a run, up and down, in thousands."""
     return float(row["up"] + row["down"]) / 1000
 
 
 def megabytes(row: Row) -> float:
-    """Return the traffic of a run in MB, up and down."""
     return float(row["bytes_up"] + row["bytes_down"]) / 1e6
+
+
+def priced(r: float, unit: str = "") -> Cost:
+    """Return the cost at a price r of the downlink, in coordinates or in ``"bytes_"``."""
+    return lambda row: float((1 - r) * row[f"{unit}up"] + r * row[f"{unit}down"])
 
 
 def reached(rows: list[Row], cost: Cost) -> Spread | None:
@@ -110,6 +125,69 @@ def _more(rows: list[Row], rival: str, cost: Cost) -> str:
     return f"{more.with_error(1)} %"
 
 
+def _cells_of_map(results: Path) -> list[tuple[list[Row], str, float, Spread | None]]:
+    """Return rows, best rival and price of each cell, and the rival's cost divided by ours."""
+    found = []
+    for rows in grouped(read_rows(results / "winners.csv"), "n", "mu", "k_up").values():
+        for r in PRICES:
+            rivals = [method for method in MAP if method != OURS]
+            (rival, _), *_ = cheapest(rows, rivals, priced(r))
+            ours, theirs = (where(rows, method=method) for method in (OURS, rival))
+            found.append((rows, rival, r, ratio(theirs, ours, priced(r))))
+    return found
+
+
+def _place(rows: list[Row]) -> list[object]:
+    row = rows[0]
+    return [row["n"], f"{1 / row['mu']:,.0f}", f"{QUADRATICS_D / row['k_up'] - 1:g}"]
+
+
+def _times(own: Spread | None) -> str:
+    return f"{own.mean:.2f} ± {own.error:.2f}" if own else "over budget"
+
+
+def _map(results: Path) -> str:
+    """Return what the best rival pays, divided by what 2Direction pays, with many workers."""
+    lines: dict[tuple[object, ...], list[object]] = {}
+    for rows, rival, _, times in _cells_of_map(results):
+        if rows[0]["n"] == max(distinct(read_rows(results / "winners.csv"), "n")):
+            cells = lines.setdefault(tuple(_place(rows)), _place(rows))
+            cells.append(f"{_times(times)} ({rival})")
+    return markdown_table(["n", "L/mu", "omega", *(f"r = {r:g}" for r in PRICES)], lines.values())
+
+
+def _wins(results: Path) -> str:
+    """Return where 2Direction pays least, or as little as the cheapest, of the map's cells."""
+    lines = []
+    for rows, rival, r, times in _cells_of_map(results):
+        if times is not None and (times.mean > 1 or tie(times)):
+            ours, theirs = (where(rows, method=method) for method in (OURS, rival))
+            in_bytes = ratio(theirs, ours, priced(r, "bytes_"))
+            both = [f"{_times(each)} times as much" for each in (times, in_bytes)]
+            lines.append([*_place(rows), f"{r:g}", rival, *both])
+    header = ["n", "L/mu", "omega", "r", "best rival", "it pays, in coordinates", "in bytes"]
+    return markdown_table(header, lines)
+
+
+def _scaling(results: Path) -> str:
+    rows = read_rows(results / "scaling.csv")
+
+    def measured(each: tuple[Sweep, str]) -> str:
+        own, seeds = exponents(*each, rows)[0], len(distinct(rows, "seed"))
+        return own.with_deviation() + (
+            "" if own.count == seeds else f" ({own.count} of {seeds} seeds)"
+        )
+
+    columns: dict[str, Callable[[tuple[Sweep, str]], object]] = {
+        "iterations by": lambda each: each[0].label,
+        "range": lambda each: f"{each[0].xs()[0]:g} to {each[0].xs()[-1]:g}",
+        "method": lambda each: each[1],
+        "exponent": measured,
+        "theory": lambda each: f"{exponents(*each, rows)[1]:.2f}",
+    }
+    return table(columns, [(sweep, method) for sweep in sweeps() for method in sweep.methods])
+
+
 TABLES: dict[str, TableMaker] = {
     "paper_10": _costs(10, PAPER, thousands),
     "coordinates_10": _costs(10, METHODS, thousands),
@@ -117,4 +195,7 @@ TABLES: dict[str, TableMaker] = {
     "megabytes_10": _costs(10, PAPER, megabytes, 2),
     "megabytes_100": _costs(100, PAPER, megabytes, 2),
     "ranking": _ranking,
+    "map": _map,
+    "wins": _wins,
+    "scaling": _scaling,
 }

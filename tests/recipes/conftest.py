@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import logging
 import traceback
 from pathlib import Path
 
@@ -61,11 +62,12 @@ def train_here(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     threads, cudnn = torch.get_num_threads(), torch.backends.cudnn
+    level = (logger := logging.getLogger("torchcomp")).level
 
     def run(*flags):
         settings = read_settings(list(flags))
         try:
-            train.train(settings)
+            (train.train_shrunken_copy if settings.shrink else train.train)(settings)
         except BaseException as error:
             # They hold the DDP model. gloo can hang if it ends before the model does.
             traceback.clear_frames(error.__traceback__)
@@ -74,10 +76,11 @@ def train_here(monkeypatch):
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-        return summary_in(Path(settings.out))
+        return None if settings.shrink else summary_in(Path(settings.out))
 
     # train.py changes them. Setting them to their own values lets monkeypatch restore them.
     for flag in ("deterministic", "benchmark"):
         monkeypatch.setattr(cudnn, flag, getattr(cudnn, flag))
     yield run
     torch.set_num_threads(threads)
+    logger.setLevel(level)

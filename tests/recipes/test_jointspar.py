@@ -8,12 +8,13 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+from benchmarks.net.shell import missing
 from recipes.errors import RecipeError
-from recipes.jointspar import convergence, large_batch, training
+from recipes.jointspar import bandit, convergence, large_batch, training
 from recipes.jointspar.methods import Dense, LayerSampling, TopK, parse_method
 from recipes.jointspar.simulation import SimulatedRanks
 from recipes.jointspar.training import ResidualMLP, Schedule, attach, build_optimizer
-from recipes.rows import build
+from recipes.rows import build, read_rows
 from tests.recipes.runs import published, quick
 from tests.support.cases import thorough
 from tests.support.ranks import on_threads
@@ -128,16 +129,30 @@ def test_a_convergence_run_is_reproduced(method):
     row = published(
         NAME, "convergence", optimizer="sgd", workers=2, method=method, lr=0.025, seed=0
     )
-    cells, curves = convergence.simulate(build(convergence.Run, row), epochs=30)
+    cells, _ = convergence.simulate(build(convergence.Run, row), epochs=30)
     found = dict(zip(convergence.OUTCOME, map(float, cells), strict=True))
     # Machines add in different orders. One test image of 355 is 0.28 points.
     assert found["test"] == pytest.approx(row["test"], abs=0.6)
     assert found["train_loss"] == pytest.approx(row["train_loss"], rel=0.1)
     assert found["sent"] == pytest.approx(row["sent"], abs=0.01)
-    assert [len(curve) for curve in curves] == [31, 31]
 
 
-@pytest.mark.parametrize("part", thorough(["convergence", "large_batch"]))
-def test_the_quick_run(part, tmp_path, monkeypatch):
-    quick(NAME, tmp_path, monkeypatch, "--only", part)
-    assert list(tmp_path.glob("*.png"))
+def test_a_bandit_run_is_reproduced_to_the_last_digit():
+    run = bandit.Run("baseline, alpha 0.01", seed=3)
+    cells, (curve,) = bandit.measure(run, bandit.STEPS)
+    for table, found in (("bandit", cells), ("bandit_curves", curve)):
+        row = published(NAME, table, **vars(run))
+        assert [*map(float, found)] == list(row.values())[2 : 2 + len(found)]
+
+
+@pytest.mark.parametrize("parts", [["bandit"], *thorough([["convergence"], ["large_batch"]])])
+def test_the_quick_run(parts, tmp_path, monkeypatch):
+    quick(NAME, tmp_path, monkeypatch, "--only", *parts, "--processes", "1")
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_runs_are_timed_on_shaped_hosts(tmp_path, monkeypatch):
+    quick(NAME, tmp_path, monkeypatch, "--only", "large_batch", "wall_clock")
+    rows = read_rows(tmp_path / "wall_clock.csv")
+    assert [row["seconds"] > 0 for row in rows] == [True] * len(large_batch.contenders((0.6,)))

@@ -1,7 +1,7 @@
 """QSR: simulated ranks and real ones, tuning, and the reproduced number."""
 
+import copy
 import itertools
-import threading
 
 import pytest
 import torch.distributed as dist
@@ -23,24 +23,10 @@ NUMEL = 64 * 128 + 128 + 128 * 128 + 128 + 128 * 10 + 10
 SHORT = Setting(ranks=2, epochs=2)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_model_at_a_time():
-    # Threads share torch's global random generator, from which the weights are drawn.
-    make, lock = task.build, threading.Lock()
-
-    def alone(*args):
-        with lock:
-            return make(*args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "build", alone)
-        yield
-
-
-def real(setting, point, seeds):
+def real(setting, point, seeds, start):
     """Train as one rank of the default group, through plain DDP or LocalSGD."""
     drawn = [task.draw(seed, "test", setting.label_noise) for seed in seeds]
-    model = DistributedDataParallel(training.build(setting.model, seeds))
+    model = DistributedDataParallel(copy.deepcopy(start))
     optimizer = training.build_optimizer(setting, point, model)
     total, sync = setting.total_steps(SAMPLES), None
     if point.schedule != PARALLEL:
@@ -74,7 +60,8 @@ def real(setting, point, seeds):
 def test_simulated_ranks_do_what_ddp_and_local_sgd_do(ranks, model, optimizer, decay, schedule):
     setting = Setting(model=model, optimizer=optimizer, decay=decay, ranks=ranks, epochs=2)
     point = Point("any", schedule, 0.1 if optimizer == "sgd" else 0.003, 5e-4)
-    found = on_threads(ranks, real, setting, point, (3, 5))[0]
+    start = training.build(model, (3, 5))
+    found = on_threads(ranks, real, setting, point, (3, 5), start)[0]
     both = train(setting, point, (3, 5), "test")
     for outcome, theirs in zip(both, found, strict=True):
         assert (outcome.accuracy, outcome.loss, outcome.syncs) == theirs[:3]

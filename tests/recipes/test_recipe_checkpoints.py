@@ -110,21 +110,6 @@ def test_a_damaged_checkpoint_is_skipped_and_does_not_count_as_kept(damage, chec
 # Disks, and other runs in the same folder.
 
 
-def test_a_full_disk_keeps_the_checkpoint_before(checkpoints):
-    save(checkpoints, 5)
-    for step, name in ((10, ".rank-0.pt"), (15, ".complete.json")):
-        full = file_of(checkpoints, step, name)
-        full.parent.mkdir()
-        full.symlink_to("/dev/full")
-        problem = checkpoints.save(step, {"step": step}, SETTINGS)
-        assert problem == "rank 0: No space left on device"
-        # The next run does not find it, and half a file takes no space.
-        assert [*full.parent.iterdir()] == []
-    assert checkpoints.load(SETTINGS)["step"] == 5
-    save(checkpoints, 20)
-    assert checkpoints.load(SETTINGS)["step"] == 20
-
-
 def test_what_cannot_be_deleted_or_is_of_others_stays(checkpoints, monkeypatch):
     def busy(path, **options):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))

@@ -283,11 +283,13 @@ def test_a_killed_run_resumes_and_ends_with_the_same_weights(method, tmp_path):
     assert_equal_runs(whole, killed)
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("method", "saved", "before", "after"),
     # The checkpoint after step 6 waits for the end of the round.
-    [(METHODS["both"], 4, 2, 1), (["--compress", SHARD], 6, 1, 2)],
+    [
+        (METHODS["both"], 4, 2, 1),
+        pytest.param(["--compress", SHARD], 6, 1, 2, marks=pytest.mark.thorough),
+    ],
 )
 def test_a_killed_run_resumes_with_another_number_of_ranks(
     method, saved, before, after, digits_flags, out

@@ -7,17 +7,17 @@ import numpy as np
 import pytest
 import torch
 
-from recipes.rows import read_rows
 from recipes.two_direction import contest
 from recipes.two_direction import methods as m
 from recipes.two_direction.data_sets import Samples, open_samples
+from recipes.two_direction.quadratics import quadratic_setting, sweeps
 from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
 from recipes.two_direction.tuning import MethodRun, tune
 from tests.recipes.runs import published, quick
+from tests.support.cases import thorough
 from tests.support.ranks import on_threads
 from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import Identity, RandK, TopK
-from torchcomp.engine.keys import Key
 from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
 
 NAME = "two_direction"
@@ -159,14 +159,6 @@ def test_the_infimum_without_a_regulariser():
     assert minimise(mixed, 1e-8) > 1
 
 
-def test_remembered_draws_are_randks():
-    rows = torch.randn(4, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    names, keys = list("abcd"), [Key(3, 5, rank=worker) for worker in range(4)]
-    expected = RandK(k=6, unbiased=True).round_trips(rows, names, keys)
-    for _ in range(2):
-        assert torch.equal(m.random(6).round_trips(rows, names, keys), expected)
-
-
 @pytest.mark.parametrize("name", ["AGD", "EF21-P + DIANA"])
 def test_tuning_finds_what_trying_everything_finds(name):
     powers, costs, least = range(-3, 3), {}, 1e-6
@@ -206,7 +198,23 @@ def test_the_coordinates_of_a_run_are_reproduced(method):
     assert again.cost == pytest.approx(row["up"] + row["down"], rel=0.02)
 
 
-def test_the_quick_run(tmp_path, monkeypatch):
-    quick(NAME, tmp_path, monkeypatch)
-    assert [path.name for path in tmp_path.glob("*.png")] == ["contest_digits_n10.png"]
-    assert len(read_rows(tmp_path / "contest_digits_n10_curves.csv")) > 5
+@pytest.mark.parametrize("method", ["2Direction", "AGD"])
+def test_a_cell_of_the_map_and_a_point_of_the_scaling_are_reproduced(method):
+    (largest,) = (point for point in sweeps()[0].points if point.kappa == 1000)
+    found = {
+        "winners": quadratic_setting(1e3, 64, m.Messages(6, 6), 40_000),
+        "scaling": largest.setting,
+    }
+    for table, setting in found.items():
+        place = dict(zip(contest.SHARED, setting.shared, strict=True))
+        row = published(NAME, table, method=method, seed=0, **place)
+        again = contest.run(setting, method, row["power"], 0)
+        assert again.reached
+        assert again.method.iterations == pytest.approx(row["iterations"], rel=0.02)
+
+
+@pytest.mark.parametrize("part", ["contest", *thorough(["winners", "scaling"])])
+def test_the_quick_run(part, tmp_path, monkeypatch):
+    quick(NAME, tmp_path, monkeypatch, "--only", part)
+    drawn = [path.name for path in tmp_path.glob("*.png")]
+    assert drawn == ["contest_digits_n10.png"] * (part == "contest")

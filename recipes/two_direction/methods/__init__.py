@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from recipes.two_direction.methods.ef14 import EF14
 from recipes.two_direction.methods.ef21 import EF21
 from recipes.two_direction.methods.ef21p import EF21P
 from recipes.two_direction.methods.ef21p_diana import EF21PDIANA
-from torchcomp.compressors import RandK, TopK
+from torchcomp.compressors import Compressor, Identity, RandK, TopK
 from torchcomp.engine.keys import Key
 from torchcomp.two_direction import TwoDirectionMethod
 from torchcomp.two_direction.method import Gradients, Method
@@ -35,6 +35,13 @@ class Problem(Protocol):
 
     def value(self, x: Tensor) -> float:
         """Return f(x), up to a constant factor and a constant."""
+
+
+class Messages(NamedTuple):
+    """How many values the compressed messages have; d values down are a dense message."""
+
+    up: int  # of a worker
+    down: int  # of the server
 
 
 # About a gigabyte: 100 workers draw 65 indices of two bytes each.
@@ -57,32 +64,38 @@ def random(k: int) -> RandK:
     return RememberingRandK(k=k, unbiased=True)
 
 
+def _largest(f: Problem, sent: Messages) -> Compressor:
+    return Identity() if sent.down == f.d else TopK(k=sent.down)
+
+
 def _start(f: Problem, server: ParameterServer) -> tuple[Any, ...]:
     return f.gradients(server.mine), torch.zeros(f.d, dtype=torch.float64), server
 
 
-def _agd(f: Problem, server: ParameterServer, k: int, step: float) -> Method:
+def _agd(f: Problem, server: ParameterServer, sent: Messages, step: float) -> Method:
     # A constant momentum needs strong convexity.
     if f.mu == 0:
         return FISTA(*_start(f, server), gamma=step)
     return ConstantMomentumAGD(*_start(f, server), gamma=step, mu=f.mu)
 
 
-METHODS: dict[str, Callable[[Problem, ParameterServer, int, float], Method]] = {
-    "2Direction": lambda f, server, k, step: TwoDirectionMethod(
-        *_start(f, server), random(k), TopK(k=k), lbar=1 / step, mu=f.mu
+METHODS: dict[str, Callable[[Problem, ParameterServer, Messages, float], Method]] = {
+    "2Direction": lambda f, server, sent, step: TwoDirectionMethod(
+        *_start(f, server), random(sent.up), _largest(f, sent), lbar=1 / step, mu=f.mu
     ),
     "AGD": _agd,
-    "AGD, three sequences": lambda f, server, k, step: AGD(
+    "AGD, three sequences": lambda f, server, sent, step: AGD(
         *_start(f, server), lbar=1 / step, mu=f.mu
     ),
-    "EF21-P + DIANA": lambda f, server, k, step: EF21PDIANA(
-        *_start(f, server), random(k), TopK(k=k), gamma=step
+    "EF21-P + DIANA": lambda f, server, sent, step: EF21PDIANA(
+        *_start(f, server), random(sent.up), _largest(f, sent), gamma=step
     ),
-    "DIANA": lambda f, server, k, step: DIANA(*_start(f, server), random(k), gamma=step),
-    "EF21-P": lambda f, server, k, step: EF21P(*_start(f, server), TopK(k=k), gamma=step),
-    "EF21": lambda f, server, k, step: EF21(*_start(f, server), TopK(k=k), gamma=step),
-    "EF14": lambda f, server, k, step: EF14(*_start(f, server), TopK(k=k), gamma=step),
+    "DIANA": lambda f, server, sent, step: DIANA(*_start(f, server), random(sent.up), gamma=step),
+    "EF21-P": lambda f, server, sent, step: EF21P(
+        *_start(f, server), _largest(f, sent), gamma=step
+    ),
+    "EF21": lambda f, server, sent, step: EF21(*_start(f, server), TopK(k=sent.up), gamma=step),
+    "EF14": lambda f, server, sent, step: EF14(*_start(f, server), TopK(k=sent.up), gamma=step),
 }
 ACCELERATED = ("2Direction", "AGD", "AGD, three sequences")
 """The accelerated methods. Their step size cannot exceed 1/mu."""

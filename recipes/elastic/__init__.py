@@ -1,1 +1,0 @@
-"""Training under torchrun with restarts and changing numbers of ranks."""
