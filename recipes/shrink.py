@@ -13,7 +13,7 @@ from PIL import Image
 
 from recipes.distributed import env_world_size
 from recipes.settings import Settings
-from torchcomp.local_sgd.schedules.rules import TwoPhase
+from torchcomp.local_sgd.schedules import TwoPhase
 from torchcomp.specs.spec import parse_schedule
 
 SMALLER = {

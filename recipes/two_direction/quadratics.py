@@ -18,7 +18,7 @@ from recipes.experiments import ResultTable
 from recipes.rows import Row, Spread, distinct, spread, where
 from recipes.two_direction.contest import OUTCOME, RUN, Setting, race
 from recipes.two_direction.methods import Messages
-from torchcomp.two_direction.base import Gradients
+from torchcomp.two_direction.method import Gradients
 
 D = 60
 FALL = 1e-4
