@@ -43,13 +43,14 @@ def test_what_is_no_ddp_model_is_refused():
     from accelerate import Accelerator
     from transformers import Trainer, TrainingArguments
 
-    accelerator, arguments = (
-        Accelerator(cpu=True),
-        TrainingArguments(use_cpu=True, report_to="none"),
+    accelerator = Accelerator(cpu=True)
+    prepared, optimizer = accelerator.prepare(
+        nn.Linear(2, 2), torch.optim.SGD([torch.zeros(1)], lr=0.1)
     )
+    arguments = TrainingArguments(use_cpu=True, report_to="none")  # resets Accelerate's state
     for wrong in (
         accelerator,
-        accelerator.prepare(nn.Linear(2, 2)),
+        prepared,
         of_fabric(),
         lightning.LightningModule(),
         lightning.Trainer(accelerator="cpu"),
@@ -58,7 +59,6 @@ def test_what_is_no_ddp_model_is_refused():
         with pytest.raises(torchcomp.UnsupportedModelError, match="docs/integrations"):
             torchcomp.register(wrong, "mean")
     # The optimizer of accelerate has the inner one that the error names.
-    optimizer = accelerator.prepare(torch.optim.SGD([torch.zeros(1)], lr=0.1))
     assert isinstance(vars(optimizer)["optimizer"], torch.optim.SGD)
     assert not hasattr(optimizer, "_optimizer_step_pre_hooks")
 
