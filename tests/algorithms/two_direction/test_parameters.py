@@ -9,6 +9,7 @@ from torchcomp.errors import SpecError
 
 
 def test_probabilities():
+    assert vars(parameters.probabilities(9.0)) == {"p": 0.1, "tau": 0.1}
     # mu_r = 0.5 * 650 / 65 = 5 < omega + 1, so p = 1 / (omega + 1).
     even = parameters.priced_probabilities(9.0, d=650, k_up=65, k_down=65, r=0.5)
     assert (even.p, even.tau) == pytest.approx((0.1, 0.1 ** (1 / 3) / 10 ** (2 / 3)))
@@ -21,6 +22,8 @@ def test_probabilities():
 
 @pytest.mark.parametrize("omega", [-3.0, -1.0, math.nan, math.inf])
 def test_an_omega_or_d_out_of_range_is_refused(omega):
+    with pytest.raises(SpecError, match=rf"omega\b.*{omega}"):
+        parameters.probabilities(omega)
     with pytest.raises(SpecError, match=rf"omega\b.*{omega}"):
         parameters.priced_probabilities(omega, d=65, k_up=1, k_down=1, r=0.5)
     with pytest.raises(SpecError, match=r"^d\b.*\b1\b.*6\.5"):
