@@ -234,7 +234,7 @@ def test_register_logs_the_method_and_its_bytes_on_rank_0(
         return sum(p.numel() for p in run.model.parameters()), run.handle.stats
 
     numel, stats = on_threads(4, body)[0]
-    (record,) = [record for record in caplog.records if record.name == "torchcomp.ddp.log"]
+    (record,) = [record for record in caplog.records if record.name == "torchcomp.ddp.register"]
     for value in (TOPK, f"{numel:,}", f"{stats.bytes_sent:,}", f"{stats.dense_bytes_sent:,}"):
         assert value in record.getMessage()
 

@@ -215,10 +215,10 @@ REFUSED = {
     "lr twice": no_lrs(
         r"several.*'0\.weight'", lambda m: [torch.optim.SGD(m.parameters(), lr) for lr in (1, 2)]
     ),
-    "lr missing": no_lrs("'lr'.*SGD", without_lr),
+    "lr missing": no_lrs("SGD.*'lr'", without_lr),
     "no manager": managed("object", object()),
     "async": managed("use_async_quorum=False", single(_use_async_quorum=True)),
-    "group of 2": managed("2 ranks", single(_group_world_size=2)),
+    "group of 2": managed("one rank", single(_group_world_size=2)),
     "spares": managed("DYNAMIC", single(_replica_world_size_mode=SPARES)),
     "late and a manager": managed("manager", single(), "check", check="late"),
     "nodes and a manager": managed("manager", single(), "nodes", nodes=1),

@@ -37,7 +37,6 @@ class Executor:
         """Finish the submitted jobs, or wait `timeout` seconds for them; release threads."""
 
     def fail(self, error: BaseException) -> None:
-        """Run no further job, because of this error."""
         self.failure = self.failure or error
         if self._leave is not None and not isinstance(error, ON_ALL_RANKS):
             self._leave(error)
@@ -47,15 +46,13 @@ class Executor:
             try:
                 job()
             except BaseException as error:
-                # Kept for the owner: through a future, DDP would report it as "Unable to cast
-                # <message> to Tensor". SystemExit as well: it would end the thread of the jobs, for
-                # which the backward pass then waits for ever.
+                # Kept for the owner, because DDP reports an error of a future as another one.
+                # SystemExit as well: it would end the thread, and the backward pass would wait.
                 self.fail(error)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream for an exchange, of high priority."""
-    # Otherwise, the many small kernels of an exchange would end after the backward pass.
+    """Return a stream of high priority: otherwise, the many small kernels would end late."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
@@ -83,11 +80,7 @@ class StreamExecutor(Executor):
 
 
 class ThreadExecutor(Executor):
-    """Runs jobs in one worker thread. For gloo, this is the only safe way to overlap collectives.
-
-    One blocks the thread that calls it, and from a future's callback, it can pair with the wrong
-    one of another rank.
-    """
+    """Runs jobs in one worker thread, for gloo, whose collectives block the caller."""
 
     def __init__(self, leave: Leave | None = None) -> None:
         super().__init__(leave)
@@ -138,7 +131,6 @@ def _in_thread(exchange: ProcessGroupExchange) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the current backward pass, after callbacks queued earlier."""
-    # There is no public function for this. DDP queues its final callback in the same way.
+    """Call `callback` at the end of the current backward pass, as DDP does its final one."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

@@ -41,8 +41,7 @@ class DDPHandle(Handle):
         lrs: OptimizerLRs | None = None,
     ) -> None:
         super().__init__(model, buckets, buckets.parameters, scaler, lrs)
-        # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
-        # model alive.
+        # Weak, because DDP's reducer refers to the handle: a cycle would keep the model alive.
         self._model = weakref.ref(model)
         # By id, because DDP passes parameters to the hook, not their names.
         self._names = {id(parameter): name for name, parameter in buckets.parameters.items()}
@@ -73,7 +72,7 @@ class DDPHandle(Handle):
     # --- Called by the hook, during the backward pass ---
 
     def _receive(self, grad_bucket: GradBucket) -> Future:
-        if self._closed:
+        if self.closed:
             raise RuntimeError(f"this handle is closed. {AFTER_CLOSE}")
         index, flat, last = grad_bucket.index(), grad_bucket.buffer(), grad_bucket.is_last()
         buckets, unused, end_step = self._buckets, self._unused, self._end_step
@@ -83,7 +82,7 @@ class DDPHandle(Handle):
         same = known is not None and len(known[0]) == len(parameters)
         if known is None or not same or not all(map(is_, known[0], parameters)):
             names = tuple([self._names[id(parameter)] for parameter in parameters])
-            known = self._known[index] = parameters, buckets.shape_of(names)
+            known = self._known[index] = parameters, BucketShape.of(names, buckets.parameters)
         bucket = Bucket(known[1], flat, lasts=True)
 
         def job() -> None:
@@ -127,8 +126,7 @@ class DDPHandle(Handle):
         self._running = False
         if failure is not None:
             if self.averager.step > self._step_before:
-                # With two levels, the step can end well before the gradients are back in DDP's
-                # buckets.
+                # With two levels, the step can end before the gradients are in DDP's buckets.
                 self.averager.abandon(self._step_before)
                 self.averager.abandoned = False  # no job is left
             # Raise after DDP's own final callback, so that DDP is ready for another iteration.
@@ -138,16 +136,14 @@ class DDPHandle(Handle):
         for executor in self._buckets.executors:
             executor.failure = None
         if self._discarded is not None:
-            self._discarded.interrupted()
+            self._discarded.is_stepping = False
         raise failure
 
 
 class UnusedWatch:
     """Tracks which parameters a step uses, and restores DDP's buckets for those of no rank.
 
-    DDP does not change the gradient of such a parameter, whatever the hook writes to its bucket. If
-    error feedback sent its residual in that step, the residual would be lost. The engine therefore
-    keeps its state.
+    DDP does not change the gradient of such a parameter, so a residual that it sent would be lost.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -162,8 +158,7 @@ class UnusedWatch:
             parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def before(self, bucket: Bucket) -> None:
-        """Copy one of DDP's buckets, for the parameters that this rank did not use."""
-        # Other ranks can have used them. That is known only at the end of the step.
+        """Copy the parts of a bucket that this rank did not use: other ranks can have."""
         for name, part in bucket.parts().items():
             if name not in self.used:
                 self._before[name] = (part, part.clone())

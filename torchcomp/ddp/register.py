@@ -1,5 +1,6 @@
 """register_ddp: install compressed gradient exchange on a DDP model; the options of all models."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
@@ -9,22 +10,23 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.aggregators import Aggregator, planned_two_levels
+from torchcomp.aggregators import Aggregator, Mean, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp import checks
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.hook import DDPHandle, hook
-from torchcomp.ddp.log import log_method
 from torchcomp.ddp.loop import OptimizerLRs, Optimizers
 from torchcomp.ddp.managed import Managed, check_manager, check_one_rank
-from torchcomp.ddp.two_level import Levels, TwoLevel
+from torchcomp.ddp.two_level import TwoLevel
 from torchcomp.engine.averager import Averager
-from torchcomp.engine.bucket import Group, partition
+from torchcomp.engine.bucket import BucketShape, Group, partition
 from torchcomp.engine.keys import check_seed
+from torchcomp.engine.stats import sent_instead
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
 from torchcomp.exchange.nodes import Nodes
+from torchcomp.exchange.traffic import Traffic
 from torchcomp.routes import wire
 from torchcomp.specs.auto import Auto
 from torchcomp.specs.checks import check_choice, check_flag
@@ -35,8 +37,10 @@ from torchcomp.specs.spec import candidates, parse_registered
 if TYPE_CHECKING:
     from torchcomp.guard import Guard
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Options:
     """The keyword arguments of :func:`torchcomp.register`, which describes them."""
 
@@ -52,7 +56,6 @@ class Options:
     checksum: bool = False
 
     def compared(self, spec: str | Component) -> dict[str, Any]:
-        """Return what must match on all ranks."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         del values["scaler"]
         for name in ("lr_inside", "replicate", "manager"):  # each rank has its own
@@ -62,7 +65,6 @@ class Options:
         return {"spec": spec, **values}
 
     def require_valid(self) -> None:
-        """Require valid values that fit together."""
         check_seed(self.seed)
         check_scaler(self.scaler)
         if self.guard is not None and self.guard is not False:
@@ -82,11 +84,10 @@ class Options:
                 raise late_does_not_fit("a manager, which decides on a step when it ends")
             for name in ("nodes", "replicate"):
                 if getattr(self, name) is not None:
-                    problem = "does not fit manager, whose ranks come and go. Leave one of them out"
-                    raise SpecError(f"{name} {problem}", name)
+                    raise SpecError(f"{name} does not fit manager, whose ranks come and go", name)
 
     def late(self, device: torch.device) -> bool:
-        """Return whether the host checks a step of gradients on `device` when the next begins."""
+        """Return whether the host checks a step on `device` when the next begins."""
         if self.check == "auto":
             return device.type != "cpu" and self.manager is None
         return self.check == "late"
@@ -103,7 +104,6 @@ class Options:
         )
 
     def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
-        """Return the learning rates of the parameters, or None without `lr_inside`."""
         return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
 
 
@@ -121,10 +121,7 @@ def late_does_not_fit(needs: str) -> SpecError:
 _Checked = tuple[
     Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None
 ]
-"""The methods, the groups of parameters, their learning rates, the nodes of two levels, and auto.
-
-Training begins with the first of the methods. Without ``auto`` there is no other.
-"""
+"""The methods (several with ``auto``), groups, learning rates, nodes of two levels, and auto."""
 Everyone = ProcessGroupExchange | InProcessExchange
 """The ranks that register together; with a manager, this one alone."""
 
@@ -167,11 +164,33 @@ def register_ddp(
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         size = 1 if nodes is None else nodes.size
-        shapes = [buckets.shape_of(group) for group in buckets.averager.buckets]
+        shapes = [BucketShape.of(group, buckets.parameters) for group in buckets.averager.buckets]
         planned = planned_two_levels(aggregator, shapes, everyone.world_size, size)
-        nodes_of = f"nodes of {size} ranks" if size > 1 else ""
-        log_method(buckets, planned, nodes_of, lrs)
+        log_method(buckets, planned, f"nodes of {size} ranks" if size > 1 else "")
     return handle
+
+
+def log_method(buckets: Buckets, planned: Traffic, between: str) -> None:
+    """Log what was registered, and warn if what the method does not send is lost."""
+    averager = buckets.averager
+    aggregator, warmup_steps = averager.aggregator, averager.aggregator.stages[-1]
+    _log.info(
+        "registered %s: %d parameters with %s elements, groups: %d, per step%s%s %s",
+        aggregator,
+        len(averager.parameters),
+        f"{sum(each.numel() for each in buckets.parameters.values()):,}",
+        len(averager.buckets),
+        f" after the first {warmup_steps:,}" if warmup_steps else "",
+        f" between {between}" if between else "",
+        sent_instead(planned.sent, planned.dense),
+    )
+    if isinstance(aggregator, Mean) and aggregator.loses:
+        _log.warning(
+            "%s keeps no residual, so the part of the gradient that it does not send is lost. "
+            "Use ef(%s) to send it in later steps",
+            aggregator,
+            aggregator.compressor,
+        )
 
 
 def _buckets(
@@ -188,7 +207,7 @@ def _buckets(
         return Managed(make, parameters, groups, options.manager, device)
     if nodes is not None:
         inside = None if options.inside is None else torch.bfloat16
-        return TwoLevel(make, parameters, groups, Levels(nodes, everyone), inside)
+        return TwoLevel(make, parameters, groups, nodes, everyone, inside)
     exchange, executor = transport(model.process_group, device)
     averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
     return Buckets(averager, everyone, place, parameters, [executor])

@@ -14,9 +14,8 @@ from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.checkpoint import digest_of
 from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.log import log_method
 from torchcomp.ddp.loop import OptimizerLRs
-from torchcomp.ddp.register import Options
+from torchcomp.ddp.register import Options, log_method
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
 from torchcomp.fsdp.handle import FSDPHandle, check_method
 from torchcomp.fsdp.units import Unit, all_parameters, units_of
@@ -65,7 +64,7 @@ def register_fsdp(
     if everyone.rank == 0:
         shapes = [averager.shape_of(names) for names in averager.buckets]
         planned = planned_traffic(aggregator, shapes, replicas.world_size)
-        log_method(buckets, planned, f"{replicas.world_size} replicas", lrs)
+        log_method(buckets, planned, f"{replicas.world_size} replicas")
     return handle
 
 
