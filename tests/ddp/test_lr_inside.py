@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import torchcomp
 from tests.support.cases import thorough
-from tests.support.models import kept, weights, wrap
+from tests.support.models import kept, optimizer_step, weights, wrap
 from tests.support.outcomes import assert_close, assert_refused, caught
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
@@ -59,13 +59,8 @@ class Run:
         loss = self.model(inputs(step) / (0.0 if overflows and dist.get_rank() else 1.0))
         if not overflows:
             self.expected -= lrs * inputs(step)
-        if self.scaler is None:
-            loss.backward()
-            self.optimizer.step()
-        else:
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        optimizer_step(self.optimizer, self.scaler)
         self.scheduler.step()
 
     def unsent(self) -> Tensor:

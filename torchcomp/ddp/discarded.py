@@ -31,8 +31,7 @@ _log = logging.getLogger(__name__)
 class Discarded:
     """Finds out whether the last step of an averager was thrown away, and takes it back.
 
-    Where no optimizer of the parameters is seen to step, such as with an update written by hand or
-    in a CUDA graph, every step counts. A rank that `speaks` logs the first step that is taken back.
+    Where no optimizer is seen to step, every step counts. A rank that `speaks` logs the first one.
     """
 
     def __init__(
@@ -41,12 +40,10 @@ class Discarded:
         # Whether the last step counts, and no optimizer has stepped on its gradients.
         self.open = False
         self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
-        # Weak, because the averager refers to this object.
-        self._averager = weakref.ref(averager)
+        self._averager = weakref.ref(averager)  # which refers to this object
         self._parameters = list(parameters.values())
         self._ids = set(map(id, self._parameters))
-        # The last optimizer that has stepped on the parameters. Where it is gone, something else
-        # may update them.
+        # The last one that has stepped. Where it is gone, something else may update the parameters.
         self._optimizer: weakref.ref[Optimizer] | None = None
         # Whether an optimizer is in its step, and whether any parameter then has a gradient.
         self.is_stepping = self._uses = False
@@ -93,7 +90,7 @@ class Discarded:
             try:
                 averager.decide()
             except Exception:
-                # The steps before it still count or not with the gradients that are there.
+                # The steps before it still count or not with the gradients.
                 self._last = averager.step, averager.changes
                 self.open = averager.steps_kept > 0
                 raise

@@ -19,11 +19,13 @@ AT_EXIT_SECONDS = 2.0
 
 
 class Executor:
-    """Runs jobs in the order of submission, until one raises; this base class without overlap."""
+    """Runs jobs in the order of submission, until one raises; this base class without overlap.
+
+    `leave` is called with an error that other ranks, which would wait for this one, may not have.
+    """
 
     def __init__(self, leave: Leave | None = None) -> None:
         self.failure: BaseException | None = None  # of a job; the owner reads and resets it
-        # Called with an error that other ranks may not have, and who would wait for this one.
         self._leave = leave
 
     def submit(self, job: Job, *, always: bool = False) -> None:
@@ -65,16 +67,15 @@ class StreamExecutor(Executor):
         self._caller: torch.cuda.Stream | None = None
 
     def submit(self, job: Job, *, always: bool = False) -> None:
-        # The job reads gradients that the current stream is still computing. Name the device: the
-        # model can be on another one than the current device.
+        # The job reads gradients that this stream computes, maybe not on the current device.
         self._caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(self._caller)
         with torch.cuda.stream(self._stream):
             self._run(job, always)
 
     def close(self, timeout: float | None = None) -> None:
-        # The caller's stream waits, because it will reuse memory that the jobs still read. The host
-        # does not: it would hang behind a collective that another rank never joins.
+        # The caller's stream reuses memory that the jobs read. The host does not wait: it would
+        # hang behind a collective that another rank never joins.
         if self._caller is not None:
             self._caller.wait_stream(self._stream)
 
@@ -102,8 +103,7 @@ class ThreadExecutor(Executor):
     def _work(self) -> None:
         while (submitted := self._jobs.get()) is not None:
             self._run(*submitted)
-            # A local name would keep the job's tensors alive until the next job.
-            del submitted
+            del submitted  # or the job's tensors live until the next job
             self._jobs.task_done()
         self._jobs.task_done()
 
@@ -113,8 +113,7 @@ def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Ex
     users = ProcessGroupExchange(group, device)
     if not _in_thread(users):
         return users, executor_for(users, users.leave)
-    # A private group, because DDP and the user issue collectives from another thread. First the
-    # group: if a rank is lost here, there is no thread to end.
+    # A private group, because DDP and the user issue collectives from another thread.
     private = PrivateExchange(new_name(users), users.global_ranks, users)
     return private, executor_for(users, private.leave)
 

@@ -58,20 +58,18 @@ class Handle(OfOneProcess, Gatherable):
         self._buckets = buckets
         self.averager = buckets.averager
         self.guard: Any = buckets.averager.observer or _NO_GUARD
-        self.closed, self.seconds_waited = False, 0.0
+        self.closed, self.seconds_waited, self._lrs = False, 0.0, lrs
         scales = scaler is not None and scaler.is_enabled()
         self._loss_scale = LossScale(scaler, model) if scaler is not None and scales else None
-        self._lrs = lrs
-        # Replaces the gradients of a step that does not count, if only the device knows that. A
-        # scaler skips the step because of the infinity. Without one, the optimizer gets zeros.
+        # Gradients of a step that does not count, if only the device knows that: a scaler skips
+        # the step because of the infinity, and without one, the optimizer gets zeros.
         self._void_value = math.inf if scales else 0.0
         self._discarded: Discarded | None = None
-        if buckets.gathers:  # a manager decides on each step itself
+        if buckets.gathers:  # a manager decides itself
             self._discarded = Discarded(self.averager, parameters, buckets.everyone.rank == 0)
         self._running = False
         self._step_before = 0  # steps before the backward pass that is running
-        # Of the last forward pass. On CUDA, backward passes run in another one.
-        self._thread = threading.current_thread()
+        self._thread = threading.current_thread()  # of the last forward pass
         # Ends the threads also if the user deletes the model without `close`.
         self._finalizer = weakref.finalize(self, buckets.close, AT_EXIT_SECONDS)
 
@@ -100,9 +98,8 @@ class Handle(OfOneProcess, Gatherable):
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps. Call this on all ranks with the same spec.
 
-        The callback of a guard may call it as well: the step that begins next has the new method.
-        If only some ranks do, that step raises RankMismatchError on all of them. After a swap,
-        ``"auto"`` no longer chooses.
+        The callback of a guard may call it as well: if only some ranks do, the next step raises
+        RankMismatchError on all of them. After a swap, ``"auto"`` no longer chooses.
 
         Args:
             spec: the new method.
@@ -229,7 +226,8 @@ class Handle(OfOneProcess, Gatherable):
     def _method_of(self, state: Any) -> Aggregator | None:
         return None
 
-    def _check_method(self, aggregator: Aggregator) -> None:
+    @staticmethod
+    def _check_method(aggregator: Aggregator) -> None:
         """Raise SpecError if the method cannot run on this kind of model."""
 
     def _enter_pass(self) -> None:

@@ -43,7 +43,6 @@ class DDPHandle(Handle):
         super().__init__(model, buckets, buckets.parameters, scaler, lrs)
         # Weak, because DDP's reducer refers to the handle: a cycle would keep the model alive.
         self._model = weakref.ref(model)
-        # By id, because DDP passes parameters to the hook, not their names.
         self._names = {id(parameter): name for name, parameter in buckets.parameters.items()}
         # By the index of a bucket: its parameters and its shape, until DDP rebuilds its buckets.
         self._known: dict[int, tuple[list[Tensor], BucketShape]] = {}
@@ -147,11 +146,10 @@ class UnusedWatch:
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        # For which this rank has accumulated a gradient since the last exchange, also in no_sync.
+        # Since the last exchange, also in no_sync. The gradients do not show it: a used parameter's
+        # can be zero, and without zero_grad an unused parameter still has an old one.
         self.used: set[str] = set()
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        # The gradients do not show it: a used parameter's can be zero, and without zero_grad an
-        # unused parameter still has an old one.
         for name, parameter in parameters.items():
             # The hook refers to the set only, so it does not keep this object and its copies alive.
             note = partial(_note, self.used, name)
@@ -165,7 +163,6 @@ class UnusedWatch:
 
     def end(self, unused: Iterable[str]) -> None:
         """Restore the buckets' parts of parameters that no rank used, and begin the next step."""
-        # A step that failed before it began knows only what was unused in the last one.
         for name in self._before.keys() & unused:
             part, before = self._before[name]
             part.copy_(before)
@@ -185,8 +182,7 @@ def _complete(
 ) -> None:
     if unused is not None:
         unused.end(averager.unused)
-    if averager.void is not None:
-        # Only the device knows whether the step counts.
+    if averager.void is not None:  # only the device knows whether the step counts
         for flat, _ in received:
             fill_where(averager.void, flat, void_value)
     # Only now: a group can still change any of DDP's buckets until the last one is averaged.

@@ -1,7 +1,6 @@
 """Managed: average DDP's buckets over the ranks that torchft's Manager has brought together.
 
-The manager decides who takes part in a step and whether it counts, and heals ranks that join. This
-module follows it, and does not import torchft:
+The manager decides who takes part in a step and whether it counts, and heals ranks that join:
 
 1. Before the first bucket: if there is another quorum, go on with its ranks.
 2. If a collective fails, tell the manager, and leave out the rest of the step.
@@ -54,9 +53,8 @@ def check_one_rank(model: DistributedDataParallel) -> None:
     ranks = model.process_group.size()
     if ranks != 1:
         raise UnsupportedModelError(
-            "with a manager, the ranks of its quorum exchange, but the model's own process group "
-            f"has {ranks} ranks. With torchft, build torch.nn.parallel.DistributedDataParallel("
-            "module, process_group=ProcessGroupDummy(0, 1))"
+            f"with a manager, the model's own process group has one rank, not {ranks}. Build "
+            "torch.nn.parallel.DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))"
         )
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +56,13 @@ class Options:
     checksum: bool = False
 
     def compared(self, spec: str | Component) -> dict[str, Any]:
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {"spec": spec, **vars(self)}
         del values["scaler"]
         for name in ("lr_inside", "replicate", "manager"):  # each rank has its own
             values[name] = "none" if values[name] is None else "set"
         if isinstance(self.nodes, DeviceMesh):
             values["nodes"] = "a DeviceMesh"
-        return {"spec": spec, **values}
+        return values
 
     def require_valid(self) -> None:
         check_seed(self.seed)
@@ -77,11 +77,11 @@ class Options:
         if self.inside is not None:
             check_choice("inside", self.inside, ("bf16",))
             if self.nodes is None:
-                raise SpecError("inside is for the exchange inside a node: pass nodes", "inside")
+                raise SpecError("inside is for nodes: pass nodes", "inside")
         if self.manager is not None:
             check_manager(self.manager)
             if self.check == "late":
-                raise late_does_not_fit("a manager, which decides on a step when it ends")
+                raise SpecError("check='late' does not fit a manager. Use check='now'", "check")
             for name in ("nodes", "replicate"):
                 if getattr(self, name) is not None:
                     raise SpecError(f"{name} does not fit manager, whose ranks come and go", name)
@@ -94,14 +94,9 @@ class Options:
 
     def averager_of(self, aggregator: Aggregator, device: torch.device) -> Callable[..., Averager]:
         """Return what makes an averager of an exchange, parameters by name, and groups."""
-        return partial(
-            Averager,
-            aggregator,
-            seed=self.seed,
-            late=self.late(device),
-            checksum=self.checksum,
-            takes_back=self.manager is None,
-        )
+        late, alone = self.late(device), self.manager is None
+        options: dict[str, Any] = {"seed": self.seed, "checksum": self.checksum}
+        return partial(Averager, aggregator, late=late, takes_back=alone, **options)
 
     def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
         return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
@@ -113,39 +108,41 @@ def check_scaler(scaler: object) -> None:
         raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
-def late_does_not_fit(needs: str) -> SpecError:
-    """Return the error for an option that needs the result of a step in the same step."""
-    return SpecError(f"check='late' does not fit {needs}. Use check='now'", "check")
-
-
 _Checked = tuple[
     Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None
 ]
 """The methods (several with ``auto``), groups, learning rates, nodes of two levels, and auto."""
-Everyone = ProcessGroupExchange | InProcessExchange
-"""The ranks that register together; with a manager, this one alone."""
 
 
 def register_ddp(
     model: DistributedDataParallel, spec: str | Component, options: Options
 ) -> DDPHandle:
     """Install compressed gradient exchange on a DDP model; see :func:`torchcomp.register`."""
-    # Without DDP there is no process group in which the ranks could verify anything.
+    # First: without DDP, there is no process group in which the ranks could verify anything.
     checks.check_is_ddp(model)
     device = checks.device_of(model)
-    everyone: Everyone
+    # With a manager, ranks register when they join, and the first step compares them. Otherwise,
+    # verify in DDP's own group: creating one would hang if another rank has already raised.
+    everyone: ProcessGroupExchange | InProcessExchange = InProcessExchange.alone(device)
     if options.manager is None:
-        # Verify in DDP's own group. Creating one would hang if another rank has already raised.
         everyone = ProcessGroupExchange(model.process_group, device)
-    else:
-        # A rank that joins later registers later. The first step with it compares the ranks.
-        everyone = InProcessExchange.alone(device)
-    ranks = everyone.global_ranks
+    check = partial(_check, model, spec, options, everyone.global_ranks)
     methods, groups, lrs, nodes, auto = everyone.build(
-        "torchcomp.register", options.compared(spec), lambda: _check(model, spec, options, ranks)
+        "torchcomp.register", options.compared(spec), check
     )
     aggregator = methods[0]
-    buckets = _buckets(model, options, aggregator, groups, nodes, everyone)
+    parameters = dict(checks.trained_parameters(model))
+    make = options.averager_of(aggregator, device)
+    buckets: Buckets
+    if isinstance(everyone, InProcessExchange):
+        buckets = Managed(make, parameters, groups, options.manager, device)
+    elif nodes is not None:
+        inside = None if options.inside is None else torch.bfloat16
+        buckets = TwoLevel(make, parameters, groups, nodes, everyone, inside)
+    else:
+        exchange, executor = transport(model.process_group, device)
+        averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
+        buckets = Buckets(averager, everyone, place, parameters, [executor])
     if options.guard:
         from torchcomp.guard import watch
 
@@ -193,26 +190,6 @@ def log_method(buckets: Buckets, planned: Traffic, between: str) -> None:
         )
 
 
-def _buckets(
-    model: DistributedDataParallel,
-    options: Options,
-    aggregator: Aggregator,
-    groups: Sequence[Group],
-    nodes: Nodes | None,
-    everyone: Everyone,
-) -> Buckets:
-    device, parameters = everyone.device, dict(checks.trained_parameters(model))
-    make = options.averager_of(aggregator, device)
-    if isinstance(everyone, InProcessExchange):
-        return Managed(make, parameters, groups, options.manager, device)
-    if nodes is not None:
-        inside = None if options.inside is None else torch.bfloat16
-        return TwoLevel(make, parameters, groups, nodes, everyone, inside)
-    exchange, executor = transport(model.process_group, device)
-    averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
-    return Buckets(averager, everyone, place, parameters, [executor])
-
-
 def _check(
     model: DistributedDataParallel, spec: str | Component, options: Options, ranks: Sequence[int]
 ) -> tuple[_Checked, dict[str, Any]]:
@@ -224,9 +201,8 @@ def _check(
         check_one_rank(model)
     checks.check_model(model)
     if options.check == "late" and model.find_unused_parameters and not model.static_graph:
-        raise late_does_not_fit(
-            "find_unused_parameters=True, which leaves unused parameters as they are"
-        )
+        problem = "check='late' does not fit find_unused_parameters=True"
+        raise SpecError(f"{problem}. Use check='now'", "check")
     checks.check_before_backward(model)
     parsed = parse_registered(spec)
     auto = parsed if isinstance(parsed, Auto) else None

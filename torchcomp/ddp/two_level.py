@@ -1,16 +1,14 @@
 """TwoLevel: average inside each node first, and exchange compressed messages between the nodes.
 
-A bucket is cut into equal pieces, one for each rank of a node. Three steps follow, each in a lane
-(an executor) of its own, so that one bucket's run beside another's:
+A bucket is cut into equal pieces, one for each rank of a node. Each of three steps runs in a lane
+(an executor) with a process group of its own, and takes the buckets in DDP's order:
 
 1. inside: reduce-scatter. Each rank gets the mean of its piece over the node, uncompressed.
-2. between: the averager compresses the piece, and averages it with the ranks of equal place in the
-   other nodes.
+2. between: the averager compresses the piece, and averages it with those of the other nodes.
 3. inside: all-gather. Each rank gets the other pieces.
 
-The result is that of the method among nodes, as if each were one rank with the mean gradient of its
-ranks, with a separate selection in each piece. Each lane has a process group of its own, and takes
-its jobs in the order of DDP's buckets, so the ranks make the same calls.
+The result is that of the method among nodes, each as one rank with the mean gradient of its ranks,
+with a separate selection in each piece.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -118,9 +116,8 @@ class TwoLevel(Buckets):
         self.executors[1].submit(partial(end, dense_bytes=self._dense_bytes))
 
     def _reduce(self, pieces: Pieces, parts: dict[str, Tensor]) -> Tensor:
-        dtype, ranks = pieces.whole.dtype, pieces.ranks
-        numel, device = ranks * pieces.piece.numel, self.everyone.device
-        out = self._pieces.take(numel, self._inside or dtype, device)
+        dtype, ranks, device = pieces.whole.dtype, pieces.ranks, self.everyone.device
+        out = self._pieces.take(ranks * pieces.piece.numel, self._inside or dtype, device)
         pieces.cut(parts, out)
         if out.dtype != torch.float16:
             return self._scatter.reduce_scatter(out, dtype).div_(ranks)
@@ -130,9 +127,8 @@ class TwoLevel(Buckets):
     def _average(self, pieces: Pieces, mine: Tensor, parts: dict[str, Tensor]) -> None:
         host.keep_for_this_stream(mine)
         # Lanes 1 and 3 move a piece to each rank of the node. Counted here, where the step ends.
-        itemsize = (self._inside or mine.dtype).itemsize
-        sent = 2 * mine.numel() * itemsize * (pieces.ranks - 1)
-        self._checks.count(Load(sent=sent))
+        sent = 2 * mine.numel() * (self._inside or mine.dtype).itemsize
+        self._checks.count(Load(sent=sent * (pieces.ranks - 1)))
         self.averager.average(Bucket(pieces.piece, mine))
         self.executors[2].submit(partial(self._join, pieces, mine, parts))
 
