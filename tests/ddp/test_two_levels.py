@@ -17,7 +17,6 @@ from tests.support.cases import only
 from tests.support.models import (
     METHODS,
     THROUGH_DDP,
-    Branches,
     Gradients,
     convolutions,
     gradients,
@@ -26,14 +25,12 @@ from tests.support.models import (
     loss_of,
     mlp,
     rows,
-    seeded,
     weights,
     wrap,
 )
 from tests.support.outcomes import (
     assert_close,
     assert_replicas_equal,
-    messages,
     raised_by,
     reloaded,
     same,
@@ -237,36 +234,6 @@ def test_a_sum_beyond_float16_is_a_mean_within_it() -> None:
 
     for gradient in on_threads(4, body):
         assert torch.equal(gradient, torch.full_like(gradient, 40_000.0))
-
-
-def test_unused_parameters_are_as_in_ddp() -> None:
-    def body() -> None:
-        ours, plain = (
-            wrap(seeded(Branches().double()), find_unused_parameters=True) for _ in range(2)
-        )
-        torchcomp.register(ours, "mean", nodes=2)
-        for step, used in enumerate([("left",), ("left", "right"), ("right",), ()]):
-            for model in (ours, plain):
-                model.zero_grad()
-                loss_of(model(rows(step), used)).backward()
-            for mine, wanted in zip(ours.parameters(), plain.parameters(), strict=True):
-                assert (mine.grad is None) == (wanted.grad is None)
-                if wanted.grad is not None:
-                    assert_close(mine.grad, wanted.grad)
-
-    on_threads(4, body)
-
-
-def test_bytes_are_those_of_the_method_between_nodes() -> None:
-    (_, _, _, stats), *_ = on_threads(4, averaged)
-    (_, _, _, flat), *_ = on_threads(4, averaged, TOPK, None)
-    numel = sum(parameter.numel() for parameter in mlp().parameters())
-    # A rank sends half a message to one other rank, instead of a message to three.
-    assert stats.bytes_sent < 0.27 * flat.bytes_sent
-    assert stats.inside_bytes_sent == numel * 8
-    assert stats.dense_bytes_sent == flat.dense_bytes_sent // 2
-    assert flat.inside_bytes_sent == 0
-    assert messages(stats).total_inside_bytes_sent == STEPS * stats.inside_bytes_sent
 
 
 def after_a_flush(reads: bool) -> Tensor:

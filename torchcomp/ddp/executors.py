@@ -111,11 +111,11 @@ class ThreadExecutor(Executor):
 def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Exchange, Executor]:
     """Return an exchange among the ranks of `group`, which all call this, and its executor."""
     users = ProcessGroupExchange(group, device)
-    if not _in_thread(users):
-        return users, executor_for(users, users.leave)
-    # A private group, because DDP and the user issue collectives from another thread.
-    private = PrivateExchange(new_name(users), users.global_ranks, users)
-    return private, executor_for(users, private.leave)
+    exchange = users
+    if _in_thread(users):
+        # A private group, because DDP and the user issue collectives from another thread.
+        exchange = PrivateExchange(new_name(users), users.global_ranks, users)
+    return exchange, executor_for(users, exchange.leave)
 
 
 def executor_for(exchange: ProcessGroupExchange, leave: Leave) -> Executor:

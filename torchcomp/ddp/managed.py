@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.checkpoints import checkpoint
@@ -27,7 +26,7 @@ from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, Group
 from torchcomp.exchange import Exchange, InProcessExchange, ManagedExchange
 from torchcomp.routes import wire
-from torchcomp.specs.errors import RankFailureError, SpecError, UnsupportedModelError, WireError
+from torchcomp.specs.errors import RankFailureError, SpecError, WireError
 
 KEY = "torchcomp"
 """The name of a model's state among those that the manager sends to a rank that joins."""
@@ -45,16 +44,6 @@ def check_manager(manager: Any) -> None:
             "this manager cannot be used. Pass use_async_quorum=False, WorldSizeMode.DYNAMIC and "
             "one rank per replica group",
             "manager",
-        )
-
-
-def check_one_rank(model: DistributedDataParallel) -> None:
-    """Require that DDP itself averages over no other rank, because a manager's ranks change."""
-    ranks = model.process_group.size()
-    if ranks != 1:
-        raise UnsupportedModelError(
-            f"with a manager, the model's own process group has one rank, not {ranks}. Build "
-            "torch.nn.parallel.DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))"
         )
 
 

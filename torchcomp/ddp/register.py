@@ -18,7 +18,7 @@ from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.hook import DDPHandle, hook
 from torchcomp.ddp.loop import OptimizerLRs, Optimizers
-from torchcomp.ddp.managed import Managed, check_manager, check_one_rank
+from torchcomp.ddp.managed import Managed, check_manager
 from torchcomp.ddp.two_level import TwoLevel
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import BucketShape, Group, partition
@@ -31,7 +31,7 @@ from torchcomp.routes import wire
 from torchcomp.specs.auto import Auto
 from torchcomp.specs.checks import check_choice, check_flag
 from torchcomp.specs.component import Component
-from torchcomp.specs.errors import SpecError
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
 from torchcomp.specs.spec import candidates, parse_registered
 
 if TYPE_CHECKING:
@@ -197,8 +197,12 @@ def _check(
     if options.replicate is not None:
         raise SpecError("replicate is for a model of fully_shard: leave it out", "replicate")
     options.require_valid()
-    if options.manager is not None:
-        check_one_rank(model)
+    ranks_of_ddp = model.process_group.size()
+    if options.manager is not None and ranks_of_ddp != 1:
+        raise UnsupportedModelError(
+            f"with a manager, the model has a process group of one rank, not {ranks_of_ddp}. Build "
+            "torch.nn.parallel.DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))"
+        )
     checks.check_model(model)
     if options.check == "late" and model.find_unused_parameters and not model.static_graph:
         problem = "check='late' does not fit find_unused_parameters=True"
