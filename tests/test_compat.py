@@ -15,7 +15,6 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from torchcomp.engine.compat import listed_bucket_caps, skips_unused_parameters
 
 FSDP = "torch.distributed.fsdp._fully_shard"
 FSDP_STATE, FSDP_GROUP = f"{FSDP}._fsdp_state.FSDPState", f"{FSDP}._fsdp_param_group.FSDPParamGroup"
@@ -137,18 +136,3 @@ def test_private_names_in_use_are_the_listed_ones():
     foreign = {name for tree in trees for name in used(tree)} - own
     listed = {name for names in PRIVATE.values() for name in names} | OF_FRAMEWORKS
     assert {name for name in foreign if PRIVATE_NAME.fullmatch(name)} == listed
-
-
-# --- Differences between versions -----------------------------------------------------------------
-
-
-class Newer(nn.Module):
-    """Options of DDP that torch 2.6 does not have."""
-
-    skip_all_reduce_unused_params = True
-    bucket_bytes_cap_list = (10, 20)
-
-
-def test_options_that_a_torch_does_not_have_are_off():
-    assert (skips_unused_parameters(nn.Module()), listed_bucket_caps(nn.Module())) == (False, ())
-    assert (skips_unused_parameters(Newer()), listed_bucket_caps(Newer())) == (True, (10, 20))

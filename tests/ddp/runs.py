@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import torchcomp
-from tests.support.models import Account, loss_of, mlp, rows, weights, wrap
+from tests.support.models import Account, loss_of, mlp, optimizer_step, rows, weights, wrap
 
 TOPK = "ef(topk(0.1))"
 
@@ -47,11 +47,7 @@ class Run:
             self.scaler.unscale_(self.optimizer)
         if account:
             self.account.note(self.model, (rows(step, self.dtype),))
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        optimizer_step(self.optimizer, self.scaler)
 
     def train(self, *steps: int, account: bool = False) -> "Run":
         for step in steps:

@@ -9,7 +9,6 @@ import logging
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
 from tests.ddp.runs import TOPK
@@ -52,10 +50,9 @@ def each(model: nn.Module, change: Callable[[Any], None]) -> None:
 
 
 class Loop:
-    """A training loop, written as letters.
+    """A training loop, written as letters; see ACTIONS.
 
-    Attributes:
-        wasted: makes the context of a backward pass whose gradients are thrown away.
+    `wasted` makes the context of a backward pass whose gradients are thrown away.
     """
 
     def __init__(self, model: Any, wasted: Wasted = contextlib.nullcontext) -> None:
@@ -63,81 +60,43 @@ class Loop:
 
     def run(self, letters: str) -> None:
         for letter in letters:
-            getattr(self, f"_{letter}")()
+            ACTIONS[letter](self)
 
     def backward(self, times: float = 1.0, within: Wasted = contextlib.nullcontext) -> None:
         self.batch += 1
         with within():
             backward(self.model, self.batch, times)
 
-    def _b(self) -> None:  # backward
-        self.backward()
-
-    def _e(self) -> None:  # with small gradients
-        self.backward(1e-3)
-
-    def _n(self) -> None:  # under no_sync
-        self.backward(within=self.model.no_sync)
-
-    def _w(self) -> None:  # thrown away
-        self.backward(-1.0, self.wasted)
-
-    def _W(self) -> None:  # a spike that is thrown away
-        self.backward(1000.0, self.wasted)
-
-    def _z(self) -> None:
-        self.optimizer.zero_grad()
-
-    def _o(self) -> None:
-        self.optimizer.zero_grad(set_to_none=False)
-
-    def _h(self) -> None:  # cleared by hand
-        each(self.model, lambda p: p.grad.data.zero_())
-
-    def _x(self) -> None:
-        each(self.model, lambda p: setattr(p, "grad", None))
-
-    def _c(self) -> None:
-        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-
-    def _s(self) -> None:
-        self.optimizer.step()
-
-    def _u(self) -> None:  # updated by hand
-        each(self.model, lambda p: p.sub_(0.02 * p.grad))
-
-    def _f(self) -> None:  # cleared between the forward and the backward pass
+    def clear_between(self) -> None:
         loss = loss_of(self.model(rows(self.batch)))
         self.optimizer.zero_grad()
         loss.backward()
 
-    def _v(self) -> None:  # the same, and thrown away
+    def waste_between(self) -> None:
         self.batch += 1
         with self.wasted():
-            self._f()
-
-    def _p(self) -> None:  # the first step of SAM; by the same amount whatever the gradients are
-        each(self.model, lambda p: p.add_(0.01))
-        self.optimizer.zero_grad()
-
-    def _q(self) -> None:  # its second step
-        each(self.model, lambda p: p.add_(-0.01))
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.clear_between()
 
 
-class SAM(torch.optim.Optimizer):
-    """Sharpness-aware minimisation with a closure, as it is widely copied."""
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__(loop.model.parameters(), {})
-        self.loop = loop
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.loop.run("p")
-        with torch.enable_grad():
-            closure()
-        self.loop.run("q")
+ACTIONS: dict[str, Callable[[Loop], Any]] = {
+    "b": lambda loop: loop.backward(),
+    "e": lambda loop: loop.backward(1e-3),  # with small gradients
+    "n": lambda loop: loop.backward(within=loop.model.no_sync),
+    "w": lambda loop: loop.backward(-1.0, loop.wasted),  # thrown away
+    "W": lambda loop: loop.backward(1000.0, loop.wasted),  # a spike that is thrown away
+    "f": Loop.clear_between,  # cleared between the forward and the backward pass
+    "v": Loop.waste_between,  # the same, and thrown away
+    "z": lambda loop: loop.optimizer.zero_grad(),
+    "o": lambda loop: loop.optimizer.zero_grad(set_to_none=False),
+    "h": lambda loop: each(loop.model, lambda p: p.grad.data.zero_()),  # cleared by hand
+    "x": lambda loop: each(loop.model, lambda p: setattr(p, "grad", None)),
+    "c": lambda loop: nn.utils.clip_grad_norm_(loop.model.parameters(), 1.0),
+    "s": lambda loop: loop.optimizer.step(),
+    "u": lambda loop: each(loop.model, lambda p: p.sub_(0.02 * p.grad)),  # updated by hand
+    # The first and the second step of SAM; by the same amount whatever the gradients are.
+    "p": lambda loop: (each(loop.model, lambda p: p.add_(0.01)), loop.run("z")),
+    "q": lambda loop: (each(loop.model, lambda p: p.add_(-0.01)), loop.run("sz")),
+}
 
 
 # --- Loops that throw gradients away --------------------------------------------------------------
@@ -151,15 +110,6 @@ def letters(of_step: Callable[[int], str], first: str = "") -> Callable[..., Non
             steps.run(of_step(step))
 
     return loop
-
-
-def sam_with_a_closure(model: Any, wasted: Wasted) -> None:
-    loop = Loop(model, wasted)
-    loop.run("bq")
-    optimizer = SAM(loop)
-    for _ in range(STEPS):
-        loop.run("w")
-        optimizer.step(lambda: loop.run("b"))
 
 
 def one_optimizer_for_two_models(model: Any, wasted: Wasted) -> None:
@@ -177,22 +127,6 @@ def one_optimizer_for_two_models(model: Any, wasted: Wasted) -> None:
         optimizer.step()
 
 
-def n_critic_with_two_optimizers(model: Any, wasted: Wasted) -> None:
-    """As a GAN whose generator steps after every second step of the critic, which is `model`."""
-    generator = DistributedDataParallel(seeded(nn.Linear(16, 16).double(), 1))
-    torchcomp.register(generator, TOPK)
-    ours, theirs = sgd(model), sgd(generator)
-    for step in range(STEPS):
-        ours.zero_grad()
-        loss_of(model(generator(rows(10 * step)).detach())).backward()
-        ours.step()
-        if step % 2:
-            theirs.zero_grad()
-            with wasted():
-                loss_of(model(generator(rows(10 * step + 1)))).backward()
-            theirs.step()
-
-
 LOOPS = {
     "thrown away": letters(lambda step: "zbszw"),
     "as zeros": letters(lambda step: "obsow"),
@@ -206,9 +140,7 @@ LOOPS = {
     "by hand": letters(lambda step: "bshwx"),
     "after the forward pass": letters(lambda step: "fsv"),
     "SAM": letters(lambda step: "wpbq", "bq"),
-    "SAM with a closure": sam_with_a_closure,
     "two models": one_optimizer_for_two_models,
-    "n critic": n_critic_with_two_optimizers,
 }
 
 
@@ -314,28 +246,12 @@ def flushed_in_two_passes(quiet: bool) -> Any:
     return flushed(quiet, 2)
 
 
-def at_other_learning_rates(quiet: bool) -> Any:
-    """Accumulate at learning rates that the residual follows, and throw it all away."""
-    model = wrap(mlp())
-    loop = Loop(model, context(model, quiet))
-    handle = torchcomp.register(model, TOPK, lr_inside=loop.optimizer)
-    for step in range(STEPS):
-        loop.run("zbsz")
-        for number in range(3):
-            # Powers of 2, so that their ratios are exact.
-            loop.optimizer.param_groups[0]["lr"] = 0.5 ** (6 + number + step % 2)
-            loop.run("w")
-    loop.run("zb")
-    return weights(model), handle.state_dict()["slots"]
-
-
 RUNS = (
     with_a_scaler,
     unused_branches,
     saved_after_it,
     flushed,
     flushed_in_two_passes,
-    at_other_learning_rates,
 )
 
 
@@ -376,16 +292,6 @@ def stepped_after_the_next_forward_pass(model: Any) -> None:
         optimizer.step()
 
 
-def cleared_in_part(model: Any) -> None:
-    """One of two optimizers clears its gradients; the other steps on its own."""
-    first, last = sgd(model.module[0]), sgd(model.module[-1])
-    for step in range(STEPS):
-        backward(model, step)
-        first.zero_grad()
-        last.step()
-        last.zero_grad()
-
-
 def updated_by_hand_after_an_optimizer(model: Any) -> None:
     """What once stepped on these parameters is gone: something else updates them."""
     loop = Loop(model)
@@ -415,7 +321,6 @@ COUNTING = {
     "graph": stepped_by_a_graph,
     "LBFGS": stepped_by_lbfgs,
     "after the next forward pass": stepped_after_the_next_forward_pass,
-    "in part": cleared_in_part,
 }
 
 
@@ -447,41 +352,6 @@ def stepped_by_a_compiled_optimizer() -> Any:
 
 def test_a_compiled_optimizer_is_seen() -> None:
     assert on_processes(2, stepped_by_a_compiled_optimizer) == [(STEPS, False)] * 2
-
-
-class Large(nn.Module):
-    """Nine large layers whose gradients are small, or not there, and a small head."""
-
-    def __init__(self, uses: bool) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(16, 16, bias=False) for _ in range(9)])
-        self.head, self.uses = nn.Linear(16, 4), uses
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers if self.uses else ():
-            x = x + 0.001 * layer(x).tanh()
-        return self.head(x)
-
-
-def steps_of_three_passes(uses: bool, spec: str, **options: Any) -> list[int]:
-    model = wrap(seeded(Large(uses).double()), **options)
-    handle, loop, found = torchcomp.register(model, spec), Loop(model), []
-    loop.run("zbsz")
-    for _ in range(3):
-        loop.run("b")
-        found.append(handle.averager.step)
-    return found
-
-
-@pytest.mark.parametrize(
-    ("uses", "spec", "options"),
-    [(True, 'ef(topk(0.01, scope="model"))', {}), (False, TOPK, {"static_graph": True})],
-)
-def test_passes_add_up_though_the_large_parameters_have_no_gradient(
-    uses: bool, spec: str, options: dict[str, Any]
-) -> None:
-    body = partial(steps_of_three_passes, uses, spec, **options)
-    assert on_threads(2, body) == [[2, 3, 4]] * 2
 
 
 def test_a_rank_that_alone_clears_its_gradients_is_found() -> None:

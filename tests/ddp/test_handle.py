@@ -27,10 +27,9 @@ from tests.support.models import loss_of, mlp, rows
 from tests.support.outcomes import assert_refused, raised_by
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
-from tests.support.threads import snapshots
 from torchcomp import RankMismatchError, SpecError, UnsupportedModelError
 from torchcomp.compressors import TopK
-from torchcomp.ddp.executors import StreamExecutor, ThreadExecutor
+from torchcomp.ddp.executors import StreamExecutor
 from torchcomp.engine import host
 from torchcomp.engine.bucket import Bucket
 from torchcomp.exchange import ProcessGroupExchange
@@ -56,22 +55,8 @@ def bad_swaps() -> None:
     run.train(0)
 
 
-@pytest.mark.parametrize("run", [on_threads, on_processes])
-def test_a_swap_that_raises_does_so_on_every_rank_and_changes_nothing(run: Any) -> None:
-    run(2, bad_swaps)
-
-
-def test_error_of_ranks_in_different_calls_names_the_calls() -> None:
-    """For example, one rank swaps the method while the others begin a step."""
-
-    def body() -> None:
-        exchange = ProcessGroupExchange()
-        what = "handle.swap" if exchange.rank == 1 else "the first step"
-        message = "call: the first step on ranks 0, 2, handle.swap on rank 1"
-        with pytest.raises(RankMismatchError, match=message):
-            exchange.verify(what, {"step": 3})
-
-    on_threads(3, body)
+def test_a_swap_that_raises_does_so_on_every_rank_and_changes_nothing() -> None:
+    on_threads(2, bad_swaps)
 
 
 def test_calls_during_a_backward_pass_raise() -> None:
@@ -150,17 +135,6 @@ def test_an_error_in_an_exchange_is_raised_unchanged() -> None:
 # --- Statistics -----------------------------------------------------------------------------------
 
 
-def test_counted_bytes_of_topk_are_those_of_its_entries() -> None:
-    """10 % of 884 values in one group are 89: 4 bytes and 3 bits each, and 89 + 110 bits."""
-
-    def body() -> int:
-        run = Run(dtype=torch.float32, ddp={"bucket_cap_mb": None}).train(0)
-        return run.handle.stats.bytes_sent
-
-    message = 89 * 4 + 34 + 25
-    assert on_threads(2, body) == [16 + message + 1] * 2
-
-
 # Bytes to every other rank: whether a message was damaged, whether a mean is not finite, and
 # whether each of the eight parameters was used. All-reduced means need no message.
 @pytest.mark.parametrize(
@@ -186,31 +160,6 @@ def test_control_messages_are_counted_apart(spec: str, unused: bool, expected: i
         assert second.total_control_bytes_sent == 2 * (16 + 2 * expected)
 
 
-@pytest.mark.parametrize("what", ["stats", "norms"])
-def test_another_thread_reads_the_numbers_of_whole_steps_only(what: str) -> None:
-    def body(exchange: torchcomp.InProcessExchange) -> None:
-        tensors = {f"w{i}": torch.ones(300) for i in range(50)}
-        averager = torchcomp.Averager(TOPK, exchange, tensors, [(name,) for name in tensors])
-
-        def read() -> Any:
-            return averager.stats if what == "stats" else (*averager.residual_norms().values(),)
-
-        finished = {read()}
-        with snapshots(read) as seen:
-            for step in range(20):
-                averager.average_all({name: torch.full((300,), step + 1.0) for name in tensors})
-                finished.add(read())
-                if step % 5 == 4:
-                    averager.use("mean" if step % 10 == 4 else TOPK)
-                    finished.add(read())
-        # A slot is laid out bucket by bucket, with zeros, in its first step.
-        found = {each for each in seen if what == "stats" or any(each)}
-        assert len(found) > 1
-        assert found <= finished
-
-    torchcomp.run_in_process(1, body)
-
-
 def test_as_dict_has_every_counter_and_the_ratios() -> None:
     stats = torchcomp.Stats(2, 2, 10, 20, 310, 4, 6, 40, 50, 620, 8, 12)
     scalars = stats.as_dict()
@@ -234,7 +183,7 @@ def test_register_logs_the_method_and_its_bytes_on_rank_0(
         return sum(p.numel() for p in run.model.parameters()), run.handle.stats
 
     numel, stats = on_threads(4, body)[0]
-    (record,) = [record for record in caplog.records if record.name == "torchcomp.ddp.log"]
+    (record,) = [record for record in caplog.records if record.name == "torchcomp.ddp.register"]
     for value in (TOPK, f"{numel:,}", f"{stats.bytes_sent:,}", f"{stats.dense_bytes_sent:,}"):
         assert value in record.getMessage()
 
@@ -243,14 +192,18 @@ def test_register_logs_the_method_and_its_bytes_on_rank_0(
 
 
 def overlaps(spec: str, collective: str) -> bool:
-    """Whether an exchange starts and ends while a hook delays the last gradient of backward."""
-    run = Run(spec)
+    """Whether an exchange ends while a hook delays the last gradient, and the rest is waited for.
+
+    The last exchange is slow; the handle counts the seconds of that.
+    """
+    run, exchange = Run(spec), getattr(ProcessGroupExchange, collective)
     for step in range(2):
         run.backward(step)
-    exchanged, in_time = threading.Event(), []
-    exchange = getattr(ProcessGroupExchange, collective)
+    exchanged, in_time, before = threading.Event(), [], run.handle.seconds_waited
 
     def noted(self: ProcessGroupExchange, values: Tensor, **options: Any) -> Any:
+        if in_time:
+            time.sleep(0.3)
         result = exchange(self, values, **options)
         exchanged.set()
         return result
@@ -262,33 +215,12 @@ def overlaps(spec: str, collective: str) -> bool:
     with mock.patch.object(ProcessGroupExchange, collective, noted):
         run.backward(2)
     run.handle.close()
-    return in_time == [True]
-
-
-def waits_for_a_slow_exchange() -> bool:
-    """Whether the handle counts the seconds that a backward pass waits for its last bucket."""
-    run = Run()
-    run.backward(0)
-    before, delay, exchange = run.handle.seconds_waited, 0.3, ProcessGroupExchange.all_gather_rows
-
-    def slow(self: ProcessGroupExchange, message: Tensor) -> Any:
-        time.sleep(delay)
-        return exchange(self, message)
-
-    with mock.patch.object(ProcessGroupExchange, "all_gather_rows", slow):
-        run.backward(1)
-    run.handle.close()
-    # The backward pass itself takes milliseconds, and runs beside the first bucket's exchange.
-    return 0 < before < before + delay / 2 < run.handle.seconds_waited
-
-
-def all_checks() -> list[bool]:
-    overlap = overlaps(TOPK, "all_gather_rows"), overlaps("mean", "all_reduce")
-    return [*overlap, waits_for_a_slow_exchange()]
+    return in_time == [True] and 0 < before < before + 0.15 < run.handle.seconds_waited
 
 
 def test_exchange_overlaps_and_the_rest_of_it_is_waited_for() -> None:
-    assert on_processes(2, all_checks) == [[True] * 3] * 2
+    for case in ((TOPK, "all_gather_rows"), ("mean", "all_reduce")):
+        assert on_processes(2, overlaps, *case) == [True, True]
 
 
 # --- Closing, threads and memory ------------------------------------------------------------------
@@ -336,23 +268,6 @@ def test_the_side_stream_has_a_high_priority_and_is_closed_without_a_wait_of_the
     # The device waits: later work can reuse the memory that the jobs still read.
     main.wait_stream.assert_called_once_with(side)
     side.synchronize.assert_not_called()
-
-
-def test_closing_does_not_wait_for_a_stuck_collective() -> None:
-    executor, started, stuck, ended = ThreadExecutor(), *(threading.Event() for _ in range(3))
-
-    def job() -> None:
-        started.set()
-        stuck.wait()
-        ended.set()
-
-    executor.submit(job)
-    started.wait()
-    executor.close(timeout=0.01)
-    assert not ended.is_set()
-    stuck.set()
-    executor.close()
-    assert ended.is_set()
 
 
 SCRIPT = """

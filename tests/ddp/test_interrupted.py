@@ -101,17 +101,6 @@ def test_another_thread_does_not_take_a_running_pass_for_one_that_raised() -> No
     assert on_processes(2, asked_by_another_thread) == [(RuntimeError, 3)] * 2
 
 
-def test_a_state_of_a_later_step_can_be_loaded_after_an_interruption() -> None:
-    def body() -> tuple[int, int]:
-        run = Run().train(0, 1, 2)
-        state = run.state
-        interrupt(run, 0)
-        run.handle.load_state_dict({**state, "step": 100})
-        return run.state["step"], run.state["step"]
-
-    assert on_threads(2, body) == [(100, 100)] * 2
-
-
 def at_different_layers() -> int:
     run = Run().train(0, 1, 2)
     before = run.state
@@ -167,18 +156,3 @@ def at_a_new_scale() -> None:
 
 def test_the_scale_of_an_interrupted_step_is_taken_back() -> None:
     on_processes(2, at_a_new_scale)
-
-
-def by_a_thread_that_ended() -> int:
-    run = Run()
-    thread = Thread(target=lambda: (run.train(0), interrupt(run, 0)))
-    thread.start()
-    thread.join()
-    state = run.state
-    run.handle.load_state_dict(state)
-    run.handle.swap("mean")
-    return state["step"]
-
-
-def test_the_thread_of_the_pass_that_raised_can_have_ended() -> None:
-    assert on_processes(2, by_a_thread_that_ended) == [1, 1]

@@ -2,7 +2,6 @@
 
 import os
 from functools import partial
-from threading import Event, Timer
 from typing import Any
 
 import pytest
@@ -33,33 +32,6 @@ def spoiled(run: Run, step: int) -> None:
     hook = run.model.module[0].weight.register_hook(lambda g: g / dist.get_rank())
     run.backward(step)
     hook.remove()
-
-
-def fails_late() -> None:
-    run = Run(check="late")
-    run.backward(0)
-    run.backward(1)
-    before, sent = kept(run.state), run.handle.stats.total_bytes_sent
-    spoiled(run, 2)
-    run.model.zero_grad()
-    error = raised_by(lambda: run.backward(3))
-    assert isinstance(error, NonFiniteError)
-    for part in ("step 3", "'0.weight' on rank 0"):
-        assert part in str(error)
-    assert "on rank 1" not in str(error)
-    assert same(kept(run.state), before)
-    # As with check="now", the step did not count, but its bytes did.
-    assert run.state["step"] == run.handle.stats.steps == 2
-    assert run.handle.stats.total_bytes_sent > sent
-    run.model.zero_grad()
-    run.backward(4)
-    assert run.state["step"] == 3
-    run.handle.close()
-
-
-def test_a_nan_raises_in_the_next_backward_pass() -> None:
-    on_threads(2, fails_late)
-    on_processes(2, fails_late)
 
 
 def after_a_nan(build: Any) -> tuple[list[Any], list[Any]]:
@@ -98,42 +70,6 @@ def test_a_scaler_skips_what_the_device_has_found() -> None:
     assert same(on_threads(2, scaled, "late"), on_threads(2, scaled, "now"))
 
 
-def interrupted_while_the_ranks_look_for_the_nan() -> tuple[int, int]:
-    """Interrupt a pass while its thread waits for the result of the step before, then load."""
-    run = Run(check="late")
-    for step in range(3):
-        run.backward(step)
-    state = run.state
-    spoil = run.model.module[0].weight.register_hook(lambda g: g / 0)
-    run.backward(3)
-    spoil.remove()
-    averager, waits, go = run.handle.averager, Event(), Event()
-    (decide,) = averager._reasons
-
-    def slowly() -> bool:
-        waits.set()
-        go.wait()
-        return decide()
-
-    averager._reasons = (slowly,)
-
-    def stop(gradient: torch.Tensor) -> None:
-        waits.wait()
-        raise KeyboardInterrupt
-
-    run.model.module[0].weight.register_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        run.backward(4)
-    Timer(0.2, go.set).start()
-    step = run.state["step"]
-    run.handle.load_state_dict({**state, "step": 100})
-    return step, run.state["step"]
-
-
-def test_a_pass_that_was_interrupted_before_the_last_step_was_decided() -> None:
-    assert on_processes(2, interrupted_while_the_ranks_look_for_the_nan) == [(3, 100)] * 2
-
-
 def closes(options: dict[str, Any]) -> Any:
     run = Run(check="late", **options)
     run.backward(0)
@@ -151,17 +87,6 @@ def test_close_raises_what_the_last_step_had_and_the_state_is_that_before_it(
     options: dict[str, Any],
 ) -> None:
     assert on_processes(4, closes, options) == [(NonFiniteError, True, True, 2)] * 4
-
-
-def test_close_after_a_step_that_counts_raises_nothing() -> None:
-    def body() -> Any:
-        run = Run(check="late")
-        with run.handle:
-            run.backward(0)
-            assert run.handle.averager.undecided
-        return run.handle.averager.undecided, run.state["step"]
-
-    assert on_threads(2, body) == [(False, 1)] * 2
 
 
 def closes_alone() -> Any:

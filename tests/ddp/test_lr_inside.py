@@ -12,8 +12,7 @@ from torch import Tensor, nn
 
 import torchcomp
 from tests.support.cases import thorough
-from tests.support.logs import messages_of
-from tests.support.models import kept, weights, wrap
+from tests.support.models import kept, optimizer_step, weights, wrap
 from tests.support.outcomes import assert_close, assert_refused, caught
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
@@ -60,13 +59,8 @@ class Run:
         loss = self.model(inputs(step) / (0.0 if overflows and dist.get_rank() else 1.0))
         if not overflows:
             self.expected -= lrs * inputs(step)
-        if self.scaler is None:
-            loss.backward()
-            self.optimizer.step()
-        else:
-            self.scaler.scale(loss).backward()
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        optimizer_step(self.optimizer, self.scaler)
         self.scheduler.step()
 
     def unsent(self) -> Tensor:
@@ -114,28 +108,6 @@ def test_several_optimizers_train_the_parts_of_a_model() -> None:
         return handle.averager.units.lrs
 
     assert on_threads(2, body) == [{"a": 0.1, "b": 0.2}] * 2
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "warned"),
-    [
-        (lambda p: torch.optim.SGD(p, lr=0.1), []),
-        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), ["SGD"]),
-        (lambda p: torch.optim.AdamW(p, lr=0.1), ["AdamW"]),
-    ],
-    ids=["SGD", "momentum", "AdamW"],
-)
-def test_only_plain_sgd_is_registered_without_a_warning(
-    optimizer: Any, warned: list[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    def body() -> None:
-        model = wrap(Linear())
-        torchcomp.register(model, "ef(topk(0.2))", lr_inside=optimizer(model.parameters()))
-
-    on_threads(2, body)
-    lines = messages_of("ddp.log", caplog)
-    assert len(lines) == len(warned)  # on one rank only
-    assert all(name in line for line in lines for name in ("lr_inside", *warned))
 
 
 def test_a_scheduler_on_one_rank_only_is_found() -> None:

@@ -23,11 +23,9 @@ from tests.support.models import (
     weights,
     wrap,
 )
-from tests.support.ranks import on_processes, on_threads
-from torchcomp.engine.bucket import BucketShape, partition
+from tests.support.ranks import on_threads
+from torchcomp.engine.bucket import partition
 from torchcomp.engine.keys import Key
-from torchcomp.engine.state import State
-from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.reference import Compress, bidirectional, error_feedback, top, top_share
 
 SEED = 11
@@ -100,15 +98,6 @@ def test_error_feedback_equals_the_reference(
         torch.testing.assert_close(found, [*means, expected[rank]], rtol=0, atol=tolerance)
 
 
-def test_seed_selects_the_entries_of_randk() -> None:
-    """Otherwise, the comparison above would also pass with another seed."""
-
-    def body(seed: int) -> Tensor:
-        return gradients(Run("randk(0.25)", seed=seed).train(0).model)["0.weight"]
-
-    assert not torch.equal(on_threads(1, body, 1)[0], on_threads(1, body, 2)[0])
-
-
 # --- Both directions, without DDP -----------------------------------------------------------------
 
 STEPS, SIZES, NAMES = 5, (0, 7, 1, 30, 12), ("empty", "a", "one", "b", "c")
@@ -131,23 +120,18 @@ def assert_equals_one_server(
 ) -> None:
     """Compare with the downlink messages of the thesis's algorithm, on every rank."""
 
-    def body() -> list[Tensor]:
-        exchange, state, means = ProcessGroupExchange(), State(), []
-        method = torchcomp.parse(spec)
-        shape = BucketShape(NAMES, tuple((size,) for size in SIZES), dtype)
-        bucket = method.prepared(shape, exchange, state, torch.device("cpu"))
-        for step in range(STEPS):
-            g = gradient(step, exchange.rank, dtype, tied)
-            method.aggregate(g, bucket, Key(0, step, rank=exchange.rank))
-            exchange.conclude(torch.tensor(True), "a test", "")
-            state.commit()
-            means.append(g)
-        return means
+    def body(exchange: torchcomp.InProcessExchange) -> list[Tensor]:
+        by_step = [gradient(step, exchange.rank, dtype, tied) for step in range(STEPS)]
+        named = [dict(zip(NAMES, g.split(SIZES), strict=True)) for g in by_step]
+        averager = torchcomp.Averager(spec, exchange, named[0], [NAMES])
+        for each in named:  # views, so the means are in `by_step`
+            averager.average_all(each)
+        return by_step
 
     ranks = range(world_size)
     history = [[{"g": gradient(t, rank, dtype, tied)} for rank in ranks] for t in range(STEPS)]
     expected, *_ = bidirectional(history, lambda x, *_: up(x), lambda x, *_: down(x))
-    for means in on_threads(world_size, body):
+    for means in torchcomp.run_in_process(world_size, body):
         assert all(torch.equal(mean, each["g"]) for mean, each in zip(means, expected, strict=True))
 
 
@@ -188,22 +172,6 @@ def test_shards_are_compressed_as_separate_vectors(world_size: int) -> None:
     each = by_vector([b - a for a, b in pairwise(cuts)], 2)
     spec = 'bidirectional(topk(k=2), topk(k=2), selection="shard")'
     assert_equals_one_server(spec, world_size, torch.float64, False, each, each)
-
-
-def weights_of(spec: str) -> Tensor:
-    return Run(spec, dtype=torch.float32).train(*range(4)).weights
-
-
-@pytest.mark.parametrize(
-    "spec",
-    [
-        f"bidirectional(topk(0.1), topk(0.1), {EXACT})",
-        "bidirectional(topk(0.1), topk(0.1))",
-        'ef(topk(0.1), exchange="sharded")',
-    ],
-)
-def test_gives_the_same_weights_over_gloo_and_over_threads(spec: str) -> None:
-    assert torch.equal(on_processes(3, weights_of, spec)[2], on_threads(3, weights_of, spec)[0])
 
 
 def test_scope_model_selects_from_all_gradients_together() -> None:

@@ -20,7 +20,6 @@ from torch.nn.parallel.distributed import _MixedPrecision
 
 import torchcomp
 from tests.ddp.runs import TOPK, Run
-from tests.support.launches import counted
 from tests.support.manager import Lighthouse, Manager, alone
 from tests.support.models import Branches, loss_of, mlp, residual_norm, rows, seeded, wrap
 from tests.support.outcomes import assert_refused, raised_by
@@ -42,26 +41,15 @@ def sharded() -> nn.Module:
     return module
 
 
-def stand_in(module: str, name: str, base: type = nn.Module) -> Callable[[], Any]:
-    """A user's class derived from a framework's class of this module and name."""
-    framework = type(name, (base,), {"__module__": module})
-    return type("Mine", (framework,), {})
-
-
-def registered() -> DistributedDataParallel:
-    return Run().model
-
-
 def hooked_by_pytorch() -> DistributedDataParallel:
     model = wrap(mlp())
     model.register_comm_hook(None, default_hooks.allreduce_hook)
     return model
 
 
-def trained(steps: int = 1, **options: Any) -> DistributedDataParallel:
+def trained(**options: Any) -> DistributedDataParallel:
     model = wrap(seeded(Branches().double()), **options)
-    for step in range(steps):
-        loss_of(model(rows(step), ("left", "right"))).backward()
+    loss_of(model(rows(0), ("left", "right"))).backward()
     return model
 
 
@@ -89,8 +77,8 @@ def delayed_all_reduce() -> DistributedDataParallel:
     return wrap(module, bucket_cap_mb=None, param_to_hook_all_reduce=bias, **options)
 
 
-def sparse(cls: type[nn.Module]) -> DistributedDataParallel:
-    return wrap(nn.ModuleDict({"words": cls(5, 3, sparse=True), "head": nn.Linear(3, 1)}))
+def sparse() -> DistributedDataParallel:
+    return wrap(nn.ModuleDict({"words": nn.EmbeddingBag(5, 3, sparse=True)}))
 
 
 def complex_parameter() -> DistributedDataParallel:
@@ -160,20 +148,15 @@ SPARES = SimpleNamespace(name="FIXED_WITH_SPARES")
 REFUSED = {
     "module": no_ddp(mlp, r"\bSequential\b.* DistributedDataParallel\(model\)"),
     "None": no_ddp(lambda: None, r"\bNoneType\b"),
-    "str": no_ddp(lambda: "ddp", r"\bstr\b"),
     "compiled": no_ddp(lambda: torch.compile(plain()), r"\bOptimizedModule\b.* torch\.compile"),
     "sharded": no_ddp(sharded, r"\bFSDPSequential\b.*\breplicate=mesh\b"),
     "DataParallel": no_ddp(
         lambda: nn.DataParallel(mlp()), r" DataParallel\b.* torchrun.*\(model\.module\)"
     ),
-    "framework": no_ddp(stand_in("lightning.pytorch.core", "LightningModule"), FRAMEWORKS),
-    "trainer": no_ddp(stand_in("lightning.pytorch.trainer", "Trainer", object), FRAMEWORKS),
-    "torchft's": no_ddp(of_torchft, "integrations"),
-    "torchft's, with a manager": no_ddp(of_torchft, "integrations")._replace(
-        options={"manager": single()}
-    ),
+    "framework": no_ddp(type("LightningModule", (nn.Module,), {}), FRAMEWORKS),
+    "torchft's": no_ddp(of_torchft, "integrations")._replace(options={"manager": single()}),
     "registered": Case(
-        registered,
+        lambda: Run().model,
         r"torchcomp\.register\('ef\(topk\(0\.1\)\)'\).* handle\.swap\(spec\).* sync\.close",
         "mean",
     ),
@@ -181,12 +164,10 @@ REFUSED = {
     "trained": Case(trained, AFTER_BACKWARD),
     "trained, static": Case(partial(trained, static_graph=True), AFTER_BACKWARD),
     "trained, unused": Case(partial(trained, find_unused_parameters=True), AFTER_BACKWARD),
-    "trained long": Case(partial(trained, 3), AFTER_BACKWARD),
-    "python_reducer": Case(python_reducer, "'python_reducer' .*'ddp_optimizer'", ranks=1),
+    "python_reducer": Case(python_reducer, "'python_reducer'.*'ddp_optimizer'", ranks=1),
     "in backward": Case(optimizer_in_backward, "_apply_optimizer_in_backward"),
     "delayed": Case(delayed_all_reduce, "delay_all_reduce_named_params"),
-    "Embedding": Case(partial(sparse, nn.Embedding), "'words' .*sparse=True.* sparse=False"),
-    "EmbeddingBag": Case(partial(sparse, nn.EmbeddingBag), "'words' .*sparse=True.* sparse=False"),
+    "sparse": Case(sparse, "'words' .*sparse=True.* sparse=False"),
     "complex": Case(complex_parameter, r"'phase' .*torch\.complex64.* torch\.view_as_real"),
     "typo": bad(r"'topq'.* 'topk'.*\n  ef\(topq\(0\.1\)\)\n     \^", "ef(topq(0.1))"),
     "schedule": bad(r"schedule.* torchcomp\.LocalSGD\(", "qsr(alpha=0.0175, h_base=4)"),
@@ -194,7 +175,7 @@ REFUSED = {
     "no spec": bad("None$", None),
     **{
         f"seed {seed!r}": bad(r"seed .*0 .*2\^63 - 1.* " + re.escape(repr(seed)), seed=seed)
-        for seed in (-1, 1.5, True, "7", None, 2**63)
+        for seed in (-1, True, 2**63)
     },
     "scaler": bad(r"scaler .*torch\.amp\.GradScaler.* bool$", scaler=True),
     "check": bad("'never'", field="check", check="never"),
@@ -203,11 +184,10 @@ REFUSED = {
     )._replace(build=partial(plain, find_unused_parameters=True)),
     "inside, alone": bad("nodes", field="inside", inside="bf16"),
     "inside int8": bad("'int8'", field="inside", inside="int8", nodes=2),
-    "inside 16": bad("16", field="inside", inside=16, nodes=2),
     "replicate": bad("fully_shard", field="replicate", replicate=2),
     **{
         f"nodes {nodes!r}": bad("nodes", field="nodes", nodes=nodes)
-        for nodes in (0, -2, 3, 1.5, True, "host", [2], "2")
+        for nodes in (0, 3, True, "host")
     },
     "lr float": no_lrs("float", lambda model: 0.1),
     "lr None": no_lrs("NoneType", lambda model: [torch.optim.SGD(model.parameters()), None]),
@@ -215,20 +195,20 @@ REFUSED = {
     "lr twice": no_lrs(
         r"several.*'0\.weight'", lambda m: [torch.optim.SGD(m.parameters(), lr) for lr in (1, 2)]
     ),
-    "lr missing": no_lrs("'lr'.*SGD", without_lr),
+    "lr missing": no_lrs("SGD.*'lr'", without_lr),
     "no manager": managed("object", object()),
     "async": managed("use_async_quorum=False", single(_use_async_quorum=True)),
-    "group of 2": managed("2 ranks", single(_group_world_size=2)),
+    "group of 2": managed("one rank", single(_group_world_size=2)),
     "spares": managed("DYNAMIC", single(_replica_world_size_mode=SPARES)),
     "late and a manager": managed("manager", single(), "check", check="late"),
     "nodes and a manager": managed("manager", single(), "nodes", nodes=1),
     "auto and a manager": managed("manager", single(), None, spec="auto"),
-    "ranks and a manager": Case(plain, "2 ranks", options={"manager": single()}),
+    "ranks and a manager": Case(plain, "not 2", options={"manager": single()}),
 }
 if not CLOSED_WORLD:  # in a CUDA build, DDP creates a CUDA stream for mixed_precision
     mixed = partial(wrap, mixed_precision=_MixedPrecision(torch.bfloat16))
     REFUSED["mixed_precision"] = Case(
-        lambda: mixed(mlp(torch.float32)), r"mixed_precision .*torch\.autocast", ranks=1
+        lambda: mixed(mlp(torch.float32)), r"mixed_precision.*torch\.autocast", ranks=1
     )
 if "skip_all_reduce_unused_params" in DDP_OPTIONS:  # since torch 2.7
     options = {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}
@@ -248,46 +228,6 @@ def test_what_is_refused_on_all_ranks(case: str) -> None:
     assert_refused(ranks, body, error, match=match, field=field)
 
 
-@pytest.mark.parametrize(
-    ("spec", "message"),
-    [
-        ("ef(topk(2.0))", r"topk: ratio .*0 .*1.* 2\.0"),
-        ("ef(topk(0.1), memory_dtyp='fp32')", "'memory_dtyp'.* 'memory_dtype'"),
-        ("ef(topk(0.1), exchange='sum')", r'ef: exchange="allreduce" .*\btopk\b.* "sharded"'),
-        ("ef(randk(0.1, unbiased=True))", r"ef .*contractive.* randk\(0\.1, unbiased=True\)"),
-        (
-            'bidirectional(randk(0.1), topk(0.1), selection="exact")',
-            r'\brandk\b.* selection="shard"',
-        ),
-        (
-            'bidirectional(topk(0.1), quantize("int8"), selection="exact")',
-            r'\bquantize\b.* selection="shard"',
-        ),
-        (
-            'bidirectional(randk(0.1, unbiased=True), identity, selection="shard")',
-            r"bidirectional .*contractive.* randk\(0\.1, unbiased=True\)",
-        ),
-        ('bidirectional(topk(0.1), topk(0.1), selection="some")', '"exact", "shard".*some'),
-        ("bidirectional(topk(0.1))", "'down'"),
-        ('bidirectional(topk(0.1), down="identify")', "'identify'.*'identity'"),
-        ('ef(randk(0.1), exchange="sharded")', r'"sharded".* randk\b.*"allgather"'),
-        ('topk(0.1, values="fp8")', '"bf16", "fp16", "int8", "int4"'),
-        ('topk(0.1, rounding="stochastic")', "rounding.*values|values.*rounding"),
-    ],
-)
-def test_invalid_specs_raise_with_the_reason(spec: str, message: str) -> None:
-    with pytest.raises(SpecError, match=message):
-        torchcomp.parse(spec)
-
-
-def test_hook_of_pytorch_after_registration() -> None:
-    def body() -> None:
-        registered().register_comm_hook(None, default_hooks.allreduce_hook)
-
-    # PyTorch's own error, from register_comm_hook.
-    assert_refused(2, body, RuntimeError, match="register_comm_hook")
-
-
 def test_registration_after_evaluation_and_no_sync_is_fine() -> None:
     def body() -> float:
         model = wrap(mlp())
@@ -304,7 +244,7 @@ def test_registration_after_evaluation_and_no_sync_is_fine() -> None:
 
 def test_uneven_inputs_of_join() -> None:
     def body() -> None:
-        model = registered()
+        model = Run().model
         with model.join():
             loss_of(model(rows(0))).backward()
 
@@ -335,21 +275,16 @@ def test_parameters_on_several_devices(call: str) -> None:
     assert_refused(2, body, UnsupportedModelError, match=message)
 
 
-@pytest.mark.parametrize("device", ["meta", "cuda"])
-@pytest.mark.parametrize("call", INSTALLERS)
-def test_a_frozen_parameter_on_another_device_takes_no_part(call: str, device: str) -> None:
-    with counted():  # simulates CUDA
-        frozen = nn.Parameter(torch.empty(16, 16, device=device), requires_grad=False)
-
+def test_a_frozen_parameter_on_another_device_takes_no_part() -> None:
     def body() -> str:
         module = mlp()
         module[0].weight.requires_grad_(False)
         model = wrap(module)
-        model.module[0].weight = frozen
-        INSTALLERS[call](model)
-        return next(model.parameters()).device.type
+        frozen = torch.empty(16, 16, device="meta")
+        model.module[0].weight = nn.Parameter(frozen, requires_grad=False)
+        return str(torchcomp.register(model, TOPK).method)
 
-    assert on_threads(2, body) == [device, device]
+    assert on_threads(2, body) == [TOPK, TOPK]
 
 
 @pytest.mark.parametrize("call", INSTALLERS)
@@ -366,11 +301,8 @@ def test_a_manager_takes_one_model() -> None:
 
 
 def test_errors_are_raised_before_a_process_group_is_created() -> None:
-    """If one rank has raised, the others would wait for it forever when they create a group."""
-
     def body() -> str:
         model = plain()
-        # Not by its path as a string: there, Python 3.10 takes `register` for the function.
         with mock.patch("torchcomp.ddp.register.transport") as transport:
             raised_by(lambda: torchcomp.register(model, "topq(0.1)"))
         transport.assert_not_called()

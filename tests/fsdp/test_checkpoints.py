@@ -12,7 +12,7 @@ import torchcomp
 from tests.fsdp.runs import NEEDS_HOOK, Run, weights
 from tests.support.cases import only
 from tests.support.models import loss_of, mlp, rows, wrap
-from tests.support.outcomes import assert_close, raised_by, unsent
+from tests.support.outcomes import assert_close, unsent
 from tests.support.ranks import on_processes
 from torchcomp import PerRank
 
@@ -67,13 +67,3 @@ def test_a_distributed_checkpoint(spec: str, tmp_path: Path) -> None:
         assert_close(unsent(after[0]["states"]), wanted)
     for nodes in (2, None):
         assert_close(unsent(on_processes(2, as_ddp, tmp_path, spec, nodes)[0]["states"]), wanted)
-
-
-def missing(folder: Path) -> str:
-    run = Run((2, 1), SPECS[0])
-    dcp.save({"model": run.model.state_dict()}, checkpoint_id=folder)
-    return type(raised_by(lambda: PerRank(run.handle).load(folder))).__name__
-
-
-def test_a_checkpoint_without_the_handle(tmp_path: Path) -> None:
-    assert set(on_processes(2, missing, tmp_path)) == {"CheckpointError"}

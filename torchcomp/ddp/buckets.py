@@ -14,16 +14,15 @@ from torchcomp.checkpoints.redistribution import Place, check_place, two_levels
 from torchcomp.ddp.executors import Executor, Job
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.engine.averager import Averager
-from torchcomp.engine.bucket import Bucket, BucketShape, Names
+from torchcomp.engine.bucket import Bucket
 from torchcomp.exchange import Exchange
 
 
 class Buckets:
     """Averages the buckets of one model over all ranks, one backward pass after another.
 
-    The job of a bucket calls :meth:`average` on the first of the executors; that of the first
-    bucket calls :meth:`begin` before it, and that of the last one :meth:`finish` after it. The
-    exchange `everyone` is over the user's group, for between two steps.
+    Jobs on the first of the executors call :meth:`begin`, :meth:`average` for each bucket, and
+    :meth:`finish`. The exchange `everyone` is over the user's group, for between two steps.
     """
 
     gathers = True  # whether `everyone` is all ranks; with a manager, it is this rank alone
@@ -42,19 +41,14 @@ class Buckets:
         self._reordering: Reordering | None = None
         self._changes = -1  # `averager.changes` when it was made
 
-    def shape_of(self, names: Names) -> BucketShape:
-        return self.averager.shape_of(names)
-
-    # One step, in the thread or on the stream of the first executor.
-
     def begin(self, scale: float, lrs: dict[str, float] | None) -> None:
         averager = self.averager
         averager.begin(scale, lrs)
         if averager.changes != self._changes:  # a swap or a loaded checkpoint changes the groups
-            shapes = [averager.shape_of(group) for group in averager.buckets]
-            needed = averager.grouped or self._one_order
-            self._reordering = Reordering(shapes, self._one_order) if needed else None
-            self._changes = averager.changes
+            self._changes, self._reordering = averager.changes, None
+            if averager.grouped or self._one_order:
+                shapes = [averager.shape_of(group) for group in averager.buckets]
+                self._reordering = Reordering(shapes, self._one_order)
         if self._reordering is not None:
             self._reordering.begin()
 
@@ -71,7 +65,6 @@ class Buckets:
     # Around a step, in the thread of the backward pass.
 
     def start(self) -> None:
-        """Prepare for a step, before its first bucket."""
         for executor in self.executors:
             executor.failure = None
 
@@ -91,7 +84,6 @@ class Buckets:
         return failure
 
     def abandon(self, step: int) -> None:
-        """Discard what was done after `step` steps; see :meth:`.Averager.abandon`."""
         # Jobs that have not begun will not run. One that waits for other ranks is not waited for.
         for executor in self.executors:
             executor.failure = executor.failure or RuntimeError("the backward pass raised")
@@ -115,8 +107,8 @@ class Buckets:
 
     def leave(self) -> None:
         raise RuntimeError(
-            "leave() is for torchcomp.register(..., manager=manager). Without a manager, the ranks "
-            "change between two runs: torchcomp.redistribute(states, world_size) converts states"
+            "leave() is for torchcomp.register(..., manager=manager). Without a manager, "
+            "torchcomp.redistribute(states, world_size) converts states between two runs"
         )
 
     @property
@@ -124,11 +116,7 @@ class Buckets:
         return False
 
     def close(self, timeout: float | None = None) -> None:
-        """End threads and connections. Can be called more than once.
-
-        With a timeout in seconds, wait no longer for jobs. Connections then remain: a job that
-        another rank never joins would keep them, and this call, waiting.
-        """
+        """End threads and connections; with a timeout in seconds for jobs, connections remain."""
         end = None if timeout is None else time.monotonic() + timeout
         # The last one first: each waits for the stream of the one before it.
         for executor in reversed(self.executors):

@@ -1,7 +1,4 @@
-"""Checks of a DDP model before training, and the settings that torchcomp reads from it.
-
-Each check raises UnsupportedModelError.
-"""
+"""Checks of a DDP model, which raise UnsupportedModelError, and settings that are read from it."""
 
 from collections.abc import Container
 from typing import Any
@@ -25,7 +22,6 @@ AFTER_CLOSE = (
     "DDP cannot remove its communication hook. To continue training, wrap the module in a new "
     "DistributedDataParallel. To get plain DDP, call handle.swap('mean') instead of close()"
 )
-"""Advice in the errors of a closed handle."""
 
 
 def check_is_ddp(model: object) -> None:
@@ -49,8 +45,7 @@ def check_not_joined(model: DistributedDataParallel | None) -> None:
     """Require that DDP's ``join`` is not in use. None stands for a model that was deleted."""
     if model is not None and model._join_config.enable:
         raise UnsupportedModelError(
-            "model.join() is not supported: every exchange needs all ranks. Give every rank the "
-            "same number of batches"
+            "model.join() is not supported: give every rank the same number of batches"
         )
 
 
@@ -68,14 +63,13 @@ def check_model(model: DistributedDataParallel, *, or_registered: bool = False) 
     if len(first_on) > 1:
         listed = ", ".join(f"'{name}' on {device}" for device, name in first_on.items())
         raise UnsupportedModelError(
-            f"the model's parameters are on {len(first_on)} devices ({listed}), and an exchange "
-            "runs on the stream of one. Put the whole model on one device, or use plain DDP"
+            f"the model's parameters are on {len(first_on)} devices ({listed}). Put the whole "
+            "model on one device, or use plain DDP"
         )
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
             raise UnsupportedModelError(
-                f"module '{name}' produces sparse gradients (sparse=True), and DDP's buckets are "
-                "dense. Build it with sparse=False"
+                f"module '{name}' produces sparse gradients (sparse=True): pass sparse=False"
             )
 
 
@@ -83,8 +77,7 @@ def check_real(name: str, parameter: Tensor) -> None:
     """Require a parameter that is not complex."""
     if parameter.is_complex():
         raise UnsupportedModelError(
-            f"parameter '{name}' is complex ({parameter.dtype}), and compressors need real "
-            "gradients. Train on torch.view_as_real of it"
+            f"parameter '{name}' is complex ({parameter.dtype}): use torch.view_as_real of it"
         )
 
 
@@ -99,8 +92,8 @@ def check_before_backward(model: DistributedDataParallel) -> None:
     reduced |= logged.get("backward_comm_time_start", 0) > 0
     if reduced or model._has_rebuilt_buckets:
         raise UnsupportedModelError(
-            "a backward pass has already run on this model, and DDP accepts communication hooks "
-            "only before its first reduction. Register right after DistributedDataParallel(...)"
+            "a backward pass has already run on this model. Register right after "
+            "DistributedDataParallel(...): DDP accepts hooks only before its first reduction"
         )
 
 
@@ -108,9 +101,8 @@ def check_not_sharded(model: nn.Module) -> None:
     """Require that ``fully_shard`` has not taken parameters from DDP."""
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         raise UnsupportedModelError(
-            "fully_shard was called on a module of this DDP model after torchcomp.register, so "
-            "DDP no longer sees its gradients. Leave out DDP: shard the module, then call "
-            "torchcomp.register(module, spec, replicate=...)"
+            "fully_shard was called after torchcomp.register, so DDP no longer sees gradients. "
+            "Leave out DDP: shard first, then call torchcomp.register(module, spec, replicate=...)"
         )
 
 
@@ -184,10 +176,9 @@ def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
         return
     if owner is not None:
         raise UnsupportedModelError(
-            f"{owner} is already installed on this model, which can have only one method. To "
-            "change the method, use handle.swap(spec); to end local steps, sync.close(). To "
-            "compress gradients inside the groups of LocalSGD(..., process_group=...), call "
-            "torchcomp.register before LocalSGD"
+            f"{owner} is already installed on this model. To change the method, use "
+            "handle.swap(spec); to end local steps, sync.close(). To compress gradients inside the "
+            "groups of LocalSGD(..., process_group=...), call torchcomp.register before LocalSGD"
         )
     if model._comm_hooks:
         hook = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
@@ -198,20 +189,15 @@ def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
 
 def _check_options(model: DistributedDataParallel) -> None:
     # Each of these makes gradients bypass the hook, or changes them outside of it.
+    in_backward = any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters())
     problems = {
-        "DDP's mixed_precision replaces the gradients. Use torch.autocast in the forward pass "
-        "instead": model.mixed_precision is not None,
-        "torch._dynamo.config.optimize_ddp = 'python_reducer' reduces gradients without "
-        "buckets. Set it to 'ddp_optimizer', the default": model._use_python_reducer,
-        "delay_all_reduce_named_params reduces parameters without calling the hook. Leave it "
-        "out": model._delay_all_reduce_params,
-        "skip_all_reduce_unused_params hides gradients from the hook. Leave it "
-        "out": skips_unused_parameters(model),
-        "an optimizer runs inside the backward pass (_apply_optimizer_in_backward), before the "
-        "gradients are exchanged. Step the optimizer after the backward pass": any(
-            hasattr(p, "_in_backward_optimizers") for p in model.module.parameters()
-        ),
+        "mixed_precision: use torch.autocast instead": model.mixed_precision is not None,
+        "torch._dynamo.config.optimize_ddp = 'python_reducer': set it to "
+        "'ddp_optimizer', the default": model._use_python_reducer,
+        "delay_all_reduce_named_params: leave it out": model._delay_all_reduce_params,
+        "skip_all_reduce_unused_params: leave it out": skips_unused_parameters(model),
+        "_apply_optimizer_in_backward: step the optimizer after backward": in_backward,
     }
     for problem, present in problems.items():
         if present:
-            raise UnsupportedModelError(problem)
+            raise UnsupportedModelError(f"with this, gradients bypass the hook of DDP: {problem}")

@@ -1,8 +1,7 @@
 """Discarded: whether the gradients of a step were thrown away before an optimizer used them.
 
-So do GANs with those of the generator's loss in the discriminator, SAM with its first pass, and
-scripts that drop a step. A residual would keep the part that was not sent, and apply it later, so
-such a step does not count. Unless an optimizer of these parameters has stepped, as usual, the next
+As in GANs, SAM, and scripts that drop a step. A residual would apply the part that was not sent
+later, so such a step does not count. Unless an optimizer of these parameters has stepped, the next
 backward pass looks whether they were cleared, just before it accumulates its first gradient.
 """
 
@@ -10,7 +9,6 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -28,14 +26,12 @@ from torchcomp.engine.nonfinite import largest_magnitudes
 from torchcomp.engine.settlement import Status
 
 _log = logging.getLogger(__name__)
-_PARAMETERS = itemgetter("params")
 
 
 class Discarded:
     """Finds out whether the last step of an averager was thrown away, and takes it back.
 
-    Where no optimizer of the parameters is seen to step, such as with an update written by hand or
-    in a CUDA graph, every step counts. A rank that `speaks` logs the first step that is taken back.
+    Where no optimizer is seen to step, every step counts. A rank that `speaks` logs the first one.
     """
 
     def __init__(
@@ -44,16 +40,13 @@ class Discarded:
         # Whether the last step counts, and no optimizer has stepped on its gradients.
         self.open = False
         self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
-        # Weak, because the averager refers to this object.
-        self._averager = weakref.ref(averager)
-        # The largest first: with a sparse method, the whole gradient of a small one can be zero. So
-        # can that of a large one, so all of them count.
-        self._parameters = sorted(parameters.values(), key=lambda each: -each.numel())
-        # The last optimizer that has stepped on the parameters. Where it is gone, something else
-        # may update them.
+        self._averager = weakref.ref(averager)  # which refers to this object
+        self._parameters = list(parameters.values())
+        self._ids = set(map(id, self._parameters))
+        # The last one that has stepped. Where it is gone, something else may update the parameters.
         self._optimizer: weakref.ref[Optimizer] | None = None
         # Whether an optimizer is in its step, and whether any parameter then has a gradient.
-        self._is_stepping = self._uses = False
+        self.is_stepping = self._uses = False
         self._last: tuple[object, ...] = ()  # what the averager was like after the last step
         self._hooks: list[Any] = []
         # Gradients in the last forward pass, and what waits for whether they are nonzero.
@@ -81,15 +74,10 @@ class Discarded:
         if not self.open or self._cleared:
             return
         gradients = self._gradients()
-        if not gradients:
-            self._cleared = True
-        elif fetched is not None and fetched[0] == _versions(gradients):
+        if gradients and fetched is not None and fetched[0] == _versions(gradients):
             self._cleared = not fetched[1]()
-        elif host.can_read(gradients[0]):
-            # One by one: the first one usually shows that they are not cleared.
-            self._cleared = not any(bool(_any_nonzero([each])) for each in gradients)
         else:
-            self._cleared = not _any_nonzero(gradients)
+            self._cleared = not (gradients and _any_nonzero(gradients))
 
     def settle(self, *, in_backward: bool) -> None:
         """Take the last step back if it was thrown away. All ranks do so before the same step."""
@@ -102,7 +90,7 @@ class Discarded:
             try:
                 averager.decide()
             except Exception:
-                # The steps before it still count or not with the gradients that are there.
+                # The steps before it still count or not with the gradients.
                 self._last = averager.step, averager.changes
                 self.open = averager.steps_kept > 0
                 raise
@@ -116,10 +104,6 @@ class Discarded:
             # The next step adds to its gradients. An optimizer uses both, or none of them.
             averager.keep_before()
 
-    def interrupted(self) -> None:
-        """A backward pass raised, and an optimizer that ran it has ended its step."""
-        self._is_stepping = False
-
     def _take_back(self, averager: Averager) -> None:
         averager.take_back()
         self.open = False
@@ -127,9 +111,8 @@ class Discarded:
             self._speaks = False
             _log.info(
                 "gradients were cleared before an optimizer stepped on them, so step %d does not "
-                "count, and the residual is that before it. This is not logged again. A loop that "
-                "does this regularly, as for a GAN or SAM, can run such passes under "
-                "model.no_sync(), which exchanges nothing",
+                "count, and the residual is that before it. This is logged once. A GAN or SAM can "
+                "run such passes under model.no_sync(), which exchanges nothing",
                 averager.step + 1,
             )
 
@@ -141,7 +124,7 @@ class Discarded:
         self._cleared = False
         stepped = self._optimizer is not None and self._optimizer() is not None
         # A step in the closure of an optimizer is used by it: LBFGS takes several.
-        unused = stepped and not self._is_stepping
+        unused = stepped and not self.is_stepping
         self.open = unused and (counts or averager.steps_kept > 0)
 
     def _gradients(self) -> list[Tensor]:
@@ -159,19 +142,16 @@ def _any_nonzero(tensors: Sequence[Tensor]) -> Tensor:
 
 # --- The optimizers of this process ---
 
-_Models = list["weakref.ref[Discarded]"]
 _lock = threading.Lock()
+_models: tuple["weakref.ref[Discarded]", ...] = ()
 _hears_optimizers = False
-_models = weakref.WeakSet[Discarded]()
-# By optimizer: how many parameters it has, and the models that it trains.
-_trained = weakref.WeakKeyDictionary[Optimizer, tuple[int, _Models]]()
 
 
 def _listen(discarded: Discarded) -> None:
-    global _hears_optimizers
+    global _models, _hears_optimizers
     with _lock:
-        _models.add(discarded)
-        _trained.clear()  # an optimizer can be older than the registration of its model
+        # Another tuple, because an optimizer of another thread can be reading this one.
+        _models = (*[each for each in _models if each() is not None], weakref.ref(discarded))
         if not _hears_optimizers:
             register_optimizer_step_pre_hook(_before_step)
             register_optimizer_step_post_hook(_after_step)
@@ -181,43 +161,33 @@ def _listen(discarded: Discarded) -> None:
 # Not traced: the step of an optimizer can be compiled.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    count = sum(map(len, map(_PARAMETERS, optimizer.param_groups)))
-    trained = _trained.get(optimizer)
-    if trained is None or trained[0] != count:
-        trained = _trained[optimizer] = count, _models_of(optimizer)
-    for model in trained[1]:
-        discarded = model()
-        if discarded is not None:
-            discarded._is_stepping, discarded._uses = True, False
-            # One that trains several models also steps when this one's gradients were cleared.
-            for each in discarded._parameters:
-                if each.grad is not None:
-                    discarded._uses = True
-                    break
+    for discarded in _trained_by(optimizer):
+        discarded.is_stepping, discarded._uses = True, False
+        # One that trains several models also steps when this one's gradients were cleared.
+        for each in discarded._parameters:
+            if each.grad is not None:
+                discarded._uses = True
+                break
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _after_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    # Another thread can have registered a model since the step began.
-    for model in (_trained.get(optimizer) or (0, _models_of(optimizer)))[1]:
-        discarded = model()
-        if discarded is not None:
-            discarded._is_stepping, discarded._optimizer = False, weakref.ref(optimizer)
-            averager = discarded._averager()
-            if discarded._uses and not discarded._cleared and averager is not None:
-                discarded.open = False
-                if averager.steps_kept:
-                    averager.forget_before()
+    for discarded in _trained_by(optimizer):
+        discarded.is_stepping, discarded._optimizer = False, weakref.ref(optimizer)
+        averager = discarded._averager()
+        if discarded._uses and not discarded._cleared and averager is not None:
+            discarded.open = False
+            averager.forget_before()
 
 
-def _models_of(optimizer: Optimizer) -> _Models:
-    # Its step may be part of a CUDA graph, which is replayed unseen.
-    if any(group.get("capturable") for group in optimizer.param_groups):
-        return []
-    trained = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    with _lock:
-        return [
-            weakref.ref(model)
-            for model in _models
-            if any(id(parameter) in trained for parameter in model._parameters)
-        ]
+def _trained_by(optimizer: Optimizer) -> set[Discarded]:
+    found = set[Discarded]()
+    for group in optimizer.param_groups:
+        if group.get("capturable"):  # may be part of a CUDA graph, which is replayed unseen
+            return set()
+        for each in _models:
+            model = each()
+            # `isdisjoint` ends at the first parameter that they share.
+            if model is not None and not model._ids.isdisjoint(map(id, group["params"])):
+                found.add(model)
+    return found

@@ -56,8 +56,8 @@ def register(
         lr_inside: the optimizer of the training loop, or a list of all that train the model. The
             residual is then in the unit of the update, the learning rate times the gradient: what
             is sent late is applied at the learning rate of the step that it comes from. By default,
-            it is applied at that of the step that sends it. Meant for SGD without momentum: any
-            other optimizer logs a warning. docs/usage.md has the details.
+            it is applied at that of the step that sends it. Meant for SGD without momentum.
+            docs/usage.md has the details.
         nodes: which ranks share a network card, to exchange in two levels. The ranks of a node
             average their gradients uncompressed; the method then runs between the nodes, and each
             rank keeps the residual of its share of the model. Pass how many ranks a node has,
@@ -91,16 +91,7 @@ def register(
         RankMismatchError: if specs, seeds or models differ between ranks, or only some ranks fail.
     """
     options = Options(
-        seed=seed,
-        scaler=scaler,
-        check=check,
-        lr_inside=lr_inside,
-        nodes=nodes,
-        inside=inside,
-        replicate=replicate,
-        manager=manager,
-        guard=guard,
-        checksum=checksum,
+        seed, scaler, check, lr_inside, nodes, inside, replicate, manager, guard, checksum
     )
     # What does not fit together is refused there, on all ranks together.
     if isinstance(model, FSDPModule) and replicate is not None:

@@ -19,11 +19,13 @@ AT_EXIT_SECONDS = 2.0
 
 
 class Executor:
-    """Runs jobs in the order of submission, until one raises; this base class without overlap."""
+    """Runs jobs in the order of submission, until one raises; this base class without overlap.
+
+    `leave` is called with an error that other ranks, which would wait for this one, may not have.
+    """
 
     def __init__(self, leave: Leave | None = None) -> None:
         self.failure: BaseException | None = None  # of a job; the owner reads and resets it
-        # Called with an error that other ranks may not have, and who would wait for this one.
         self._leave = leave
 
     def submit(self, job: Job, *, always: bool = False) -> None:
@@ -37,7 +39,6 @@ class Executor:
         """Finish the submitted jobs, or wait `timeout` seconds for them; release threads."""
 
     def fail(self, error: BaseException) -> None:
-        """Run no further job, because of this error."""
         self.failure = self.failure or error
         if self._leave is not None and not isinstance(error, ON_ALL_RANKS):
             self._leave(error)
@@ -47,15 +48,13 @@ class Executor:
             try:
                 job()
             except BaseException as error:
-                # Kept for the owner: through a future, DDP would report it as "Unable to cast
-                # <message> to Tensor". SystemExit as well: it would end the thread of the jobs, for
-                # which the backward pass then waits for ever.
+                # Kept for the owner, because DDP reports an error of a future as another one.
+                # SystemExit as well: it would end the thread, and the backward pass would wait.
                 self.fail(error)
 
 
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a new stream for an exchange, of high priority."""
-    # Otherwise, the many small kernels of an exchange would end after the backward pass.
+    """Return a stream of high priority: otherwise, the many small kernels would end late."""
     return torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
 
 
@@ -68,26 +67,21 @@ class StreamExecutor(Executor):
         self._caller: torch.cuda.Stream | None = None
 
     def submit(self, job: Job, *, always: bool = False) -> None:
-        # The job reads gradients that the current stream is still computing. Name the device: the
-        # model can be on another one than the current device.
+        # The job reads gradients that this stream computes, maybe not on the current device.
         self._caller = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(self._caller)
         with torch.cuda.stream(self._stream):
             self._run(job, always)
 
     def close(self, timeout: float | None = None) -> None:
-        # The caller's stream waits, because it will reuse memory that the jobs still read. The host
-        # does not: it would hang behind a collective that another rank never joins.
+        # The caller's stream reuses memory that the jobs read. The host does not wait: it would
+        # hang behind a collective that another rank never joins.
         if self._caller is not None:
             self._caller.wait_stream(self._stream)
 
 
 class ThreadExecutor(Executor):
-    """Runs jobs in one worker thread. For gloo, this is the only safe way to overlap collectives.
-
-    One blocks the thread that calls it, and from a future's callback, it can pair with the wrong
-    one of another rank.
-    """
+    """Runs jobs in one worker thread, for gloo, whose collectives block the caller."""
 
     def __init__(self, leave: Leave | None = None) -> None:
         super().__init__(leave)
@@ -109,8 +103,7 @@ class ThreadExecutor(Executor):
     def _work(self) -> None:
         while (submitted := self._jobs.get()) is not None:
             self._run(*submitted)
-            # A local name would keep the job's tensors alive until the next job.
-            del submitted
+            del submitted  # or the job's tensors live until the next job
             self._jobs.task_done()
         self._jobs.task_done()
 
@@ -118,12 +111,11 @@ class ThreadExecutor(Executor):
 def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Exchange, Executor]:
     """Return an exchange among the ranks of `group`, which all call this, and its executor."""
     users = ProcessGroupExchange(group, device)
-    if not _in_thread(users):
-        return users, executor_for(users, users.leave)
-    # A private group, because DDP and the user issue collectives from another thread. First the
-    # group: if a rank is lost here, there is no thread to end.
-    private = PrivateExchange(new_name(users), users.global_ranks, users)
-    return private, executor_for(users, private.leave)
+    exchange = users
+    if _in_thread(users):
+        # A private group, because DDP and the user issue collectives from another thread.
+        exchange = PrivateExchange(new_name(users), users.global_ranks, users)
+    return exchange, executor_for(users, exchange.leave)
 
 
 def executor_for(exchange: ProcessGroupExchange, leave: Leave) -> Executor:
@@ -138,7 +130,6 @@ def _in_thread(exchange: ProcessGroupExchange) -> bool:
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Call `callback` at the end of the current backward pass, after callbacks queued earlier."""
-    # There is no public function for this. DDP queues its final callback in the same way.
+    """Call `callback` at the end of the current backward pass, as DDP does its final one."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

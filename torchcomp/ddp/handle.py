@@ -39,6 +39,7 @@ class Handle(OfOneProcess, Gatherable):
             thread after the last gradient was computed, in total. 0 on CUDA, where the stream
             waits and the host does not.
         guard: its last `report`, None before the first one, and what it found, `alarms`.
+        closed: whether :meth:`close` was called.
         choice: the :class:`torchcomp.Choice` of ``register(model, "auto")``; None before, and with
             any other method.
     """
@@ -57,22 +58,18 @@ class Handle(OfOneProcess, Gatherable):
         self._buckets = buckets
         self.averager = buckets.averager
         self.guard: Any = buckets.averager.observer or _NO_GUARD
-        self._closed = False
-        self.seconds_waited = 0.0
-        self._loss_scale: LossScale | None = None
-        self._lrs = lrs
-        if scaler is not None and scaler.is_enabled():
-            self._loss_scale = LossScale(scaler, model)
-        # Replaces the gradients of a step that does not count, if only the device knows that. A
-        # scaler skips the step because of the infinity. Without one, the optimizer gets zeros.
-        self._void_value = 0.0 if self._loss_scale is None else math.inf
+        self.closed, self.seconds_waited, self._lrs = False, 0.0, lrs
+        scales = scaler is not None and scaler.is_enabled()
+        self._loss_scale = LossScale(scaler, model) if scaler is not None and scales else None
+        # Gradients of a step that does not count, if only the device knows that: a scaler skips
+        # the step because of the infinity, and without one, the optimizer gets zeros.
+        self._void_value = math.inf if scales else 0.0
         self._discarded: Discarded | None = None
-        if buckets.gathers:  # a manager decides on each step itself
+        if buckets.gathers:  # a manager decides itself
             self._discarded = Discarded(self.averager, parameters, buckets.everyone.rank == 0)
         self._running = False
         self._step_before = 0  # steps before the backward pass that is running
-        # Of the last forward pass. On CUDA, backward passes run in another one.
-        self._thread = threading.current_thread()
+        self._thread = threading.current_thread()  # of the last forward pass
         # Ends the threads also if the user deletes the model without `close`.
         self._finalizer = weakref.finalize(self, buckets.close, AT_EXIT_SECONDS)
 
@@ -83,11 +80,6 @@ class Handle(OfOneProcess, Gatherable):
     def method(self) -> Aggregator:
         """The aggregator in use; its ``str`` is the spec."""
         return self.averager.aggregator
-
-    @property
-    def closed(self) -> bool:
-        """Whether :meth:`close` was called."""
-        return self._closed
 
     @property
     def stats(self) -> Stats:
@@ -106,9 +98,8 @@ class Handle(OfOneProcess, Gatherable):
     def swap(self, spec: str | Component) -> str:
         """Change the method between two steps. Call this on all ranks with the same spec.
 
-        The callback of a guard may call it as well: the step that begins next has the new method.
-        If only some ranks do, that step raises RankMismatchError on all of them. After a swap,
-        ``"auto"`` no longer chooses.
+        The callback of a guard may call it as well: if only some ranks do, the next step raises
+        RankMismatchError on all of them. After a swap, ``"auto"`` no longer chooses.
 
         Args:
             spec: the new method.
@@ -123,8 +114,7 @@ class Handle(OfOneProcess, Gatherable):
         """
 
         def make() -> tuple[Aggregator, dict[str, Any]]:
-            self._require_idle("swap")
-            self._require_open("swap")
+            self._require("swap")
             self._take_back_discarded()
             aggregator = self._parse(spec)
             return aggregator, {"spec": aggregator}
@@ -165,8 +155,7 @@ class Handle(OfOneProcess, Gatherable):
                 damaged.
             RuntimeError: during a backward pass, or after :meth:`close`.
         """
-        self._require_idle("load_state_dict")
-        self._require_open("load_state_dict")
+        self._require("load_state_dict")
         self._buckets.load_state_dict(state, self._method_of(state))
 
     def leave(self) -> None:
@@ -191,12 +180,11 @@ class Handle(OfOneProcess, Gatherable):
 
     @property
     def _gather_over(self) -> Exchange:
-        # close() has ended the process group of the exchange.
         self._require_open("gather_state_dict or load_gathered")
         if not self._buckets.gathers:
             raise RuntimeError(
-                "under a manager, the ranks come and go, and their states are not gathered: save "
-                "handle.state_dict() on each rank, and load it with handle.load_state_dict(state)"
+                "under a manager, the ranks come and go: save handle.state_dict() on each rank, "
+                "and load it with handle.load_state_dict(state)"
             )
         return self._buckets.everyone
 
@@ -215,7 +203,7 @@ class Handle(OfOneProcess, Gatherable):
             NonFiniteError, WireError, RankMismatchError: those of the last step, if they are raised
                 late. The handle is closed all the same.
         """
-        if self._closed:
+        if self.closed:
             return
         # After a backward pass that raised, another rank may never join what this one has sent.
         raised = self._running or self.averager.abandoned
@@ -225,7 +213,7 @@ class Handle(OfOneProcess, Gatherable):
             if not raised and not awaits_vote:
                 self.averager.settle()
         finally:
-            self._closed = True
+            self.closed = True
             if self._finalizer.detach() is not None:
                 self._buckets.close(AT_EXIT_SECONDS if raised else None)
 
@@ -238,15 +226,15 @@ class Handle(OfOneProcess, Gatherable):
     def _method_of(self, state: Any) -> Aggregator | None:
         return None
 
-    def _check_method(self, aggregator: Aggregator) -> None:
+    @staticmethod
+    def _check_method(aggregator: Aggregator) -> None:
         """Raise SpecError if the method cannot run on this kind of model."""
 
     def _enter_pass(self) -> None:
         if self._running:
             self._abandon()
         if self.averager.abandoned:
-            # Its jobs must end first, or they would be taken for those of this one.
-            self._buckets.join()
+            self._buckets.join()  # or its jobs would be taken for those of this one
             # One of them can have prepared a bucket for a state that was replaced since.
             self.averager.running.forget()
             self.averager.abandoned = False
@@ -263,12 +251,16 @@ class Handle(OfOneProcess, Gatherable):
     def _abandon(self) -> None:
         self._running = False
         if self._discarded is not None:
-            self._discarded.interrupted()
+            self._discarded.is_stepping = False  # an optimizer that ran it has ended its step
         self._buckets.abandon(self._step_before)
 
     def _take_back_discarded(self) -> None:
         if self._discarded is not None and self._discarded.open:
             self._discarded.settle(in_backward=False)
+
+    def _require(self, call: str) -> None:
+        self._require_idle(call)
+        self._require_open(call)
 
     def _require_idle(self, call: str) -> None:
         # Check both: a backward pass that raised leaves `_running` set, but has no graph task.
@@ -277,11 +269,9 @@ class Handle(OfOneProcess, Gatherable):
         # Another thread sees no graph task, so it cannot tell whether the pass has raised.
         elsewhere = self._thread is not threading.current_thread() and self._thread.is_alive()
         if elsewhere or torch._C._current_graph_task_id() != -1:
-            raise RuntimeError(
-                f"{call} was called during a backward pass. Call it between two steps"
-            )
+            raise RuntimeError(f"{call} was called during a backward pass, not between two steps")
         self._abandon()
 
     def _require_open(self, call: str) -> None:
-        if self._closed:
+        if self.closed:
             raise RuntimeError(f"{call} was called on a closed handle. {self._after_close}")

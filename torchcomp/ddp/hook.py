@@ -41,10 +41,8 @@ class DDPHandle(Handle):
         lrs: OptimizerLRs | None = None,
     ) -> None:
         super().__init__(model, buckets, buckets.parameters, scaler, lrs)
-        # A weak reference, because DDP's reducer refers to the handle. A cycle would keep the
-        # model alive.
+        # Weak, because DDP's reducer refers to the handle: a cycle would keep the model alive.
         self._model = weakref.ref(model)
-        # By id, because DDP passes parameters to the hook, not their names.
         self._names = {id(parameter): name for name, parameter in buckets.parameters.items()}
         # By the index of a bucket: its parameters and its shape, until DDP rebuilds its buckets.
         self._known: dict[int, tuple[list[Tensor], BucketShape]] = {}
@@ -73,7 +71,7 @@ class DDPHandle(Handle):
     # --- Called by the hook, during the backward pass ---
 
     def _receive(self, grad_bucket: GradBucket) -> Future:
-        if self._closed:
+        if self.closed:
             raise RuntimeError(f"this handle is closed. {AFTER_CLOSE}")
         index, flat, last = grad_bucket.index(), grad_bucket.buffer(), grad_bucket.is_last()
         buckets, unused, end_step = self._buckets, self._unused, self._end_step
@@ -83,7 +81,7 @@ class DDPHandle(Handle):
         same = known is not None and len(known[0]) == len(parameters)
         if known is None or not same or not all(map(is_, known[0], parameters)):
             names = tuple([self._names[id(parameter)] for parameter in parameters])
-            known = self._known[index] = parameters, buckets.shape_of(names)
+            known = self._known[index] = parameters, BucketShape.of(names, buckets.parameters)
         bucket = Bucket(known[1], flat, lasts=True)
 
         def job() -> None:
@@ -127,8 +125,7 @@ class DDPHandle(Handle):
         self._running = False
         if failure is not None:
             if self.averager.step > self._step_before:
-                # With two levels, the step can end well before the gradients are back in DDP's
-                # buckets.
+                # With two levels, the step can end before the gradients are in DDP's buckets.
                 self.averager.abandon(self._step_before)
                 self.averager.abandoned = False  # no job is left
             # Raise after DDP's own final callback, so that DDP is ready for another iteration.
@@ -138,39 +135,34 @@ class DDPHandle(Handle):
         for executor in self._buckets.executors:
             executor.failure = None
         if self._discarded is not None:
-            self._discarded.interrupted()
+            self._discarded.is_stepping = False
         raise failure
 
 
 class UnusedWatch:
     """Tracks which parameters a step uses, and restores DDP's buckets for those of no rank.
 
-    DDP does not change the gradient of such a parameter, whatever the hook writes to its bucket. If
-    error feedback sent its residual in that step, the residual would be lost. The engine therefore
-    keeps its state.
+    DDP does not change the gradient of such a parameter, so a residual that it sent would be lost.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
-        # For which this rank has accumulated a gradient since the last exchange, also in no_sync.
+        # Since the last exchange, also in no_sync. The gradients do not show it: a used parameter's
+        # can be zero, and without zero_grad an unused parameter still has an old one.
         self.used: set[str] = set()
         self._before: dict[str, tuple[Tensor, Tensor]] = {}
-        # The gradients do not show it: a used parameter's can be zero, and without zero_grad an
-        # unused parameter still has an old one.
         for name, parameter in parameters.items():
             # The hook refers to the set only, so it does not keep this object and its copies alive.
             note = partial(_note, self.used, name)
             parameter.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
 
     def before(self, bucket: Bucket) -> None:
-        """Copy one of DDP's buckets, for the parameters that this rank did not use."""
-        # Other ranks can have used them. That is known only at the end of the step.
+        """Copy the parts of a bucket that this rank did not use: other ranks can have."""
         for name, part in bucket.parts().items():
             if name not in self.used:
                 self._before[name] = (part, part.clone())
 
     def end(self, unused: Iterable[str]) -> None:
         """Restore the buckets' parts of parameters that no rank used, and begin the next step."""
-        # A step that failed before it began knows only what was unused in the last one.
         for name in self._before.keys() & unused:
             part, before = self._before[name]
             part.copy_(before)
@@ -190,8 +182,7 @@ def _complete(
 ) -> None:
     if unused is not None:
         unused.end(averager.unused)
-    if averager.void is not None:
-        # Only the device knows whether the step counts.
+    if averager.void is not None:  # only the device knows whether the step counts
         for flat, _ in received:
             fill_where(averager.void, flat, void_value)
     # Only now: a group can still change any of DDP's buckets until the last one is averaged.

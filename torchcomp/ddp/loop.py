@@ -18,52 +18,27 @@ class OptimizerLRs:
     """Reads the learning rate of every parameter, by name, from the optimizers that train them."""
 
     def __init__(self, optimizers: Optimizers, parameters: Mapping[str, Tensor]) -> None:
-        # Any, because users also pass objects of other types, which the loop below reports.
-        given: Any = optimizers
+        given: Any = optimizers  # users pass objects of other types as well
         self._optimizers = list(given) if isinstance(given, list | tuple) else [given]
         self._names = {id(parameter): name for name, parameter in parameters.items()}
-        problem = self._problem(parameters)
-        if problem is not None:
-            raise SpecError(f"lr_inside {problem}", "lr_inside")
-
-    def _problem(self, parameters: Mapping[str, Tensor]) -> str | None:
         for each in self._optimizers:
             if not isinstance(each, torch.optim.Optimizer):
-                return (
-                    "must be the torch.optim.Optimizer of the training loop, or a list of them, "
-                    f"not {type(each).__name__}"
-                )
+                wanted = "must be the torch.optim.Optimizer of the training loop, or a list of them"
+                raise SpecError(f"lr_inside {wanted}, not {type(each).__name__}", "lr_inside")
             if any("lr" not in group for group in each.param_groups):
-                return (
-                    f"needs a learning rate ('lr') in each parameter group, for the residual to "
-                    f"follow, and {type(each).__name__} has a group without. Leave out lr_inside"
-                )
+                problem = f"{type(each).__name__} has a parameter group without 'lr'"
+                raise SpecError(f"lr_inside {problem}: leave out lr_inside", "lr_inside")
         held = Counter(name for name, _ in self._items())
-        if twice := [name for name, count in held.items() if count > 1]:
-            return (
-                f"needs one optimizer for each parameter, and several train {listed(twice)}. Pass "
-                "only the optimizer that takes the steps"
+        if wrong := [name for name in parameters if held[name] != 1]:
+            raise SpecError(
+                "lr_inside needs one optimizer for each trained parameter, and none or several "
+                f"train {listed(wrong)}",
+                "lr_inside",
             )
-        if missing := sorted(set(parameters) - set(held)):
-            return (
-                f"needs an optimizer for each parameter, and none trains {listed(missing)}. Add "
-                "the parameters to it, or freeze them before DistributedDataParallel(...)"
-            )
-        return None
 
     def read(self) -> dict[str, Any]:
         """Return the learning rates now, by parameter name. They are not checked."""
         return dict(self._items())
-
-    @property
-    def unfit(self) -> list[str]:
-        """Types of the optimizers that do not apply the learning rate times the gradient."""
-        # By the options of SGD, because wrappers such as ZeroRedundancyOptimizer are no SGD.
-        return [
-            type(each).__name__
-            for each in self._optimizers
-            if any("dampening" not in group or group["momentum"] for group in each.param_groups)
-        ]
 
     def _items(self) -> Iterator[tuple[str, Any]]:
         for optimizer in self._optimizers:
@@ -92,9 +67,8 @@ class OfOneProcess:
 class LossScale(OfOneProcess):
     """Reads the loss scale of each step from an enabled scaler.
 
-    ``scaler.get_scale()`` waits until the device has done everything that was launched so far, in
-    the thread that must launch the rest of the backward pass. Therefore :meth:`fetch` starts a copy
-    to the host when a forward pass begins, and :meth:`read` waits for this copy only.
+    ``scaler.get_scale()`` waits for the device in the thread that must launch the backward pass.
+    So :meth:`fetch` starts a copy in the forward pass, and :meth:`read` waits for this copy only.
     """
 
     def __init__(self, scaler: "torch.amp.GradScaler", model: torch.nn.Module) -> None:
@@ -115,8 +89,7 @@ class LossScale(OfOneProcess):
 
     def read(self) -> float:
         """Return the scale of the step in progress."""
-        # If the loop updates the scale between a forward pass and its backward pass, the copy is
-        # out of date.
+        # The loop may have updated the scale after the forward pass.
         if self._fetched is None or not self._is_fetched(self._scaler._get_scale_async()):
             return float(self._scaler.get_scale())
         return float(self._fetched[2]())

@@ -1,7 +1,6 @@
 """Managed: average DDP's buckets over the ranks that torchft's Manager has brought together.
 
-The manager decides who takes part in a step and whether it counts, and heals ranks that join. This
-module follows it, and does not import torchft:
+The manager decides who takes part in a step and whether it counts, and heals ranks that join:
 
 1. Before the first bucket: if there is another quorum, go on with its ranks.
 2. If a collective fails, tell the manager, and leave out the rest of the step.
@@ -17,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Aggregator
 from torchcomp.checkpoints import checkpoint
@@ -28,110 +26,25 @@ from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, Group
 from torchcomp.exchange import Exchange, InProcessExchange, ManagedExchange
 from torchcomp.routes import wire
-from torchcomp.specs.errors import RankFailureError, SpecError, UnsupportedModelError, WireError
+from torchcomp.specs.errors import RankFailureError, SpecError, WireError
 
 KEY = "torchcomp"
 """The name of a model's state among those that the manager sends to a rank that joins."""
 
 
-_NEEDED = (
-    "wait_quorum",
-    "errored",
-    "report_error",
-    "current_step",
-    "participating_rank",
-    "num_participants",
-    "register_state_dict_fn",
-)
-
-
 def check_manager(manager: Any) -> None:
     """Require a torchft Manager with settings under which every step has equal ranks."""
-    missing = [name for name in _NEEDED if not callable(getattr(manager, name, None))]
-    if missing:
+    if not callable(getattr(manager, "register_state_dict_fn", None)):
+        name = type(manager).__name__
+        raise SpecError(f"manager must be a torchft.Manager, not {name}", "manager")
+    # Ranks that have not healed, or count zeros, would have residuals that nobody sends or heals.
+    settings = manager._use_async_quorum, manager._replica_world_size_mode.name
+    if (*settings, manager._group_world_size) != (False, "DYNAMIC", 1):
         raise SpecError(
-            f"manager must be a torchft.Manager, not {type(manager).__name__}: it has no "
-            f"{', '.join(missing)}",
+            "this manager cannot be used. Pass use_async_quorum=False, WorldSizeMode.DYNAMIC and "
+            "one rank per replica group",
             "manager",
         )
-    mode = manager._replica_world_size_mode.name
-    problems = {
-        "use_async_quorum=True lets a rank that joins take part in a step before it has healed, "
-        "with other weights. Pass use_async_quorum=False": manager._use_async_quorum,
-        f"world_size_mode={mode} counts zeros for spare ranks, and their residuals would never be "
-        "sent. Pass WorldSizeMode.DYNAMIC": mode != "DYNAMIC",
-        f"its replica groups have {manager._group_world_size} ranks, and each would have a "
-        "residual of its own that nobody heals. Use one rank per replica "
-        "group": manager._group_world_size != 1,
-    }
-    for problem, present in problems.items():
-        if present:
-            raise SpecError(f"this manager cannot be used: {problem}", "manager")
-
-
-def check_one_rank(model: DistributedDataParallel) -> None:
-    """Require that DDP itself averages over no other rank, because a manager's ranks change."""
-    ranks = model.process_group.size()
-    if ranks != 1:
-        raise UnsupportedModelError(
-            "with a manager, the ranks of its quorum exchange, but the model's own process group "
-            f"has {ranks} ranks. With torchft, build torch.nn.parallel.DistributedDataParallel("
-            "module, process_group=ProcessGroupDummy(0, 1))"
-        )
-
-
-class Ballot:
-    """What a ``torchft.Manager`` has decided on the last step."""
-
-    def __init__(self, manager: Any) -> None:
-        self._manager = manager
-        self.quorum: int | None = None
-        self._step = 0
-        # The manager's counters when the last step ended; None if it was decided.
-        self._before: tuple[int, int] | None = None
-        self._decided: bool | None = None
-
-    def _counters(self) -> tuple[int, int]:
-        # One of them changes with every vote.
-        return self._manager.current_step(), self._manager._commit_failures
-
-    def open(self, step: int, quorum: int | None) -> None:
-        """Begin to wait for the decision on a step."""
-        self._step, self.quorum = step, quorum
-        self._before, self._decided = self._counters(), None
-
-    def close(self) -> None:
-        self._before = self._decided = None
-
-    @property
-    def has_voted(self) -> bool:
-        return self._before != self._counters()
-
-    def require_vote(self, what: str) -> None:
-        """Require that the manager has voted on the last step, before `what`."""
-        if not self.has_voted:
-            raise RuntimeError(
-                f"{what} came before the vote on the last step. Under a manager, each step has one "
-                "start_quorum(), one backward pass that exchanges gradients, and one "
-                "should_commit(). Accumulate gradients under model.no_sync()"
-            )
-
-    def heal(self, step: int, quorum: int | None) -> bool:
-        """Note the last step of the rank that heals this one. Return whether both met in it."""
-        met = self._before is not None and (step, quorum) == (self._step, self.quorum)
-        if self._before is not None:
-            self._decided = met or self._manager._commit_failures <= self._before[1]
-        return met
-
-    @property
-    def voted_yes(self) -> bool:
-        """Whether the manager has counted the last step, as long as no other rank has healed it."""
-        return self._before is not None and self._manager.current_step() > self._before[0]
-
-    def counts(self) -> bool:
-        counted = self.voted_yes if self._decided is None else self._decided
-        self._before = None
-        return counted
 
 
 class Managed(Buckets):
@@ -149,19 +62,18 @@ class Managed(Buckets):
         device: torch.device,
     ) -> None:
         self._manager, self._device = manager, device
-        self._ballot = Ballot(manager)
-        ranks = self._ranks(0, 1, None)
-        averager = make(ranks, parameters, groups, vote=self._ballot.counts)
+        # Of the last step, when it ended: step and quorum, and the manager's counters, which are
+        # None if it was decided; then what the rank that heals this one says of it.
+        self._open: tuple[int, int | None] = 0, None
+        self._counters_then: tuple[int, int] | None = None
+        self._healed: bool | None = None
+        averager = make(self._ranks(0, 1, None), parameters, groups, vote=self._counts)
         executor = StreamExecutor(device) if device.type == "cuda" else ThreadExecutor()
         alone = InProcessExchange.alone(device)
         super().__init__(averager, alone, Place.in_order(0), parameters, [executor])
         self._quorum: int | None = None
         self._failed, self._leaving = False, False
         self._last_step: int | None = None
-        self._facts = {
-            "parameters": [(name, tuple(p.shape), p.dtype) for name, p in parameters.items()],
-            "wire version": wire.VERSION,
-        }
         try:
             manager.register_state_dict_fn(KEY, self._heal, self._peer_state)
         except AssertionError:
@@ -172,6 +84,29 @@ class Managed(Buckets):
 
     def _ranks(self, rank: int, world_size: int, group: Any) -> Exchange:
         return ManagedExchange(group, rank, world_size, self._device)
+
+    # --- The manager's vote on the last step ---
+
+    def _counters(self) -> tuple[int, int]:
+        # One of them changes with every vote.
+        return self._manager.current_step(), self._manager._commit_failures
+
+    def _require_vote(self, what: str) -> None:
+        if self._counters_then == self._counters():
+            raise RuntimeError(
+                f"{what} came before the vote on the last step. Under a manager, each step has one "
+                "start_quorum(), one backward pass that exchanges gradients, and one "
+                "should_commit(). Accumulate gradients under model.no_sync()"
+            )
+
+    def _voted_yes(self) -> bool:
+        then = self._counters_then
+        return then is not None and self._counters()[0] > then[0]
+
+    def _counts(self) -> bool:
+        counts = self._voted_yes() if self._healed is None else self._healed
+        self._counters_then = None
+        return counts
 
     # --- One step ---
 
@@ -198,7 +133,7 @@ class Managed(Buckets):
             self.averager.unused = ()
 
     def _begin(self, scale: float, lrs: dict[str, float] | None) -> None:
-        self._ballot.require_vote("a backward pass")
+        self._require_vote("a backward pass")
         if self._manager._quorum_id != self._quorum:
             self._follow()
         super().begin(scale, lrs)
@@ -207,9 +142,9 @@ class Managed(Buckets):
         manager, averager, before = self._manager, self.averager, self._quorum
         rank, world_size = manager.participating_rank(), manager.num_participants()
         exchange = self._ranks(rank, world_size, manager._pg)
-        exchange.verify("torchcomp.register", self._facts)
-        # After a step that failed, the same ranks often meet again: all of the quorum before, and
-        # no others. The state then stays.
+        shapes = [(name, tuple(p.shape), p.dtype) for name, p in self.parameters.items()]
+        exchange.verify("torchcomp.register", {"parameters": shapes, "wire version": wire.VERSION})
+        # After a step that failed, the same ranks often meet again. The state then stays.
         met = exchange.same(-1 if before is None else before) and before is not None
         averager.settle()
         state, old, running = averager.state, averager.exchange, averager.running
@@ -235,7 +170,8 @@ class Managed(Buckets):
             counts = end(leaving=self._leaving)
         finally:
             if self.averager.undecided:
-                self._ballot.open(self.averager.step, self._quorum)
+                self._open, self._healed = (self.averager.step, self._quorum), None
+                self._counters_then = self._counters()
         if counts and self._leaving:
             self._last_step = self.averager.step
 
@@ -244,23 +180,23 @@ class Managed(Buckets):
     def start(self) -> None:
         super().start()
         # Roll the last step back if the manager has decided by now that it does not count.
-        if self._ballot.has_voted:
+        if self._counters_then != self._counters():
             self.averager.settle()
 
     def abandon(self, step: int) -> None:
         super().abandon(step)
         if not self.averager.undecided:
-            self._ballot.close()
+            self._counters_then = self._healed = None
 
     def leave(self) -> None:
         self._leaving = True
 
     @property
     def left(self) -> bool:
-        self._ballot.require_vote("handle.left")
+        self._require_vote("handle.left")
         # After a no, do not settle the step yet: the others can have counted it. The rank that
         # heals this one says so.
-        if self.averager.undecided and not self._ballot.voted_yes:
+        if self.averager.undecided and not self._voted_yes():
             return False
         # A step that is rolled back sets the counter back, and the next one hands over again.
         return self._last_step is not None and self.averager.step >= self._last_step
@@ -275,11 +211,15 @@ class Managed(Buckets):
             "scale": averager.units.scale,
             "flushing": averager.flushing,
             "groups": [list(group) for group in averager.groups],
-            "quorum": self._ballot.quorum,
+            "quorum": self._open[1],
         }
 
     def _heal(self, peer: Mapping[str, Any]) -> None:
-        met = self._ballot.heal(peer["step"], peer["quorum"])
+        # Whether both have met in the last step of the rank that heals this one.
+        then = self._counters_then
+        met = then is not None and (peer["step"], peer["quorum"]) == self._open
+        if then is not None:
+            self._healed = met or self._manager._commit_failures <= then[1]
         if not met:
             # It has missed a step of the others. Estimates start again on all ranks, and what it
             # has handed over may not count.
@@ -296,7 +236,7 @@ class Managed(Buckets):
         averager.step, averager.seed = peer["step"], peer["seed"]
 
     def state_dict(self) -> dict[str, Any]:
-        self._ballot.require_vote("state_dict")
+        self._require_vote("state_dict")
         return super().state_dict()
 
     def load_state_dict(self, state: Any, method: Aggregator | None = None) -> None:
@@ -311,5 +251,4 @@ class Managed(Buckets):
         except Exception:
             averager.exchange = before
             raise
-        self._ballot.close()
-        self._quorum = None
+        self._counters_then = self._healed = self._quorum = None

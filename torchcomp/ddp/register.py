@@ -1,7 +1,8 @@
 """register_ddp: install compressed gradient exchange on a DDP model; the options of all models."""
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,34 +10,37 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
-from torchcomp.aggregators import Aggregator, planned_two_levels
+from torchcomp.aggregators import Aggregator, Mean, planned_two_levels
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp import checks
 from torchcomp.ddp.buckets import Buckets
 from torchcomp.ddp.executors import transport
 from torchcomp.ddp.hook import DDPHandle, hook
-from torchcomp.ddp.log import log_method
 from torchcomp.ddp.loop import OptimizerLRs, Optimizers
-from torchcomp.ddp.managed import Managed, check_manager, check_one_rank
-from torchcomp.ddp.two_level import Levels, TwoLevel
+from torchcomp.ddp.managed import Managed, check_manager
+from torchcomp.ddp.two_level import TwoLevel
 from torchcomp.engine.averager import Averager
-from torchcomp.engine.bucket import Group, partition
+from torchcomp.engine.bucket import BucketShape, Group, partition
 from torchcomp.engine.keys import check_seed
+from torchcomp.engine.stats import sent_instead
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
 from torchcomp.exchange.nodes import Nodes
+from torchcomp.exchange.traffic import Traffic
 from torchcomp.routes import wire
 from torchcomp.specs.auto import Auto
 from torchcomp.specs.checks import check_choice, check_flag
 from torchcomp.specs.component import Component
-from torchcomp.specs.errors import SpecError
+from torchcomp.specs.errors import SpecError, UnsupportedModelError
 from torchcomp.specs.spec import candidates, parse_registered
 
 if TYPE_CHECKING:
     from torchcomp.guard import Guard
 
+_log = logging.getLogger(__name__)
 
-@dataclass(frozen=True, kw_only=True)
+
+@dataclass(frozen=True)
 class Options:
     """The keyword arguments of :func:`torchcomp.register`, which describes them."""
 
@@ -52,17 +56,15 @@ class Options:
     checksum: bool = False
 
     def compared(self, spec: str | Component) -> dict[str, Any]:
-        """Return what must match on all ranks."""
-        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {"spec": spec, **vars(self)}
         del values["scaler"]
         for name in ("lr_inside", "replicate", "manager"):  # each rank has its own
             values[name] = "none" if values[name] is None else "set"
         if isinstance(self.nodes, DeviceMesh):
             values["nodes"] = "a DeviceMesh"
-        return {"spec": spec, **values}
+        return values
 
     def require_valid(self) -> None:
-        """Require valid values that fit together."""
         check_seed(self.seed)
         check_scaler(self.scaler)
         if self.guard is not None and self.guard is not False:
@@ -75,35 +77,28 @@ class Options:
         if self.inside is not None:
             check_choice("inside", self.inside, ("bf16",))
             if self.nodes is None:
-                raise SpecError("inside is for the exchange inside a node: pass nodes", "inside")
+                raise SpecError("inside is for nodes: pass nodes", "inside")
         if self.manager is not None:
             check_manager(self.manager)
             if self.check == "late":
-                raise late_does_not_fit("a manager, which decides on a step when it ends")
+                raise SpecError("check='late' does not fit a manager. Use check='now'", "check")
             for name in ("nodes", "replicate"):
                 if getattr(self, name) is not None:
-                    problem = "does not fit manager, whose ranks come and go. Leave one of them out"
-                    raise SpecError(f"{name} {problem}", name)
+                    raise SpecError(f"{name} does not fit manager, whose ranks come and go", name)
 
     def late(self, device: torch.device) -> bool:
-        """Return whether the host checks a step of gradients on `device` when the next begins."""
+        """Return whether the host checks a step on `device` when the next begins."""
         if self.check == "auto":
             return device.type != "cpu" and self.manager is None
         return self.check == "late"
 
     def averager_of(self, aggregator: Aggregator, device: torch.device) -> Callable[..., Averager]:
         """Return what makes an averager of an exchange, parameters by name, and groups."""
-        return partial(
-            Averager,
-            aggregator,
-            seed=self.seed,
-            late=self.late(device),
-            checksum=self.checksum,
-            takes_back=self.manager is None,
-        )
+        late, alone = self.late(device), self.manager is None
+        options: dict[str, Any] = {"seed": self.seed, "checksum": self.checksum}
+        return partial(Averager, aggregator, late=late, takes_back=alone, **options)
 
     def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
-        """Return the learning rates of the parameters, or None without `lr_inside`."""
         return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
 
 
@@ -113,42 +108,41 @@ def check_scaler(scaler: object) -> None:
         raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
 
 
-def late_does_not_fit(needs: str) -> SpecError:
-    """Return the error for an option that needs the result of a step in the same step."""
-    return SpecError(f"check='late' does not fit {needs}. Use check='now'", "check")
-
-
 _Checked = tuple[
     Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None
 ]
-"""The methods, the groups of parameters, their learning rates, the nodes of two levels, and auto.
-
-Training begins with the first of the methods. Without ``auto`` there is no other.
-"""
-Everyone = ProcessGroupExchange | InProcessExchange
-"""The ranks that register together; with a manager, this one alone."""
+"""The methods (several with ``auto``), groups, learning rates, nodes of two levels, and auto."""
 
 
 def register_ddp(
     model: DistributedDataParallel, spec: str | Component, options: Options
 ) -> DDPHandle:
     """Install compressed gradient exchange on a DDP model; see :func:`torchcomp.register`."""
-    # Without DDP there is no process group in which the ranks could verify anything.
+    # First: without DDP, there is no process group in which the ranks could verify anything.
     checks.check_is_ddp(model)
     device = checks.device_of(model)
-    everyone: Everyone
+    # With a manager, ranks register when they join, and the first step compares them. Otherwise,
+    # verify in DDP's own group: creating one would hang if another rank has already raised.
+    everyone: ProcessGroupExchange | InProcessExchange = InProcessExchange.alone(device)
     if options.manager is None:
-        # Verify in DDP's own group. Creating one would hang if another rank has already raised.
         everyone = ProcessGroupExchange(model.process_group, device)
-    else:
-        # A rank that joins later registers later. The first step with it compares the ranks.
-        everyone = InProcessExchange.alone(device)
-    ranks = everyone.global_ranks
+    check = partial(_check, model, spec, options, everyone.global_ranks)
     methods, groups, lrs, nodes, auto = everyone.build(
-        "torchcomp.register", options.compared(spec), lambda: _check(model, spec, options, ranks)
+        "torchcomp.register", options.compared(spec), check
     )
     aggregator = methods[0]
-    buckets = _buckets(model, options, aggregator, groups, nodes, everyone)
+    parameters = dict(checks.trained_parameters(model))
+    make = options.averager_of(aggregator, device)
+    buckets: Buckets
+    if isinstance(everyone, InProcessExchange):
+        buckets = Managed(make, parameters, groups, options.manager, device)
+    elif nodes is not None:
+        inside = None if options.inside is None else torch.bfloat16
+        buckets = TwoLevel(make, parameters, groups, nodes, everyone, inside)
+    else:
+        exchange, executor = transport(model.process_group, device)
+        averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
+        buckets = Buckets(averager, everyone, place, parameters, [executor])
     if options.guard:
         from torchcomp.guard import watch
 
@@ -167,31 +161,33 @@ def register_ddp(
     # On one rank only: the messages would be the same on all ranks.
     if everyone.rank == 0:
         size = 1 if nodes is None else nodes.size
-        shapes = [buckets.shape_of(group) for group in buckets.averager.buckets]
+        shapes = [BucketShape.of(group, buckets.parameters) for group in buckets.averager.buckets]
         planned = planned_two_levels(aggregator, shapes, everyone.world_size, size)
-        nodes_of = f"nodes of {size} ranks" if size > 1 else ""
-        log_method(buckets, planned, nodes_of, lrs)
+        log_method(buckets, planned, f"nodes of {size} ranks" if size > 1 else "")
     return handle
 
 
-def _buckets(
-    model: DistributedDataParallel,
-    options: Options,
-    aggregator: Aggregator,
-    groups: Sequence[Group],
-    nodes: Nodes | None,
-    everyone: Everyone,
-) -> Buckets:
-    device, parameters = everyone.device, dict(checks.trained_parameters(model))
-    make = options.averager_of(aggregator, device)
-    if isinstance(everyone, InProcessExchange):
-        return Managed(make, parameters, groups, options.manager, device)
-    if nodes is not None:
-        inside = None if options.inside is None else torch.bfloat16
-        return TwoLevel(make, parameters, groups, Levels(nodes, everyone), inside)
-    exchange, executor = transport(model.process_group, device)
-    averager, place = make(exchange, parameters, groups), Place.in_order(everyone.rank)
-    return Buckets(averager, everyone, place, parameters, [executor])
+def log_method(buckets: Buckets, planned: Traffic, between: str) -> None:
+    """Log what was registered, and warn if what the method does not send is lost."""
+    averager = buckets.averager
+    aggregator, warmup_steps = averager.aggregator, averager.aggregator.stages[-1]
+    _log.info(
+        "registered %s: %d parameters with %s elements, groups: %d, per step%s%s %s",
+        aggregator,
+        len(averager.parameters),
+        f"{sum(each.numel() for each in buckets.parameters.values()):,}",
+        len(averager.buckets),
+        f" after the first {warmup_steps:,}" if warmup_steps else "",
+        f" between {between}" if between else "",
+        sent_instead(planned.sent, planned.dense),
+    )
+    if isinstance(aggregator, Mean) and aggregator.loses:
+        _log.warning(
+            "%s keeps no residual, so the part of the gradient that it does not send is lost. "
+            "Use ef(%s) to send it in later steps",
+            aggregator,
+            aggregator.compressor,
+        )
 
 
 def _check(
@@ -201,13 +197,16 @@ def _check(
     if options.replicate is not None:
         raise SpecError("replicate is for a model of fully_shard: leave it out", "replicate")
     options.require_valid()
-    if options.manager is not None:
-        check_one_rank(model)
+    ranks_of_ddp = model.process_group.size()
+    if options.manager is not None and ranks_of_ddp != 1:
+        raise UnsupportedModelError(
+            f"with a manager, the model has a process group of one rank, not {ranks_of_ddp}. Build "
+            "torch.nn.parallel.DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))"
+        )
     checks.check_model(model)
     if options.check == "late" and model.find_unused_parameters and not model.static_graph:
-        raise late_does_not_fit(
-            "find_unused_parameters=True, which leaves unused parameters as they are"
-        )
+        problem = "check='late' does not fit find_unused_parameters=True"
+        raise SpecError(f"{problem}. Use check='now'", "check")
     checks.check_before_backward(model)
     parsed = parse_registered(spec)
     auto = parsed if isinstance(parsed, Auto) else None

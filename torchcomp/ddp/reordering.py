@@ -39,8 +39,7 @@ class Completed:
 class Reordering:
     """Yields each group as soon as all of its parameters are in DDP's buckets.
 
-    With `in_order`, in the order of `groups`: ranks whose DDP has other buckets then yield them in
-    the same order.
+    With `in_order`, in the order of `groups`, for ranks whose DDP has other buckets.
     """
 
     def __init__(self, groups: Sequence[BucketShape], in_order: bool = False) -> None:
@@ -50,16 +49,14 @@ class Reordering:
         self._completed = Completed(groups)
         # Groups are processed one after another, so all of a device share one.
         self._scratch: defaultdict[torch.device, Scratch] = defaultdict(Scratch)
-        # With `in_order`: groups that are complete, and those not yielded yet.
         self._ready: dict[Group, Iterator[Bucket]] = {}
-        self._waiting: list[Group] = []
+        self._waiting: list[Group] = []  # with `in_order`, groups that were not yielded yet
 
     def begin(self) -> None:
         """Discard the buckets of a backward pass that did not finish."""
         self._completed.pending.clear()
-        if self._in_order:
-            self._ready.clear()
-            self._waiting = list(self._shapes)
+        self._ready.clear()
+        self._waiting = list(self._shapes)
 
     def add(self, bucket: Bucket) -> Iterable[Bucket]:
         """Return the groups that a bucket completes, in the same order on all ranks.
@@ -72,12 +69,10 @@ class Reordering:
 
     def _ordered(self, bucket: Bucket) -> Iterator[Bucket]:
         for group, delivery in self._complete(bucket):
-            if not self._in_order:
-                yield from delivery
-                continue
             self._ready[group] = delivery
-            while self._waiting and self._waiting[0] in self._ready:
-                yield from self._ready.pop(self._waiting.pop(0))
+            waiting = self._waiting if self._in_order else [group]
+            while waiting and waiting[0] in self._ready:
+                yield from self._ready.pop(waiting.pop(0))
 
     def _complete(self, bucket: Bucket) -> Iterator[tuple[Group, Iterator[Bucket]]]:
         if bucket.names in self._shapes:
@@ -100,17 +95,17 @@ class Reordering:
 
     def _move(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
         if sources:  # which can overlap with the targets
-            sizes = [source.numel() for source in sources]
-            copies = torch.cat(list(sources), out=self._buffer(sum(sizes), sources[0]))
-            torch._foreach_copy_(list(targets), list(torch.split(copies, sizes)))
+            copies = torch.split(self._joined(sources), [source.numel() for source in sources])
+            torch._foreach_copy_(list(targets), list(copies))
 
     def _staged(self, shape: BucketShape, parts: dict[str, Tensor]) -> Iterator[Bucket]:
         ordered = [parts[name] for name in shape.names]
-        flat = self._buffer(shape.numel, ordered[0])
-        torch.cat(ordered, out=flat)
+        flat = self._joined(ordered)
         yield Bucket(shape, flat)
         # One launch for all parts: on CUDA, the launches of the hook delay the backward pass.
         torch._foreach_copy_(ordered, list(torch.split(flat, list(shape.sizes))))
 
-    def _buffer(self, numel: int, like: Tensor) -> Tensor:
-        return self._scratch[like.device].take(numel, like.dtype, like.device)
+    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
+        numel, first = sum(part.numel() for part in parts), parts[0]
+        out = self._scratch[first.device].take(numel, first.dtype, first.device)
+        return torch.cat(list(parts), out=out)

@@ -23,13 +23,11 @@ from torchcomp.specs.errors import ON_ALL_RANKS, SpecError, UnsupportedModelErro
 class FSDPHandle(Handle):
     """The handle of a model of ``fully_shard``.
 
-    FSDP2 averages a unit's gradients over the shards of a replica, with a reduce-scatter, and calls
-    the hook with this rank's shard. The hook averages it over the replicas.
+    FSDP2 averages over the shards of a replica, and calls the hook with this rank's shard.
     """
 
     _after_close = (
-        "FSDP2 keeps its hook, because without it the replicas would drift apart. To average "
-        "uncompressed gradients, call handle.swap('mean') instead of close()"
+        "FSDP2 keeps its hook. To average uncompressed gradients, call handle.swap('mean') instead"
     )
 
     def __init__(
@@ -57,25 +55,28 @@ class FSDPHandle(Handle):
             module: Any = unit.module
             module.register_forward_pre_hook(partial(self._before_forward, unit))
 
-    def _check_method(self, aggregator: Aggregator) -> None:
-        check_method(aggregator)
+    @staticmethod
+    def _check_method(aggregator: Aggregator) -> None:
+        # FSDP2 needs the mean of each unit before it reduces the next one.
+        if aggregator.whole_model:
+            problem = f'{aggregator} selects over the whole model: use scope="bucket" with FSDP2'
+            raise SpecError(problem, "scope")
 
     # --- Called in the forward pass ---
 
-    # Compiled apart, as FSDP2's own hooks.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _before_forward(self, unit: Unit, module: nn.Module, args: object) -> None:
         self._thread = threading.current_thread()
         if torch._C._current_graph_task_id() != -1:
             return  # a checkpoint
-        if self._pass != -1:
-            self._pass = -1  # of a backward pass that raised
+        if self._pass != -1:  # of a backward pass that raised
+            self._pass = -1
             self._unsent.clear()
         if unit.awaits_end and torch.is_grad_enabled():
             raise RuntimeError(
                 "the last backward pass raised, and FSDP2 averages no gradients after that. Call "
-                "model.zero_grad() and then model.reset_iter_state(), and take the step again; "
-                "before torch 2.13, build and register the model again, with handle.state_dict()"
+                "model.zero_grad() and model.reset_iter_state(), and take the step again; before "
+                "torch 2.13, build and register the model again, with handle.state_dict()"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -87,8 +88,7 @@ class FSDPHandle(Handle):
     # --- Called in the backward pass, in the same order on all ranks ---
 
     def _enter(self, gradient: Tensor | None = None) -> None:
-        # Reentrant activation checkpointing runs a backward pass of its own for each checkpoint,
-        # inside this one. All of them are one step.
+        # Reentrant checkpoints run backward passes inside this one. All of them are one step.
         if self._pass != torch._C._current_graph_task_id():
             self._pass, self._begun = torch._C._current_graph_task_id(), False
             if self._discarded is not None and self._discarded.open:
@@ -96,8 +96,8 @@ class FSDPHandle(Handle):
             after_backward(self._finish_backward)
 
     def _reduce(self, model: nn.Module, unit: Unit, flat: Tensor) -> None:
-        if not unit.exchanges:
-            # FSDP2 adds `flat` to the gradients after the hook. Keep it until the exchange instead.
+        if not unit.group.all_reduce_grads:
+            # FSDP2 adds `flat` to the gradients after the hook: keep it until the exchange instead.
             kept = self._unsent.get(unit.names[0])
             self._unsent[unit.names[0]] = flat.clone() if kept is None else kept.add_(flat)
             flat.zero_()
@@ -112,51 +112,41 @@ class FSDPHandle(Handle):
             if self._failure is None:
                 self._average(unit, flat)
         except ON_ALL_RANKS as error:
-            # FSDP2 must reach the end of the backward pass before it is raised. Another error is
-            # raised at once, or the other ranks would wait for this one.
+            # Raised at the end, which FSDP2 must reach. Another error is raised at once, or the
+            # other ranks would wait for this one.
             self._failure = error
         except Exception as error:
             self.averager.exchange.leave(error)
             raise
 
     def _begin(self, model: nn.Module) -> None:
-        self._begun = True
+        self._begun, self._failure = True, None
         self._enter_pass()
-        self._failure = None
         self._watch = FiniteWatch(self.averager.exchange, "in the shard of rank")
         try:
-            self._check(model)
+            self._require_open("a backward pass")
+            # Units that were made after `register` have no hook.
+            names = self.averager.parameters.keys()
+            if not self._checked and all_parameters(units_of(model)).keys() != names:
+                raise UnsupportedModelError(
+                    "modules were sharded, frozen or added after torchcomp.register: do that before"
+                )
+            self._checked = True
         except (RuntimeError, UnsupportedModelError) as error:
             self._failure = error  # on all ranks
-            return
-        self.averager.begin(*self._begin_step(), self._watch)
-
-    def _check(self, model: nn.Module) -> None:
-        self._require_open("a backward pass")
-        if self._checked:
-            return
-        # Units that were made after `register` have no hook.
-        if all_parameters(units_of(model)).keys() != self.averager.parameters.keys():
-            raise UnsupportedModelError(
-                "modules were sharded, or parameters frozen or added, after torchcomp.register. "
-                "Shard and freeze first, then register"
-            )
-        self._checked = True
+        else:
+            self.averager.begin(*self._begin_step(), self._watch)
 
     def _average(self, unit: Unit, flat: Tensor) -> None:
         shape = self.averager.shape_of(unit.names)
-        if flat.numel() != shape.numel:
+        if (flat.numel(), flat.dtype) != (shape.numel, shape.dtype):
             raise UnsupportedModelError(
-                f"FSDP2 reduces {flat.numel()} elements of a unit with {shape.numel} "
-                f"({unit.names[0]}, ...): some parameters got no gradient. Freeze them before "
-                "torchcomp.register, or call set_reduce_scatter_unused_params(True) on the model"
+                f"FSDP2 reduces {flat.numel()} elements of a unit ({unit.names[0]}, ...) in "
+                f"{flat.dtype}, expected {shape.numel} in {shape.dtype}. Set reduce_dtype, and "
+                "freeze what gets no gradient before torchcomp.register, or call "
+                "set_reduce_scatter_unused_params(True)"
             )
-        if flat.dtype != shape.dtype:
-            raise UnsupportedModelError(
-                f"FSDP2 reduces the gradients of a unit ({unit.names[0]}, ...) in {flat.dtype}, "
-                f"expected {shape.dtype}. Set reduce_dtype in its MixedPrecisionPolicy"
-            )
-        # To the unit of the gradients, in which residuals are kept.
+        # To the unit of the gradients.
         after = unit.divisor(self._buckets.place.node_size)
         if after != 1:
             flat.div_(after)
@@ -181,7 +171,6 @@ class FSDPHandle(Handle):
         with torch.cuda.stream(stream):
             self.averager.finish(may_skip=self._loss_scale is not None, advice=SCALER_ADVICE)
             if self.averager.void is not None:
-                # On the stream on which FSDP2 has written the gradients after the hook.
                 gradients: Any = (each.grad for each in self._parameters.values())
                 for gradient in gradients:
                     if gradient is not None:
@@ -189,13 +178,3 @@ class FSDPHandle(Handle):
         if caller is not None and stream is not None:
             caller.wait_stream(stream)
         self._running = False
-
-
-def check_method(aggregator: Aggregator) -> None:
-    """Require a method that can average one unit after another."""
-    if aggregator.whole_model:
-        raise SpecError(
-            f'{aggregator} selects over the whole model (scope="model"), but FSDP2 needs the mean '
-            'of each unit before it reduces the next one: use scope="bucket"',
-            "scope",
-        )

@@ -14,11 +14,10 @@ from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.checkpoint import digest_of
 from torchcomp.checkpoints.redistribution import Place
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.log import log_method
 from torchcomp.ddp.loop import OptimizerLRs
-from torchcomp.ddp.register import Options
+from torchcomp.ddp.register import Options, log_method
 from torchcomp.exchange import Exchange, PrivateExchange, ProcessGroupExchange, new_name
-from torchcomp.fsdp.handle import FSDPHandle, check_method
+from torchcomp.fsdp.handle import FSDPHandle
 from torchcomp.fsdp.units import Unit, all_parameters, units_of
 from torchcomp.routes import wire
 from torchcomp.specs.auto import Auto
@@ -26,11 +25,7 @@ from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError, UnsupportedModelError
 from torchcomp.specs.spec import parse_registered
 
-_SAME_START = (
-    "All replicas must start with the same parameters: initialise them with the same seed on all "
-    "ranks, or load the same checkpoint, before torchcomp.register."
-)
-_Checked = tuple[Aggregator, OptimizerLRs | None]
+_SAME_START = "All replicas must start with the same parameters: use one seed or checkpoint."
 
 
 def register_fsdp(
@@ -65,12 +60,12 @@ def register_fsdp(
     if everyone.rank == 0:
         shapes = [averager.shape_of(names) for names in averager.buckets]
         planned = planned_traffic(aggregator, shapes, replicas.world_size)
-        log_method(buckets, planned, f"{replicas.world_size} replicas", lrs)
+        log_method(buckets, planned, f"{replicas.world_size} replicas")
     return handle
 
 
 def _everyone(replicas: ProcessGroupExchange) -> Exchange:
-    """Return the exchange among all ranks of both levels, in the order of their numbers."""
+    # Among all ranks of both levels, in the order of their numbers.
     ranks = sorted(replicas.gather_all(dist.get_rank()))
     world = ProcessGroupExchange(None, replicas.device)
     if ranks == list(world.global_ranks):
@@ -85,17 +80,13 @@ def _levels(
     # Without both meshes, there are no ranks to verify anything with.
     if not isinstance(replicate, DeviceMesh) or replicate.ndim != 1:
         raise SpecError(
-            "replicate must be a DeviceMesh with one dimension, such as mesh['replicate'], not "
-            f"{replicate!r}",
-            "replicate",
+            f"replicate must be a DeviceMesh with one dimension, not {replicate!r}", "replicate"
         )
     if not hasattr(FSDPModule, "set_all_reduce_hook"):
         raise UnsupportedModelError(
             f"FSDP2 of torch {torch.__version__} has no all-reduce hook: use torch 2.7 or newer"
         )
     units = units_of(model)
-    if not units:
-        raise UnsupportedModelError("the model has no trained parameters")
     mesh = next(iter(units[0].parameters.values())).device_mesh
     device = torch.device(mesh.device_type)
     if device.type == "cuda":
@@ -109,29 +100,24 @@ def _levels(
 
 def _check(
     units: list[Unit], spec: str | Component, options: Options, shards: Exchange, replicas: Exchange
-) -> tuple[_Checked, dict[str, Any]]:
+) -> tuple[tuple[Aggregator, OptimizerLRs | None], dict[str, Any]]:
     """Return what the arguments stand for, and what must match on all ranks."""
     if options.nodes is not None:
         raise SpecError("nodes is for DDP: in FSDP2, the shards of a replica are a node", "nodes")
     if options.inside is not None:
-        raise SpecError(
-            "inside is for DDP. For FSDP2, pass mp_policy=MixedPrecisionPolicy("
-            "reduce_dtype=torch.bfloat16) to fully_shard",
-            "inside",
-        )
+        raise SpecError("inside is for DDP: for FSDP2, pass reduce_dtype to fully_shard", "inside")
     shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
     if shared != [dist.get_rank()]:
         raise SpecError(
-            f"replicate has {replicas.world_size} ranks, of which {len(shared)} are among the "
-            f"{shards.world_size} shards of this rank's replica. Two dimensions of a mesh share "
-            "one rank",
+            f"replicate shares {len(shared)} ranks with the shards of this rank's replica, and two "
+            "dimensions of a mesh share one",
             "replicate",
         )
     options.require_valid()
     aggregator = parse_registered(spec)
     if isinstance(aggregator, Auto):
         raise SpecError("auto is for DDP: `torchcomp doctor` predicts which method is fast")
-    check_method(aggregator)
+    FSDPHandle._check_method(aggregator)
     _check_free(units)
     trained = all_parameters(units)
     rehearse_all(aggregator, [each.to_local() for each in trained.values()])
@@ -146,7 +132,7 @@ def _check(
 
 def _check_free(units: Iterable[Unit]) -> None:
     for unit in units:
-        hook = unit.hook
+        hook = unit.group._all_reduce_hook
         handle = getattr(getattr(hook, "func", None), "__self__", None)
         if isinstance(handle, FSDPHandle):
             if not handle.closed:
@@ -156,11 +142,7 @@ def _check_free(units: Iterable[Unit]) -> None:
                 )
         elif hook is not None:
             raise UnsupportedModelError(
-                "a module of the model already has an all-reduce hook (set_all_reduce_hook), and "
-                "FSDP2 allows only one"
+                "a module has an all-reduce hook (set_all_reduce_hook), and FSDP2 allows only one"
             )
-        if unit.offloads:
-            raise UnsupportedModelError(
-                "CPUOffloadPolicy is not supported: the parameters are on the CPU, and the "
-                "gradients that are exchanged are not. Leave out offload_policy"
-            )
+        if any(parameter.offload_to_cpu for parameter in unit.group.fsdp_params):
+            raise UnsupportedModelError("CPUOffloadPolicy is not supported: leave it out")

@@ -1,7 +1,6 @@
 """Unit: the parameters that one call of fully_shard manages, and that FSDP2 reduces together.
 
-torch has no public interface for the order of these parameters, nor for whether a backward pass
-should exchange them. Every private name that stands for them is used in this file.
+Every private name of FSDP2 is used in this file.
 """
 
 import functools
@@ -21,9 +20,8 @@ from torchcomp.engine.bucket import BucketShape
 from torchcomp.specs.errors import UnsupportedModelError
 
 _HOW_TO_SHARD = (
-    'mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard")); '
     'fully_shard(module, mesh=mesh["shard"]); torchcomp.register(model, spec, '
-    'replicate=mesh["replicate"])'
+    'replicate=mesh["replicate"]), with a mesh of two dimensions'
 )
 
 
@@ -32,6 +30,7 @@ class Unit:
     """The trained parameters of one FSDP2 module, without those of FSDP2 modules inside it."""
 
     module: FSDPModule
+    group: Any  # FSDP2's own object
     parameters: dict[str, DTensor]  # in the order in which FSDP2 reduces them
     dtype: torch.dtype  # in which FSDP2 reduces the gradients
 
@@ -50,26 +49,11 @@ class Unit:
             if prod(chunk.shape) * self.dtype.itemsize > memory.nbytes():
                 like = local.new_empty(chunk.shape, dtype=self.dtype)
             else:
-                # In the memory of the parameter: only shape, dtype and device have a meaning.
+                # In the memory of the parameter: the values have no meaning.
                 like = local.new_empty(0, dtype=self.dtype)
                 like.set_(memory, 0, chunk.shape, chunk.stride)
             found[chunk.name] = like
         return found
-
-    @property
-    def hook(self) -> Any:
-        """The all-reduce hook that is installed, or None."""
-        return _group_of(self.module)._all_reduce_hook
-
-    @property
-    def offloads(self) -> bool:
-        """Whether FSDP2 keeps the parameters on the CPU."""
-        return any(parameter.offload_to_cpu for parameter in _group_of(self.module).fsdp_params)
-
-    @property
-    def exchanges(self) -> bool:
-        """Whether the gradients of this backward pass are to be averaged over the replicas."""
-        return bool(_group_of(self.module).all_reduce_grads)
 
     @property
     def awaits_end(self) -> bool:
@@ -79,8 +63,7 @@ class Unit:
 
     def divisor(self, ranks: int) -> float:
         """Return by what FSDP2 divides a gradient after the hook."""
-        group = _group_of(self.module)
-        factor = float(group.gradient_divide_factor or ranks)
+        factor = float(self.group.gradient_divide_factor or ranks)
         # Sums of 16-bit and 64-bit gradients are divided in two parts, one of them after the hook.
         if self.dtype not in (torch.float32, torch.bfloat16):
             before = 1.0
@@ -88,13 +71,7 @@ class Unit:
                 before *= 2
             return factor / before
         # An option of newer versions: all of the division after the hook.
-        return factor if getattr(group, "force_sum_reduction_for_comms", False) else 1.0
-
-
-def _group_of(module: FSDPModule) -> Any:
-    # FSDP2's own object for the parameters of a module; None if it has none.
-    state: Any = module._get_fsdp_state()
-    return state._fsdp_param_group
+        return factor if getattr(self.group, "force_sum_reduction_for_comms", False) else 1.0
 
 
 def all_parameters(units: Iterable[Unit]) -> dict[str, DTensor]:
@@ -103,16 +80,12 @@ def all_parameters(units: Iterable[Unit]) -> dict[str, DTensor]:
 
 
 def units_of(model: nn.Module) -> list[Unit]:
-    """Return the units of a model, in the order of its modules, or raise UnsupportedModelError.
-
-    All trained parameters must be sharded along their first dimension, over one mesh of one
-    dimension.
-    """
+    """Return the units of a model, in the order of its modules, or raise UnsupportedModelError."""
     names = {id(parameter): name for name, parameter in trained(model)}
     units, seen = [], set()
     modules: Iterable[Any] = (each for each in model.modules() if isinstance(each, FSDPModule))
     for module in modules:
-        group = _group_of(module)
+        group = module._get_fsdp_state()._fsdp_param_group
         # fully_shard([a, b]) makes one group of two modules.
         if group is None or id(group) in seen:
             continue
@@ -120,7 +93,7 @@ def units_of(model: nn.Module) -> list[Unit]:
         own = {name: each for each in group.fsdp_params if (name := _name(each, names))}
         if own:
             parameters = {name: each.sharded_param for name, each in own.items()}
-            units.append(Unit(module, parameters, _reduce_dtype(group, own.values())))
+            units.append(Unit(module, group, parameters, _reduce_dtype(group, own.values())))
     _check(model, all_parameters(units))
     return units
 
@@ -144,32 +117,21 @@ def _name(parameter: Any, names: dict[int, str]) -> str | None:
 
 
 def _check(model: nn.Module, managed: dict[str, DTensor]) -> None:
-    meshes = set()
     for name, _ in trained(model):
         parameter = managed.get(name)
         if parameter is None:
-            raise UnsupportedModelError(
-                f"parameter '{name}' is not sharded, and nothing would average its gradient. Call "
-                "fully_shard on the root module as well, before torchcomp.register"
-            )
-        mesh = parameter.device_mesh
-        if mesh.ndim > 1:
-            raise UnsupportedModelError(
-                f"parameter '{name}' is on a mesh of {mesh.ndim} dimensions, {tuple(mesh.shape)}, "
-                f"over which FSDP2 averages before any hook. Shard over one: {_HOW_TO_SHARD}"
-            )
-        if parameter.placements != (Shard(0),):
-            raise UnsupportedModelError(
-                f"parameter '{name}' is sharded as {parameter.placements[0]}, and torchcomp needs "
-                "shards along the first dimension: leave out shard_placement_fn"
-            )
-        check_real(name, parameter)
-        if parameter.is_meta:
-            raise UnsupportedModelError(
-                f"parameter '{name}' is on the meta device: call model.to_empty(device=...) and "
-                "initialise the parameters before torchcomp.register"
-            )
-        meshes.add(mesh)
+            problem = "is not sharded: call fully_shard on the root module as well"
+        elif parameter.device_mesh.ndim > 1:
+            problem = f"is on a mesh of several dimensions. Shard over one: {_HOW_TO_SHARD}"
+        elif parameter.placements != (Shard(0),):
+            problem = "is not sharded along its first dimension: leave out shard_placement_fn"
+        elif parameter.is_meta:
+            problem = "is on the meta device: call model.to_empty(device=...) and initialise it"
+        else:
+            check_real(name, parameter)
+            continue
+        raise UnsupportedModelError(f"parameter '{name}' {problem}, before torchcomp.register")
+    meshes = {parameter.device_mesh for parameter in managed.values()}
     if len(meshes) != 1:
         raise UnsupportedModelError(
             f"the trained parameters are on {len(meshes)} meshes, expected one. {_HOW_TO_SHARD}"
