@@ -30,7 +30,7 @@ from tests.support.models import METHODS
 from tests.support.outcomes import messages_of, raised_by, reloaded, same
 from torchcomp import NonFiniteError, redistribute
 from torchcomp.aggregators import AGGREGATORS, Aggregator
-from torchcomp.aggregators.residual import Residual
+from torchcomp.aggregators.base import Residual
 from torchcomp.engine.bucket import BucketShape, memory_order
 
 PER_TENSOR = (
@@ -38,7 +38,7 @@ PER_TENSOR = (
     'ef21(topk(0.05, scope="tensor"))',
     'dgc(topk(0.05, scope="tensor"), momentum=0.9)',
 )
-SPECS = (*METHODS, *PER_TENSOR, "dgc(topk(0.05), warmup_steps=8, nesterov=True)")
+SPECS = (*METHODS, *PER_TENSOR, "dgc(warmup(topk(0.05), steps=8, start=0.25), nesterov=True)")
 NOW = (
     *("mean", "topk(0.1)", 'ef(topk(0.1), exchange="sharded")', "ef21(topk(0.1))"),
     *("ef(warmup(topk(0.1), steps=3))", 'ef(cast("fp16"), exchange="allgather")'),

@@ -86,7 +86,7 @@ PAPERS: dict[str, Twin] = {
         dgc, "error", "momentum", momentum=0.9, nesterov=True, **EF
     ),
     f'dgc({TOP}, momentum=0.5, exchange="sharded")': twin(dgc, "error", momentum=0.5, **EF),
-    'dgc(topk(0.001, scope="tensor"), warmup_steps=8)': twin(
+    'dgc(warmup(topk(0.001, scope="tensor"), steps=8, start=0.25))': twin(
         dgc, "error", "momentum", momentum=0.9, compress=warming_up
     ),
     f"ef({TOP})": twin(error_feedback, "error", **EF),

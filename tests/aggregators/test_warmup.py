@@ -38,10 +38,8 @@ def spec_of(ratio: float) -> str:
         ("warmup(topk(0.05), steps=6, start=0.25)", (0, 3, 6), (0.25, 0.0625, 0.05)),
         ("warmup(topk(0.001), 3, start=0.1)", (0, 1, 2, 3), (0.1, 0.025, 0.00625, 0.001)),
         ("warmup(topk(0.001), 2)", (0, 1, 2), (1.0, 0.0625, 0.001)),
-        # The warm-up of DGC, without effect for ratios of 0.25 and more.
-        ("dgc(topk(0.3), warmup_steps=4)", (0,), (0.3,)),
-        ("dgc(topk(0.05), warmup_steps=3)", (0, 2, 3), (0.25, 0.0625, 0.05)),
-        ("dgc(topk(0.001), warmup_steps=2)", (0, 1, 2), (0.25, 0.015625, 0.001)),
+        ("dgc(warmup(topk(0.05), 3, start=0.25))", (0, 2, 3), (0.25, 0.0625, 0.05)),
+        ("dgc(warmup(topk(0.001), 2, start=0.25))", (0, 1, 2), (0.25, 0.015625, 0.001)),
     ],
 )
 def test_ratio_falls_by_a_quarter_per_stage(

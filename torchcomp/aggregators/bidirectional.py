@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.base import Cost, Law
-from torchcomp.aggregators.residual import Residual, ResidualDtype
+from torchcomp.aggregators.base import Cost, Law, Residual, ResidualDtype
 from torchcomp.compressors import Compressor
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key

@@ -5,9 +5,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from torchcomp.aggregators.base import Law
+from torchcomp.aggregators.base import Law, Residual, ResidualDtype
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.aggregators.residual import Residual, ResidualDtype
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared

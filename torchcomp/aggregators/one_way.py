@@ -8,7 +8,6 @@ import torch
 
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.compressors import Compressor, Identity
-from torchcomp.compressors.base import Vector
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.prepared import Prepared
 from torchcomp.exchange.traffic import Load, gathered
@@ -47,17 +46,12 @@ class OneWay(Aggregator):
             # The dataclass is frozen. Store the current name, so that equal methods compare equal.
             object.__setattr__(self, "exchange", _OLD_NAMES.get(self.exchange, self.exchange))
         super().__post_init__()
-        if self.exchange == "allreduce" and not self.compressor.summable:
+        able = {"allreduce": self.compressor.summable, "sharded": self._divisible}
+        if not able.get(self.exchange, True):
+            how = "added" if self.exchange == "allreduce" else "divided among the owners of shards"
             raise SpecError(
-                f'{self.name}: exchange="allreduce" needs messages that can be added, and those of '
-                f'{self.compressor.name} cannot. Use exchange="allgather" or "sharded"',
-                "exchange",
-            )
-        if self.exchange == "sharded" and not _divisible(self.compressor):
-            raise SpecError(
-                f'{self.name}: exchange="sharded" divides a message among the owners of shards, '
-                f"and one of {self.compressor.name} cannot be divided. "
-                'Use exchange="allgather" or "allreduce"',
+                f'{self.name}: exchange="{self.exchange}" needs messages that can be {how}, and '
+                f'those of {self.compressor.name} cannot. Use exchange="auto"',
                 "exchange",
             )
 
@@ -83,8 +77,15 @@ class OneWay(Aggregator):
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)
-        nbytes = nbytes_of(_vectors(self, shape))
-        return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank, node))
+        nbytes = nbytes_of(vectors_of(self.compressor, shape.names, shape.sizes, shape.dtype))
+        if collective == "allreduce":
+            load = Load(summed=nbytes)
+        elif collective == "sharded":
+            load = sharded_load(*_directions(self, shape, world_size), rank, node)
+        else:
+            moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
+            load = Load(sent=moved, received=moved)
+        return Cost(collective, nbytes, load)
 
     def prepare(self, bucket: Prepared) -> None:
         shape, exchange = bucket.shape, bucket.exchange
@@ -96,13 +97,14 @@ class OneWay(Aggregator):
         else:
             # Messages that are added have no frames, and so no checksums.
             framed = collective == "allgather"
+            vectors = vectors_of(self.compressor, shape.names, shape.sizes, shape.dtype)
             checksum = framed and exchange.checksum
-            codec = Codec(_vectors(self, shape), bucket.device, shape.dtype, None, checksum)
+            codec = Codec(vectors, bucket.device, shape.dtype, None, checksum)
             bucket.route = (AllGatherRoute if framed else AllReduceRoute)(codec, exchange)
 
-
-def _vectors(method: OneWay, shape: BucketShape) -> tuple[Vector, ...]:
-    return vectors_of(method.compressor, shape.names, shape.sizes, shape.dtype)
+    @property
+    def _divisible(self) -> bool:
+        return self.compressor.selects or self.compressor.elementwise
 
 
 # Cached because `explain` asks for it many times, and computing it takes milliseconds.
@@ -112,30 +114,11 @@ def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
         return method.exchange
     if method.compressor.summable:
         return "allreduce"
-    if not _divisible(method.compressor):
+    if not method._divisible:
         return "allgather"
     # Compare the load of rank 0 on every rank: all ranks must choose the same collective.
-    received = {
-        each: _load(method, each, shape, world_size).received for each in ("allgather", "sharded")
-    }
-    return min(received, key=received.__getitem__)
-
-
-def _load(
-    method: OneWay,
-    collective: str,
-    shape: BucketShape,
-    world_size: int,
-    rank: int = 0,
-    node: int = 1,
-) -> Load:
-    if collective == "sharded":
-        return sharded_load(*_directions(method, shape, world_size), rank, node)
-    nbytes = nbytes_of(_vectors(method, shape))
-    if collective == "allreduce":
-        return Load(summed=nbytes)
-    moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
-    return Load(sent=moved, received=moved)
+    both = (replace(method, exchange=each) for each in ("allgather", "sharded"))
+    return min(both, key=lambda way: way.cost(shape, world_size).load.received).exchange
 
 
 @lru_cache(maxsize=1024)
@@ -143,12 +126,8 @@ def _directions(method: OneWay, shape: BucketShape, world_size: int) -> tuple[Di
     # Owners send the mean in the dtype of their sum. It is rounded to the gradient's dtype only
     # after the exchange, where a residual can record the error (`write_mean`).
     dtype = torch.promote_types(shape.dtype, method.sum_dtype(shape.dtype))
-    wide = BucketShape(shape.names, shape.shapes, dtype, shape.strides)
+    wide = replace(shape, dtype=dtype)
     return (
         direction("up", method.compressor, "exact", shape, world_size),
         direction("down", _DENSE, "exact", wide, world_size),
     )
-
-
-def _divisible(compressor: Compressor) -> bool:
-    return compressor.selects or compressor.elementwise

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchcomp.aggregators.base import Cost
-from torchcomp.aggregators.residual import Residual, ResidualDtype
+from torchcomp.aggregators.base import Cost, Residual, ResidualDtype
 from torchcomp.engine import host
 from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.keys import Key

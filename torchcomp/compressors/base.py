@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.engine.draws import Drawing
-from torchcomp.engine.keys import Key, uniform
+from torchcomp.engine import host
+from torchcomp.engine.keys import Key
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import Segment, joined
 from torchcomp.routes.wire import Frames, Layout, Parts
@@ -71,7 +72,6 @@ class Vectors(tuple[Vector, ...]):
         self.segments = tuple(
             Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes
         )
-        self.drawing = Drawing(device)
         self.frames: Frames | None = None
         self.fields: Sequence[Parts] | None = None
 
@@ -96,7 +96,8 @@ class Vectors(tuple[Vector, ...]):
     def noise(self, key: Key) -> Tensor:
         """Draw a number in [0, 1) for each value sent, independent between ranks."""
         draws = zip(self, self.segments, strict=True)
-        return joined([self.drawing(uniform, key.of_tensor(v.name), s.k) for v, s in draws])
+        drawn = (key.of_tensor(v.name).private().random(s.k, np.float32) for v, s in draws)
+        return joined([host.copy_to(torch.from_numpy(own), self.device) for own in drawn])
 
 
 @dataclass(frozen=True)
@@ -118,7 +119,7 @@ class Compressor(Component):
             keeps the same entries. Such a message has one floating-point field.
         elementwise: each element is compressed independently of the others, so the result does
             not depend on how parameters are grouped.
-        selects: it keeps entries by their magnitude; see :class:`.sparse.Selector`.
+        selects: it keeps entries by their magnitude, and has the methods of :class:`.TopK`.
     """
 
     kind: ClassVar[str] = "compressor"

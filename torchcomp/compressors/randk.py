@@ -100,7 +100,8 @@ class RandK(Sparsifier):
     def _supports(self, vectors: Vectors, key: Key) -> list[Tensor]:
         """Return the indices to keep of each vector, within it."""
         draws = zip(vectors, vectors.segments, strict=True)
-        return [vectors.drawing(_draw, key.of_tensor(v.name), s.n, s.k) for v, s in draws]
+        drawn = (_draw(key.of_tensor(v.name), s.n, s.k) for v, s in draws)
+        return [host.copy_to(torch.from_numpy(own), vectors.device) for own in drawn]
 
 
 # Each bucket needs its support twice in a row: to encode and to decode.

@@ -1,13 +1,13 @@
 """TopK: keep the k entries of largest magnitude."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchcomp.compressors.base import Encoded, Messages, Vectors
-from torchcomp.compressors.sparse import Selector
+from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import backend, elias_fano, quantize
 from torchcomp.kernels.sparse import Sparse, kernels_for
@@ -17,7 +17,7 @@ from torchcomp.specs.errors import SpecError
 
 
 @dataclass(frozen=True)
-class TopK(Selector):
+class TopK(Sparsifier):
     """``topk(0.01)``: keep the entries of largest magnitude.
 
     Contractive with alpha = k/n. Among equal magnitudes the lowest index wins: the result is the
@@ -33,6 +33,7 @@ class TopK(Selector):
 
     name: ClassVar[str] = "topk"
     example: ClassVar[str] = "topk(0.01)"
+    selects: ClassVar[bool] = True
 
     values: Annotated[str | None, Choices(quantize.FORMATS)] = None
     rounding: Annotated[str, Choices(quantize.ROUNDINGS)] = "nearest"
@@ -54,16 +55,25 @@ class TopK(Selector):
     def prepare(self, vectors: Vectors) -> Sparse:
         return kernels_for(vectors, self.values)
 
+    # Selection and encoding are also separate methods, because the ranks that own the shards of a
+    # bucket can share one selection.
+
     def select(self, x: Tensor, vectors: Vectors) -> Tensor:
+        """Return the indices within `x` to keep, int64, vector by vector, ascending in each."""
         return vectors.kernels.select(x)  # type: ignore[no-any-return]
 
     def select_sum(self, g: Tensor, e: Tensor, out: Tensor, vectors: Vectors) -> Tensor:
+        """Write ``out = g + e``, and :meth:`select` from it."""
         return vectors.kernels.add_and_select(g, e, out)  # type: ignore[no-any-return]
 
     def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        """Encode the entries `index` of `x`, rounded to ``vectors.dtype`` first."""
         # Independent on each rank: the rounding errors average out in the mean.
         noise = vectors.noise(key) if self.rounding == "stochastic" else None
         return Encoded(vectors.kernels.encode(x, index, noise), index)
+
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        return self.encode_selected(x, self.select(x, vectors), vectors, key)
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
         noise = vectors.noise(key) if self.rounding == "stochastic" else None
@@ -84,7 +94,12 @@ class TopK(Selector):
     ) -> None:
         vectors.kernels.mean(messages, out, divisor)
 
+    def exactly(self, count: int) -> "TopK":
+        """Return the same compressor with ``k=count``, at least 1, for a shard of a bucket."""
+        return replace(self, ratio=None, k=count)
+
     def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
+        """Return the module and format for messages whose entries only a device counts."""
         # The number of random draws would have to be known.
         random = self.rounding == "stochastic"
         form = backend.device_form("counted", torch.empty(0, device=device))

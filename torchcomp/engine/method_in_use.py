@@ -11,16 +11,12 @@ from torchcomp.aggregators import EF
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.compressors import Identity
 from torchcomp.engine.bucket import BucketShape, Group, Shard, merge
-from torchcomp.engine.draws import Ahead
 from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.state import Slot, State
 from torchcomp.exchange import Exchange
 
 FLUSH = EF(Identity())
-"""Sends a residual that the next method has no slot for.
-
-Every value is sent uncompressed, so one step is usually enough; see `residuals.is_sent`.
-"""
+"""Sends a residual that the next method has no slot for, usually in one step."""
 
 ClientSlots = Callable[[BucketShape], tuple[Slot, ...]]
 
@@ -39,7 +35,6 @@ class MethodInUse:
         client_slots: ClientSlots | None,
     ) -> None:
         self.groups = self.buckets = tuple(groups)
-        self.ahead = Ahead()
         self._parameters, self._merged, self._client_slots = parameters, merged, client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._prepared: dict[Group, Prepared] = {}
@@ -57,9 +52,7 @@ class MethodInUse:
         # rank's own residual.
         if self.buckets != before or not any(slot.sharded for slot in declared.values()):
             state.unshard(owned, exchange.world_size)
-        # Unsent gradient is never dropped here, even if the new method has no slot for it: the
-        # averager sends it first.
-        state.drop(state.slots().keys() - state.debts() - declared.keys())
+        state.keep(declared)
 
     def run(self, method: Aggregator, step: int) -> None:
         """Run a method from a step on."""
@@ -84,7 +77,6 @@ class MethodInUse:
     def forget(self) -> None:
         """Prepare all buckets again, because the ranks, the state or the method have changed."""
         self._prepared.clear()
-        self.ahead.clear()
 
     def prepared(
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device

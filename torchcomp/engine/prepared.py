@@ -15,8 +15,7 @@ from torchcomp.kernels.cast import narrow
 class Prepared:
     """A bucket of one shape, prepared for one method, exchange and device.
 
-    It is made again whenever one of them changes. A step only reads it, except for workspaces,
-    which never change a result.
+    A step only reads it, except for workspaces, which never change a result.
     """
 
     def __init__(

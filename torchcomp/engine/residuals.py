@@ -27,10 +27,9 @@ class Units:
     def follow(
         self, state: State, scale: float, lrs: Mapping[str, float], names: Iterable[str]
     ) -> Mapping[str, float]:
-        """Convert a state to the units of the step that begins.
+        """Convert a state to the units of the step that begins, maybe without learning rates.
 
-        Without learning rates, `lrs` is empty. Return the factors by which the residual of each of
-        the `names` has changed, if any has.
+        Return the factors by which the residual of each of the `names` has changed, if any has.
         """
         ratio = scale / self.scale
         self.rescale(state, scale)
@@ -72,9 +71,9 @@ def by_name(lr: float | Mapping[str, float], parameters: Mapping[str, Tensor]) -
 
 
 def is_sent(state: State, exchange: Exchange, parameters: Mapping[str, Tensor]) -> bool:
-    """Whether the step in flight sends all that is left of the residual, on every rank.
+    """Whether the step in flight sends the whole residual, on every rank, but for rounding errors.
 
-    Drops the rounding errors that the step leaves in the residual.
+    These are dropped.
     """
     after = dict(state.pending("error"))
     left = torch.zeros((), dtype=torch.bool, device=exchange.device)
@@ -94,11 +93,10 @@ def hand_over(
 ) -> None:
     """Add the residuals of the ranks that leave to those of the others, in equal parts.
 
-    The sum over the ranks of what is unsent does not change. All ranks make this call before they
-    commit the step. `owned` has this rank's shard of each bucket.
+    All ranks make this call before they commit the step. `owned` has this rank's shards.
     """
     if leaving:
-        state.unshard_pending(owned, exchange.world_size)
+        state.unshard(owned, exchange.world_size, pending=True)
     after = dict(state.pending("error"))
     parts = [after[name] for name in names if name in after]
     wide = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)

@@ -1,13 +1,10 @@
 """State: the values that a method keeps between steps, in named slots and by parameter name.
 
-Names are the only keys that DDP's rebuilt buckets, other processes and checkpoints share. A slot
-has two copies: its values before the step in flight, and those after it. A commit makes the second
-one current; a roll-back discards it.
+Names are the only keys that DDP's rebuilt buckets, other processes and checkpoints share.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -21,28 +18,20 @@ from torchcomp.kernels.swap import swap_where
 
 
 class Kind(Enum):
-    """The kind of a slot, which determines what a swap or a new number of ranks does to its values.
+    """The kind of a slot: what a swap, other ranks, and other units do to its values."""
 
-    * A *debt* is unsent gradient, such as the residual of error feedback. After a swap, it is sent
-      if the next method has no slot for it. With another number of ranks, each gets the mean.
-    * An *estimate* is one of the gradients, such as a momentum. A swap drops it unless the next
-      method has the slot as well. With another number of ranks, each gets the mean.
-    * A *cache* saves work and never changes a result. A swap treats it like an estimate, and
-      another number of ranks drops it.
-
-    A sharded slot is split into new shards for another number of ranks. Debts and estimates are in
-    the unit of the gradients, so they are rescaled with the loss scale. Debts can be in the unit of
-    the update instead, the learning rate times the gradient.
-    """
-
+    # Unsent gradient: a swap to a method without the slot sends it first. In the unit of the
+    # gradients, or of the update: the learning rate times the gradient.
     DEBT = "debt"
+    # One of the gradients, in their unit, such as a momentum: such a swap drops it.
     ESTIMATE = "estimate"
+    # Saves work, and never changes a result. Another number of ranks drops it.
     CACHE = "cache"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The description of the values that a slot stores for the parameters of one bucket."""
+    """What a slot stores for the parameters of one bucket."""
 
     name: str
     kind: Kind
@@ -87,10 +76,13 @@ class _Store:
 
 
 class State:
-    """The slots of one rank. The lock is held while a slot is laid out: other threads may read."""
+    """The slots of one rank: of each, the values before the step in flight, and those after it.
+
+    The lock is held while a slot is laid out: other threads may read.
+    """
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
-        self._lock = lock or threading.RLock()
+        self._lock = lock or nullcontext()
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
         self._committed: set[_Flat] = set()  # by the last commit
@@ -167,34 +159,30 @@ class State:
         for store in self._stores.values():
             store.kept.clear()
 
-    # Of a slot: parameter names and 1-D views.
-
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the current values."""
+        """Iterate over the current values of a slot: parameter names and 1-D views."""
         if name in self._stores:
             yield from self._stores[name].items()
 
-    def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over what the step in flight has written."""
-        return _after(self._in_flight, name)
-
-    def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over what :meth:`revert_where` has put aside."""
-        return _after(self._committed, name)
+    def pending(self, name: str, undone: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """As :meth:`items`: what the step in flight has written, or what a revert has undone."""
+        for flat in self._committed if undone else self._in_flight:
+            if flat.slot.name == name:
+                yield from flat.parts(flat.after)
 
     def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """Return what :meth:`open` returned in this step; None if the step has not opened it."""
+        """Return what :meth:`open` returned in this step, if the step has opened the slot."""
         store = self._stores.get(slot.name)
         flat = None if store is None else store.flats.get(slot.names)
         return (flat.before, flat.after) if flat in self._in_flight else None
 
-    def slots(self) -> dict[str, tuple[Kind, bool]]:
-        """Return the kind of every slot, and whether it is sharded."""
-        return {name: (store.kind, store.sharded) for name, store in self._stores.items()}
-
     def debts(self) -> set[str]:
         """Return the names of the slots that store unsent gradient."""
         return {name for name, store in self._stores.items() if store.kind is Kind.DEBT}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Remove all slots but these, and but debts, which are to be sent first."""
+        self.drop(self._stores.keys() - self.debts() - set(names))
 
     def load(self, name: str, kind: Kind, sharded: bool, parts: dict[str, Tensor]) -> None:
         """Replace a slot with `parts`: parameter name -> 1-D tensor, which the state then owns."""
@@ -209,24 +197,21 @@ class State:
                 self._in_flight.difference_update(store.flats.values())
                 self._committed.difference_update(store.flats.values())
 
-    def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
-        """Add this rank's server residual, of the shards in `owned`, to its own; then remove it."""
-        for debt in self._sharded_debts():
-            own, server = self._stores["error"], self._stores[debt]
-            _add_shards(dict(own.items()), dict(server.items()), owned, world_size)
-            _add_shards(own.kept, server.kept, owned, world_size)
-            self.drop([debt])
+    def unshard(self, owned: Iterable[Shard], world_size: int, pending: bool = False) -> None:
+        """Add this rank's server residual, of the shards in `owned`, to its own; then remove it.
 
-    def unshard_pending(self, owned: Iterable[Shard], world_size: int) -> None:
-        """As :meth:`unshard`, for what the step in flight has written. Zeros are left."""
-        for debt in self._sharded_debts():
-            server = dict(self.pending(debt))
-            _add_shards(dict(self.pending("error")), server, owned, world_size)
-            for part in server.values():
-                part.zero_()
-
-    def _sharded_debts(self) -> list[str]:
-        return [name for name in self.debts() if self._stores[name].sharded]
+        With `pending`, in what the step in flight has written: zeros are then left.
+        """
+        for debt in [name for name in self.debts() if self._stores[name].sharded]:
+            read = self.pending if pending else self.items
+            own, server = dict(read("error")), dict(read(debt))
+            _add_shards(own, server, owned, world_size)
+            if pending:
+                for part in server.values():
+                    part.zero_()
+            else:
+                _add_shards(self._stores["error"].kept, self._stores[debt].kept, owned, world_size)
+                self.drop([debt])
 
     def scale(self, factor: float) -> None:
         """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
@@ -268,12 +253,6 @@ class State:
             elif slot.init is not None:
                 slot.init(name, view)
         return flat
-
-
-def _after(flats: Iterable[_Flat], name: str) -> Iterator[tuple[str, Tensor]]:
-    for flat in flats:
-        if flat.slot.name == name:
-            yield from flat.parts(flat.after)
 
 
 def _add_shards(
