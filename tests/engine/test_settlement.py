@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.engine import small
-from tests.engine.test_damage import another_layout, damage
+from tests.engine.test_damage import ANOTHER_LAYOUT, damage
 from tests.support.outcomes import caught, same
 from torchcomp import NonFiniteError, WireError
 from torchcomp.engine.settlement import Status, Steps
@@ -154,7 +154,7 @@ def test_a_damaged_frame_is_raised_late():
         averager = small.averager(exchange, TOPK, late=True)
         small.train(averager, 0, 2)
         before = averager.state_dict()["slots"]
-        damage(exchange, 0, 1, another_layout)
+        damage(exchange, 0, 1, ANOTHER_LAYOUT)
         small.step(averager, small.gradients(2, exchange.rank))
         return caught(averager.begin), same(before, averager.state_dict()["slots"])
 

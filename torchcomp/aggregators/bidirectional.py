@@ -66,16 +66,10 @@ class Bidirectional(Residual):
         for way in ("up", "down"):
             check_kind(self, way, Compressor)
         super().__post_init__()
-        for way in ("up", "down"):
-            compressor: Compressor = getattr(self, way)
-            # With "shard", every compressor works: a shard is a whole vector on its owner.
-            if self.selection == "exact" and not (compressor.selects or compressor.elementwise):
-                raise SpecError(
-                    f'{compressor.name} does not work with selection="exact": it needs a whole '
-                    'vector on one rank, and owners have shards. Use selection="shard", which '
-                    "compresses each shard separately",
-                    way,
-                )
+        for way, part in (("up", self.up), ("down", self.down)):
+            if self.selection == "exact" and not (part.selects or part.elementwise):
+                problem = "needs a whole vector on one rank, and owners have shards"
+                raise SpecError(f'{part.name} {problem}: use selection="shard"', way)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error, owned = self.error_slot(shape), shape.shard(world_size, rank)

@@ -1,14 +1,17 @@
-"""OneWay: base of the aggregators that compress what a rank sends, but not the mean it receives."""
+"""Mean and EF, and OneWay: the base of methods that compress what ranks send, but not the mean."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
+from torch import Tensor
 
-from torchcomp.aggregators.base import Aggregator, Cost
+from torchcomp.aggregators.base import Aggregator, Cost, Law, Residual, ResidualDtype
 from torchcomp.compressors import Compressor, Identity
 from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared
 from torchcomp.exchange.traffic import Load, gathered
 from torchcomp.routes import wire
@@ -131,3 +134,90 @@ def _directions(method: OneWay, shape: BucketShape, world_size: int) -> tuple[Di
         direction("up", method.compressor, "exact", shape, world_size),
         direction("down", _DENSE, "exact", wide, world_size),
     )
+
+
+@dataclass(frozen=True)
+class Mean(OneWay):
+    """``mean``: do what plain DDP does.
+
+    ``mean(C)``, or ``C`` for short, averages C(gradient).
+
+    1. message = C(g)
+    2. g <- mean of the decoded messages
+
+    What C does not send is lost. Wrap a biased C (topk, randk) in ``ef`` instead. The options are
+    those of OneWay.
+    """
+
+    name: ClassVar[str] = "mean"
+
+    compressor: Compressor = _DENSE
+
+    @property
+    def loses(self) -> bool:
+        """Whether the method permanently drops a large part of the gradient."""
+        large = 10**6  # elements of a realistic bucket
+        alpha = self.compressor.alpha(large)
+        return self.compressor.omega(large) is None and (alpha is None or alpha < 0.5)
+
+    @property
+    def depends_on_grouping(self) -> bool:
+        # An all-reduce over DDP's own buckets adds in the same order as plain DDP, bit for bit.
+        return not (self.compressor.elementwise and self.exchange in ("auto", "allreduce"))
+
+    @property
+    def transparent(self) -> bool:
+        return isinstance(self.compressor, Identity)
+
+    def law(self, shape: BucketShape) -> Law:
+        alpha, omega = self.compressor.alpha(shape.numel), self.compressor.omega(shape.numel)
+        # An unbiased compressor has a bound only on the expectation.
+        bounds = [] if alpha is None else [math.sqrt(1 - alpha)]
+        bounds += [] if omega is None else [3 * math.sqrt(omega)]
+        rounding, smallest = self.sum_rounding(shape)
+        error = min(bounds, default=math.inf) + rounding
+        return Law(error=error, per_parameter=self.compressor.elementwise, smallest=smallest)
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        bucket.route.send(g, key)  # step 1
+        bucket.route.mean(g)  # step 2
+
+
+@dataclass(frozen=True)
+class EF(Residual, OneWay):
+    """``ef(topk(0.01))``: error feedback around a compressor.
+
+    C is the compressor. Let g be the gradient of this rank and e its residual, which starts at 0.
+
+    1. x = g + e
+    2. message = C(x)
+    3. e <- x - message              (what was not sent)
+    4. g <- mean of all messages     (e also keeps the error of rounding the mean to g's dtype)
+
+    Nothing is lost, up to the rounding of the residual's dtype: the sum of all applied means plus
+    the mean residual equals the sum of all mean gradients. But all-reduces of 16-bit values round
+    at every hop, which no residual records: ``exchange="allgather"`` conserves these as well.
+
+    References: Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback
+    fixes SignSGD", ICML 2019. By default, the residual does not include the learning rate, so any
+    optimizer works. ``torchcomp.register(..., lr_inside=optimizer)`` includes it, as in the latter.
+
+    The other options are those of OneWay and Residual.
+
+    Attributes:
+        compressor: C, applied to what a rank sends; contractive, such as topk(0.01).
+    """
+
+    name: ClassVar[str] = "ef"
+    example: ClassVar[str] = "ef(topk(0.01))"
+
+    memory_dtype: ResidualDtype = None
+
+    def law(self, shape: BucketShape) -> Law:
+        error, smallest = self.sum_rounding(shape)
+        return replace(super().law(shape), error=error, smallest=smallest)
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        e, e_next = bucket.open("error")
+        bucket.route.send_sum(g, e, e_next, key)  # steps 1 to 3
+        bucket.write_mean(g, e_next)  # step 4

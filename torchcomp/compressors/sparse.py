@@ -30,24 +30,22 @@ class Sparsifier(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.ratio is None) == (self.k is None):
+        name, ratio = self.name, self.ratio
+        if (ratio is None) == (self.k is None):
+            got = "neither" if self.k is None else "both"
             raise SpecError(
-                f"{self.name} takes either a ratio, as in {self.name}(0.01), or a count k, as in "
-                f"{self.name}(k=5), but got {'neither' if self.k is None else 'both'}"
+                f"{name} takes a ratio, {name}(0.01), or a count, {name}(k=5), not {got}"
             )
         if self.k is not None:
-            check_count("k", self.k, owner=self.name)
+            check_count("k", self.k, owner=name)
         # topk(1) could mean all entries or one entry, so an integer needs its name.
-        elif is_whole(self.ratio):
-            raise SpecError(
-                f"{self.name}: ratio={self.ratio} is ambiguous. Write a fraction with a decimal "
-                f"point, as in {self.name}(0.01), or a count as {self.name}(k={self.ratio})",
-                "ratio",
-            )
+        elif is_whole(ratio):
+            advice = f"Write a fraction, as in {name}(0.01), or a count as {name}(k={ratio})"
+            raise SpecError(f"{name}: ratio={ratio} is ambiguous. {advice}", "ratio")
         # np.float64 is a float, and NaN fails the comparison.
-        elif not isinstance(self.ratio, float) or not 0 < self.ratio <= 1:
-            problem = f"ratio must be a fraction above 0 and at most 1, not {shown(self.ratio)}"
-            raise SpecError(f"{self.name}: {problem}", "ratio")
+        elif not isinstance(ratio, float) or not 0 < ratio <= 1:
+            problem = f"ratio must be a fraction above 0 and at most 1, not {shown(ratio)}"
+            raise SpecError(f"{name}: {problem}", "ratio")
 
     @property
     def per_tensor(self) -> bool:

@@ -41,11 +41,8 @@ class TopK(Sparsifier):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounding == "stochastic" and self.values not in quantize.LEVELS:
-            raise SpecError(
-                f'topk: rounding="stochastic" needs values="int8" or values="int4", not '
-                f"values={self.values!r}, because only these have evenly spaced levels",
-                "rounding",
-            )
+            problem = 'rounding="stochastic" needs the evenly spaced levels of "int8" or "int4"'
+            raise SpecError(f"topk: {problem}, not values={self.values!r}", "rounding")
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         k = self.kept(numel)
@@ -54,9 +51,6 @@ class TopK(Sparsifier):
 
     def prepare(self, vectors: Vectors) -> Sparse:
         return kernels_for(vectors, self.values)
-
-    # Selection and encoding are also separate methods, because the ranks that own the shards of a
-    # bucket can share one selection.
 
     def select(self, x: Tensor, vectors: Vectors) -> Tensor:
         """Return the indices within `x` to keep, int64, vector by vector, ascending in each."""
@@ -68,15 +62,14 @@ class TopK(Sparsifier):
 
     def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
         """Encode the entries `index` of `x`, rounded to ``vectors.dtype`` first."""
-        # Independent on each rank: the rounding errors average out in the mean.
-        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        noise = vectors.noise(key, self.rounding)
         return Encoded(vectors.kernels.encode(x, index, noise), index)
 
     def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
         return self.encode_selected(x, self.select(x, vectors), vectors, key)
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        noise = vectors.noise(key, self.rounding)
         return Encoded(*vectors.kernels.encode_sum(g, e, rest, noise))
 
     def subtract(
@@ -100,10 +93,9 @@ class TopK(Sparsifier):
 
     def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
         """Return the module and format for messages whose entries only a device counts."""
-        # The number of random draws would have to be known.
-        random = self.rounding == "stochastic"
-        form = backend.device_form("counted", torch.empty(0, device=device))
-        return None if random else form, self.values
+        if self.rounding == "stochastic":  # the number of random draws would have to be known
+            return None, None
+        return backend.device_form("counted", torch.empty(0, device=device)), self.values
 
     def alpha(self, numel: int) -> float:
         if not numel:  # nothing is lost of an empty vector

@@ -50,6 +50,12 @@ class Prepared:
             return
         mean = torch.empty_like(g, dtype=wide)
         self.route.mean(mean)
-        narrow(mean, g.dtype, g)
+        write_rounded(mean, g, e)
+
+
+def write_rounded(mean: Tensor, g: Tensor, e: Tensor) -> None:
+    """Write a mean to `g`, and add what rounding to its dtype loses to `e`."""
+    narrow(mean, g.dtype, g)
+    if g.dtype != mean.dtype:
         # Every rank adds the same error, so the mean residual contains it exactly once.
         e.add_(mean.sub_(g))
