@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 from torchcomp.engine.bucket import Bucket, BucketShape, memory_order, merge, partition
@@ -118,24 +116,6 @@ def test_groups_hold_one_dtype_each():
     pairs = zip(parameters(5, 5), more, strict=True)
     groups = partition([each for pair in pairs for each in pair], (1000,))
     assert set(groups) == {("p1", "p0"), ("half.p1", "half.p0")}
-
-
-@settings(deadline=None, derandomize=True, max_examples=200)
-@given(
-    st.lists(st.integers(0, 50), max_size=30),
-    st.integers(1, 200),
-    st.integers(1, 200),
-)
-def test_every_parameter_is_in_one_group_and_groups_close_when_they_are_full(sizes, first, rest):
-    named = parameters(*sizes)
-    groups = partition(named, (first, rest))
-    assert [name for group in groups for name in group] == [name for name, _ in reversed(named)]
-    nbytes = {name: parameter.nbytes for name, parameter in named}
-    for i, group in enumerate(groups):
-        cap = rest if i else first
-        total = sum(nbytes[name] for name in group)
-        assert total >= cap or group == groups[-1]
-        assert total - nbytes[group[-1]] < cap
 
 
 def test_merged_groups_are_one_for_each_dtype_in_their_order():

@@ -165,7 +165,6 @@ def refusal(text, parse=torchcomp.parse):
         ("ef21(^randk(0.1, unbiased=True))", "^ef21 .*contractive"),
         ("dgc(^randk(0.1))", "^dgc .*randk"),
         ("dgc(topk(0.1), momentum=^1.0)", "^dgc: momentum "),
-        ("dgc(topk(0.1), ^warmup_steps=8)", "^dgc: warmup_steps "),
         ("dgc(^warmup(topk(0.1), 5))", "^dgc .*start"),
         ("ef(^warmup(randk(0.1, unbiased=True), steps=5))", "contractive"),
         ("warmup(^topk(k=5), steps=10)", "^warmup .*ratio"),

@@ -97,8 +97,8 @@ PAPERS: dict[str, Twin] = {
 @pytest.mark.parametrize("spec", PAPERS)
 def test_equals_the_paper(spec: str, groups: tuple[tuple[str, ...], ...], world_size: int) -> None:
     def body(exchange: Any) -> tuple[list[Named], Any]:
-        engine = averager(spec, exchange, groups)
-        return steps(engine, range(STEPS), groups), engine.state_dict()
+        engine = averager(spec, exchange, groups=groups)
+        return steps(engine, range(STEPS)), engine.state_dict()
 
     means, slots = PAPERS[spec](history(STEPS, world_size))
     for worker, (applied, state) in enumerate(on_ranks(world_size, body)):

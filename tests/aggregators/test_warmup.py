@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import torchcomp
-from tests.aggregators.runs import SEVERAL, averager, on_ranks, steps
+from tests.aggregators.runs import averager, on_ranks, steps
 from tests.support.cases import thorough
 from tests.support.outcomes import reloaded, same
 from torchcomp.aggregators import EF
@@ -83,15 +83,14 @@ def test_a_warm_up_is_a_swap_at_every_stage_also_after_a_resume(method: str) -> 
     """Values, residuals on both sides, and the draws are those of the stages' own methods."""
 
     def body(exchange: Any) -> None:
-        engine, resumed = (averager(method.format(UP), exchange, SEVERAL) for _ in range(2))
-        by_hand = averager(method.format("identity"), exchange, SEVERAL)
+        engine, resumed = (averager(method.format(UP), exchange) for _ in range(2))
+        by_hand = averager(method.format("identity"), exchange)
         for start, stop, ratio in zip(STARTS, (*STARTS[1:], 9), RATIOS, strict=True):
             by_hand.use(method.format(spec_of(ratio)))
             for number in range(start, stop):
                 resumed.load_state_dict(reloaded(engine.state_dict()))
                 expected, actual, again = (
-                    (steps(each, [number], SEVERAL), kept(each))
-                    for each in (by_hand, engine, resumed)
+                    (steps(each, [number]), kept(each)) for each in (by_hand, engine, resumed)
                 )
                 assert same(actual, expected)
                 assert same(again, expected)

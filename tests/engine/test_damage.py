@@ -133,8 +133,7 @@ def test_several_senders_are_all_named():
 def test_a_damaged_frame_with_a_nan_is_reported_as_damaged():
     def body(exchange):
         damage(exchange, 0, 1, ANOTHER_LAYOUT)
-        tensors = small.gradients(0, exchange.rank)
-        tensors["bias"][0] = torch.nan
+        tensors = small.poisoned(0, exchange.rank)
         return type(caught(lambda: small.step(small.averager(exchange, TOPK), tensors)))
 
     assert small.on_ranks(2, body) == [WireError] * 2
@@ -173,7 +172,7 @@ def test_without_a_checksum_a_changed_value_is_not_found():
 
 
 def on_grid(body):
-    """``body(rank, inside, between)`` on a grid of 2 x 2 ranks: two rows, and two columns."""
+    """``body(rank, between)`` on a grid of 2 x 2 ranks: two rows, and two columns."""
     rows, columns = ([InProcessExchange.ranks(2) for _ in range(2)] for _ in range(2))
     results, all_ranks = [None] * 4, InProcessExchange.ranks(4)
 
@@ -185,8 +184,8 @@ def on_grid(body):
 
     def run(exchange):
         row, column = divmod(exchange.rank, 2)
-        inside, between = Exchange.split(rows[row][column], columns[column][row])
-        results[exchange.rank] = body(exchange.rank, inside, between)
+        _, between = Exchange.split(rows[row][column], columns[column][row])
+        results[exchange.rank] = body(exchange.rank, between)
 
     small.on_ranks(4, run, all_ranks)
     return results
@@ -223,24 +222,6 @@ ODD = {
 @pytest.mark.parametrize("what", ODD)
 def test_what_is_odd_on_one_rank_raises_on_all_ranks_of_both_levels(what, odd):
     call, kind, words = ODD[what]
-    for error in on_grid(lambda rank, _, between: caught(lambda: call(rank, odd, between))):
+    for error in on_grid(lambda rank, between: caught(lambda: call(rank, odd, between))):
         assert type(error) is kind
         assert words.format(1 - odd // 2) in str(error)
-
-
-def test_bytes_of_both_levels_are_counted_together_and_replicas_are_equal():
-    def body(rank, inside, between):
-        tensors = small.gradients(0, rank)
-        for tensor in tensors.values():
-            flat = tensor.flatten()
-            inside.all_reduce(flat)
-            tensor.copy_(flat.view(tensor.shape))
-        averager = small.averager(between, "mean")
-        _, means = small.step(averager, tensors)
-        return means, averager.stats
-
-    outcomes = on_grid(body)
-    nbytes = 8 * (35 + 6 + 24 + 1)
-    for means, stats in outcomes:
-        assert same(means, outcomes[0][0])
-        assert (stats.bytes_sent, stats.inside_bytes_sent) == (nbytes, nbytes)

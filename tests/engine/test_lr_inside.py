@@ -61,17 +61,6 @@ def thesis(method, lr):
     return w, eps, delta, applied
 
 
-def train(exchange, spec, lr, *, inside):
-    """Train with an Averager. Return w, and the Averager."""
-    w = start()
-    averager = torchcomp.Averager(spec, exchange, {"w": w})
-    for step in range(STEPS):
-        g = {"w": gradient(w, exchange.rank)}
-        averager.average_all(g, lr=lr(step) if inside else None)
-        w = w - lr(step) * g["w"]
-    return w, averager
-
-
 def slot(averager, name):
     """The residual of a slot in the unit of the update; zeros where the rank has none."""
     whole = torch.zeros(D, dtype=torch.float64)
@@ -86,7 +75,12 @@ def slot(averager, name):
 @pytest.mark.parametrize("method", METHODS)
 def test_the_run_is_that_of_the_thesis(method, lr):
     def body(exchange):
-        w, averager = train(exchange, METHODS[method], lr, inside=True)
+        w = start()
+        averager = torchcomp.Averager(METHODS[method], exchange, {"w": w})
+        for step in range(STEPS):
+            g = {"w": gradient(w, exchange.rank)}
+            averager.average_all(g, lr=lr(step))
+            w = w - lr(step) * g["w"]
         return w, slot(averager, "error"), slot(averager, "server_error")
 
     found = small.on_ranks(N, body)
@@ -113,13 +107,9 @@ def lrs_of(step):
 
 def lr_step(averager, step, lr, scale=1.0):
     """Run a step whose gradients have a loss scale. Return the means, without the scale."""
-    averager.begin(scale, lr)
     tensors = small.gradients(step, averager.exchange.rank)
-    buckets = small.read(averager, {name: t * scale for name, t in tensors.items()})
-    for bucket in buckets:
-        averager.average(bucket)
-    averager.finish()
-    return {n: t / scale for bucket in buckets for n, t in bucket.tensors().items()}
+    scaled = {name: t * scale for name, t in tensors.items()}
+    return {n: mean / scale for n, mean in small.step(averager, scaled, scale, lr)[1].items()}
 
 
 def updates(averager, first, last, scale_of=lambda step: 1.0):

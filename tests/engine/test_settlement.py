@@ -3,7 +3,6 @@
 import threading
 
 import pytest
-import torch
 
 from tests.engine import small
 from tests.engine.test_damage import ANOTHER_LAYOUT, damage
@@ -94,13 +93,6 @@ def test_without_errors_a_run_is_the_same_bit_for_bit(method):
     assert same(*(small.on_ranks(2, lambda e, late=late: body(e, late)) for late in (False, True)))
 
 
-def poisoned(step, rank):
-    tensors = small.gradients(step, rank)
-    if rank == 1:
-        tensors["bias"][-1] = torch.nan
-    return tensors
-
-
 NEXT = {
     "begin": lambda averager: averager.begin(),
     "state_dict": lambda averager: averager.state_dict(),
@@ -117,7 +109,7 @@ def test_a_nan_is_raised_by_the_next_call_and_the_run_continues_as_without_the_s
         small.train(averager, 0, 2)
         before, error = averager.state_dict(), None
         if fails:
-            assert small.step(averager, poisoned(2, exchange.rank))[0] is True
+            assert small.step(averager, small.poisoned(2, exchange.rank))[0] is True
             error = caught(lambda: NEXT[call](averager))
             after = averager.state_dict()
             # The step goes back, and its bytes were sent. `use` and `regroup` raise before they
@@ -140,7 +132,7 @@ def test_a_step_that_a_scaler_skips_keeps_its_number(abandoned):
         averager = small.averager(exchange, TOPK, late=True)
         small.train(averager, 0, 2)
         before = averager.state_dict()["slots"]
-        small.step(averager, poisoned(2, exchange.rank), may_skip=True)
+        small.step(averager, small.poisoned(2, exchange.rank), may_skip=True)
         if abandoned and exchange.rank == 0:  # its next pass raised before this step was settled
             averager.abandon(averager.step)
             averager.abandoned = False
@@ -207,7 +199,7 @@ def test_a_loaded_checkpoint_ends_what_is_undecided():
         averager = small.averager(exchange, TOPK, late=True)
         small.train(averager, 0, 2)
         state = averager.state_dict()
-        small.step(averager, poisoned(2, exchange.rank))
+        small.step(averager, small.poisoned(2, exchange.rank))
         averager.load_state_dict(state)
         return small.train(averager, 2, 4)
 
@@ -218,7 +210,7 @@ def test_a_loaded_checkpoint_ends_what_is_undecided():
 def test_a_step_whose_result_is_needed_is_not_late():
     def body(exchange):
         averager = small.averager(exchange, TOPK, late=True)
-        tensors = poisoned(0, exchange.rank)
+        tensors = small.poisoned(0, exchange.rank)
         return type(caught(lambda: small.step(averager, tensors, used=["bias"])))
 
     assert small.on_ranks(2, body) == [NonFiniteError] * 2

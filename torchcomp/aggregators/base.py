@@ -116,13 +116,19 @@ class Aggregator(Component):
         if not self.depends_on_grouping:
             return True
         parts = self._parts().values()
-        alone = (p.per_tensor or (isinstance(p, Compressor) and p.elementwise) for p in parts)
+        alone = (
+            p.elementwise or p.scope == "tensor" if isinstance(p, Compressor) else p.per_tensor
+            for p in parts
+        )
         return len(parts) > 0 and all(alone)
 
     @property
     def whole_model(self) -> bool:
         """Whether the method works on all gradients of the model as one bucket."""
-        return any(part.whole_model for part in self._parts().values())
+        parts = self._parts().values()
+        return any(
+            p.scope == "model" if isinstance(p, Compressor) else p.whole_model for p in parts
+        )
 
     @property
     def transparent(self) -> bool:
@@ -145,8 +151,8 @@ class Aggregator(Component):
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         """Return the communication of one bucket, per rank and step.
 
-        Exact, but for a sharded selection from a whole bucket, whose entries are taken as evenly
-        spread. If `node` ranks share a network card, the load is that of the card of `rank`.
+        Entries of a sharded selection from a whole bucket are taken as evenly spread. If `node`
+        ranks share a network card, the load is that of the card of `rank`.
         """
 
     def prepared(
@@ -229,23 +235,16 @@ def check_contractive(owner: Component, field: str) -> None:
     compressor = getattr(owner, field)
     # Whether a compressor has an alpha does not depend on the length, so test length 1.
     if compressor.alpha(1) is None:
-        raise SpecError(
-            f"{owner.name} needs a contractive compressor, and {compressor} is not contractive: "
-            "its error can be larger than its input, so the residual would grow. Leave out its "
-            f"scaling, or use mean({compressor})",
-            field,
-        )
+        advice = f"leave out its scaling, or use mean({compressor})"
+        problem = f"needs a contractive compressor, and {compressor} is not: its error can grow"
+        raise SpecError(f"{owner.name} {problem}. Therefore {advice}", field)
 
 
 # --- The bytes of a step --------------------------------------------------------------------------
 
 
 def planned_traffic(
-    method: Aggregator,
-    shapes: Sequence[BucketShape],
-    world_size: int,
-    rank: int = 0,
-    node: int = 1,
+    method: Aggregator, shapes: Sequence[BucketShape], world_size: int, rank: int = 0, node: int = 1
 ) -> Traffic:
     """Return the bytes of a step in the last stage, through the network card of a node."""
     if node == world_size:

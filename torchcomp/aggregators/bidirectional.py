@@ -79,17 +79,13 @@ class Bidirectional(Residual):
         if not down.exact:
             return error, server
         names = tuple(vector.name for vector in down.whole)
-        # One threshold per vector, as the bits of a float. int64 also fits those of a float64.
-        # CACHE because a threshold only starts the next search and never changes its result.
+        # One threshold per vector, as the bits of a float up to float64. It starts the next search.
         ones = (1,) * len(names)
         return error, server, Slot("thresholds", Kind.CACHE, names, ones, torch.int64)
 
     def law(self, shape: BucketShape) -> Law:
-        # The server residual is a part of the mean, on the owners of its shards.
-        law = super().law(shape)
-        return Law(
-            before={**law.before, "server_error": -1.0}, after={**law.after, "server_error": 1.0}
-        )
+        slots = ("error", "server_error")
+        return Law(before=dict.fromkeys(slots, -1.0), after=dict.fromkeys(slots, 1.0))
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         nbytes = nbytes_of(vectors_of(self.up, shape.names, shape.sizes, shape.dtype))

@@ -1,6 +1,5 @@
 """DGC: deep gradient compression. Every rank applies momentum before it selects entries."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -53,11 +52,6 @@ class DGC(Residual, OneWay):
 
     name: ClassVar[str] = "dgc"
     example: ClassVar[str] = "dgc(topk(0.05), momentum=0.9)"
-
-    removed: ClassVar[Mapping[str, str]] = {
-        "warmup_steps": "dgc: warmup_steps was removed. Write dgc(warmup(topk(0.05), steps=100, "
-        "start=0.25))"
-    }
 
     momentum: float = 0.9
     nesterov: bool = False

@@ -156,7 +156,7 @@ class _Matrices:
         """Return all Q, each column divided by its largest magnitude."""
         if not self._rows:
             return q
-        # Usually, `keep_zero_rows` has looked at this very Q at the end of the last step.
+        # Usually, `keep_zero_rows` has looked at this Q at the end of the last step.
         of, version, lengths = self._lengths
         if of is not q or version != q._version:
             lengths = self._lengths_of(q)

@@ -124,14 +124,9 @@ class Compressor(Component):
     selects: ClassVar[bool] = False
 
     @property
-    def per_tensor(self) -> bool:
-        """Whether each parameter is compressed separately instead of the bucket as one vector."""
-        return False
-
-    @property
-    def whole_model(self) -> bool:
-        """Whether all gradients of the model are compressed as one vector."""
-        return False
+    def scope(self) -> str:
+        """What is one vector: a "bucket", each "tensor", or all gradients of the "model"."""
+        return "bucket"
 
     @property
     def stages(self) -> tuple[int, ...]:

@@ -47,14 +47,6 @@ class Sparsifier(Compressor):
             problem = f"ratio must be a fraction above 0 and at most 1, not {shown(ratio)}"
             raise SpecError(f"{name}: {problem}", "ratio")
 
-    @property
-    def per_tensor(self) -> bool:
-        return self.scope == "tensor"
-
-    @property
-    def whole_model(self) -> bool:
-        return self.scope == "model"
-
     def kept(self, numel: int) -> int:
         return min(self.k, numel) if self.k is not None else _share(self.ratio, numel)
 

@@ -91,12 +91,8 @@ class Warmup(Compressor):
         return self.compressor.selects
 
     @property
-    def per_tensor(self) -> bool:
-        return self.compressor.per_tensor
-
-    @property
-    def whole_model(self) -> bool:
-        return self.compressor.whole_model
+    def scope(self) -> str:
+        return self.compressor.scope
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return self.compressor.layout(numel, dtype)

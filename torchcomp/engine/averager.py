@@ -16,8 +16,8 @@ from torchcomp.engine.method_in_use import FLUSH, ClientSlots, MethodInUse
 from torchcomp.engine.nonfinite import FiniteWatch
 from torchcomp.engine.observer import Observer
 from torchcomp.engine.profiling import OFF, span
-from torchcomp.engine.residuals import LR, by_name, hand_over, is_sent
 from torchcomp.engine.settlement import Reason, Status
+from torchcomp.engine.state import LR, by_name, hand_over, is_sent
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.swap import fill_where
 from torchcomp.specs.component import Component
@@ -400,7 +400,6 @@ class Averager(Resumable):
         self._callbacks.append(callback)
 
     def shape_of(self, group: Group) -> BucketShape:
-        """Return the shape of a bucket of these parameters."""
         return self.running.shape_of(group)
 
     def use(self, aggregator: str | Component) -> str:

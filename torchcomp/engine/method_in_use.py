@@ -27,6 +27,8 @@ class MethodInUse:
     method: Aggregator  # with all of its stages
     now: Aggregator  # that of the current stage
 
+    _stage: tuple[int, int]  # the steps of the current stage: from, and before
+
     def __init__(
         self,
         parameters: Mapping[str, Tensor],
@@ -38,34 +40,28 @@ class MethodInUse:
         self._parameters, self._merged, self._client_slots = parameters, merged, client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._prepared: dict[Group, Prepared] = {}
-        self._stage = 0, 0  # the steps of the current stage: from, and before
 
     def install(self, method: Aggregator, step: int, state: State, exchange: Exchange) -> None:
         """Run another method, or other groups, from a step on. The state follows."""
-        # The server residual is stored by the old buckets' shards.
         owned, before = self.owned(exchange), self.buckets
         merged = method.whole_model and self._merged
         self.buckets = merge(self.groups, self._parameters) if merged else self.groups
         self.run(method, step)
         declared = {slot.name: slot for slot in self.slots(exchange)}
-        # A server residual fits only the shards of the same buckets. Otherwise, add it to this
-        # rank's own residual.
+        # A server residual is stored by the shards of the old buckets, and fits no others.
         if self.buckets != before or not any(slot.sharded for slot in declared.values()):
             state.unshard(owned, exchange.world_size)
         state.keep(declared)
 
     def run(self, method: Aggregator, step: int) -> None:
-        """Run a method from a step on."""
         self.method = self.now = method
+        self._stage = 0, 0
         self.forget()
-        self._enter_stage(step)
+        self.at(step)
 
     def at(self, step: int) -> None:
-        """Use the method of a step."""
-        if not self._stage[0] <= step < self._stage[1]:
-            self._enter_stage(step)
-
-    def _enter_stage(self, step: int) -> None:
+        if self._stage[0] <= step < self._stage[1]:
+            return
         starts = (*self.method.stages, sys.maxsize)
         self._stage = next(pair for pair in pairwise(starts) if pair[0] <= step < pair[1])
         now = self.method.at(step)
@@ -87,14 +83,13 @@ class MethodInUse:
         same = found is not None and (found.shape is shape or found.shape == shape)
         if found is not None and same and found.device == device:
             return found
-        # Others with the same parameters are DDP's buckets from before it rebuilt them.
+        # Drop those from before DDP rebuilt its buckets.
         names = set(shape.names)
         self._prepared = {n: p for n, p in self._prepared.items() if names.isdisjoint(n)}
         prepared = self._prepared[shape.names] = self.now.prepared(shape, exchange, state, device)
         return prepared
 
     def shape_of(self, group: Group) -> BucketShape:
-        """Return the shape of a bucket of these parameters."""
         shape = self._shapes.get(group)
         if shape is None:
             shape = self._shapes[group] = BucketShape.of(group, self._parameters)

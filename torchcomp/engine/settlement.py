@@ -8,9 +8,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from torchcomp.engine import host
-from torchcomp.engine.residuals import Units
-from torchcomp.engine.state import State
+from torchcomp.engine.state import State, Units
 from torchcomp.engine.stats import Meter, Stats
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Traffic
@@ -160,7 +158,8 @@ class Steps:
             if not parts:
                 return {}
             # The stream of the exchange can still be writing them.
-            host.wait_for_all_streams(parts.values())
+            for device in {part.device for part in parts.values() if part.is_cuda}:
+                torch.cuda.synchronize(device)
             norms = torch._foreach_norm(list(parts.values()))
             # Parameters can be on several devices. The copies to the first do not wait.
             gathered = torch.stack([norm.to(norms[0].device) for norm in norms])

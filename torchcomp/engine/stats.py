@@ -85,18 +85,13 @@ class Meter:
 
     def record(self, traffic: Traffic, steps: int) -> None:
         """Add the traffic of one step, after which the run has taken `steps` steps."""
-        total = self._total
-        total.sent += traffic.sent
-        total.received += traffic.received
-        total.dense += traffic.dense
-        total.control += traffic.control
-        total.inside += traffic.inside
+        for counter, nbytes in vars(traffic).items():
+            setattr(self._total, counter, getattr(self._total, counter) + nbytes)
         # One assignment of an immutable object: a thread that reads in between gets the counters
         # of one step. After `steps` and `syncs`, Stats has the fields of two Traffic objects.
         self.stats = Stats(steps, steps, *astuple(traffic), *astuple(self._total))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the totals, for a checkpoint."""
         return dict(vars(self._total))
 
     def load_state_dict(self, state: Mapping[str, int], steps: int) -> None:
