@@ -36,10 +36,7 @@ _SAME_LR = (
     "The learning rate must be the same function of the step on all ranks. If an optimizer has "
     "stepped since, the replicas are no longer equal: load a checkpoint."
 )
-_SAME_FATE = (
-    "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
-    "these gradients were cleared: the replicas are no longer equal."
-)
+_SAME_FATE = "On some ranks only, an optimizer has stepped: the replicas are no longer equal."
 
 
 class Averager(Resumable):
@@ -68,14 +65,12 @@ class Averager(Resumable):
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
         late: whether a step is checked when the next one begins; see :meth:`finish`.
-        vote: returns whether the last step counts for all ranks, if that is decided after it has
-            finished, such as by torchft's Manager. Asked when the next step begins, or the state is
-            read.
+        vote: returns whether the last step counts, if that is decided after it has finished, such
+            as by torchft's Manager. Asked when the next step begins, or the state is read.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`, to add them to checkpoints.
         checksum: whether frames have a checksum of their payload; see :mod:`torchcomp.routes.wire`.
-        takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
-            whether they did.
+        takes_back: whether the caller calls :meth:`take_back`, which all ranks then compare.
 
     Attributes, beside those of :class:`~torchcomp.checkpoints.resume.Resumable`:
         buckets: the groups that the method averages; merged, one for each dtype and device.
@@ -133,25 +128,21 @@ class Averager(Resumable):
     def buckets(self) -> tuple[Group, ...]:
         return self.running.buckets
 
-    # One step.
-
     def begin(self, scale: float = 1.0, lr: LR = None, watch: FiniteWatch | None = None) -> None:
         """Begin a step. Roll back whatever a step that raised left behind.
 
         Args:
             scale: loss scale of this step's gradients. When it changes, the state is rescaled.
-            lr: learning rate of this step, or one by parameter name. The residual is then kept in
-                the unit of the update, the learning rate times the gradient: when a learning rate
-                changes from a to b, the residual in the unit of the gradients is multiplied by
-                a / b. At learning rate 0, the state of a parameter does not change. Pass it in all
-                steps, or in none.
-            watch: what has checked the values of this rank already, if the caller combines those of
-                several ranks before it averages.
+            lr: learning rate of this step, or one by parameter name; in all steps, or in none. The
+                residual is then kept in the unit of the update: when a learning rate changes from a
+                to b, the residual in the unit of the gradients is multiplied by a / b. At learning
+                rate 0, the state of a parameter does not change.
+            watch: what has checked this rank's values, before the caller combined those of ranks.
 
         Raises:
             SpecError: if a learning rate is negative, not finite or missing.
-            RankMismatchError: if the ranks differ in a value that must match, such as the spec or
-                the step: compared at the first step, and after a checkpoint or :meth:`regroup`.
+            RankMismatchError: if the ranks differ in a value that must match, such as the spec:
+                compared at the first step, and after a checkpoint or :meth:`regroup`.
             NonFiniteError, WireError, RankMismatchError: those of the last step, if it was late.
         """
         self.settle()
@@ -278,14 +269,14 @@ class Averager(Resumable):
                     else:
                         self.state.rollback()
                         self._discard()
-                    self._record(exchange, dense_bytes)
+                    self.meter.record(exchange.take_traffic(dense_bytes), self.step)
                 raise
             with self._lock:
                 if self.abandoned:
                     self._require_wanted()
                 self._flushed = flushed
                 self._end(counts, reasons)
-                self._record(exchange, dense_bytes)
+                self.meter.record(exchange.take_traffic(dense_bytes), self.step)
         for callback in self._callbacks:
             callback(counts)
         return counts
@@ -379,10 +370,8 @@ class Averager(Resumable):
         """
         missing = [name for name in self.parameters if tensors.get(name) is None]
         if missing:
-            raise SpecError(
-                "average_all needs a tensor for each parameter, but there is none for "
-                f"{listed(missing)}: if a gradient is None, pass zeros"
-            )
+            problem = f"average_all needs a tensor for each parameter, and lacks {listed(missing)}"
+            raise SpecError(f"{problem}: if a gradient is None, pass zeros")
         self.begin(lr=lr)
         # The buckets are copies. The tensors are written only once the step is known to count.
         buckets = [Bucket.read(self.shape_of(group), tensors) for group in self.buckets]
@@ -416,7 +405,7 @@ class Averager(Resumable):
         """
         method = parse_aggregator(aggregator)
         self.settle()
-        # Here, before training: in the first step, compiling would run inside a backward pass.
+        # In the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
         self.aggregator = method
         self._flush(False)

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchcomp.engine.state import State, Units
 from torchcomp.engine.stats import Meter, Stats
-from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Traffic
 
 Reason = Callable[[], bool]
@@ -199,7 +198,3 @@ class Steps:
         if not self._keeps_number:
             self.step -= 1
             self.meter.record(Traffic(), self.step)
-
-    def _record(self, exchange: Exchange, dense_bytes: int) -> None:
-        # A step that is discarded has sent its bytes all the same.
-        self.meter.record(exchange.take_traffic(dense_bytes), self.step)
