@@ -159,9 +159,9 @@ class Aggregator(Component):
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
     ) -> Prepared:
         """Return a bucket, prepared for this method; the caller commits or rolls back `state`."""
-        slots = self.slots(shape, exchange.world_size, exchange.rank)
-        bucket = Prepared(shape, exchange, state, device, slots)
-        bucket.shows_nonfinite = self.residual_shows_nonfinite(shape.dtype)
+        slots = {s.name: s for s in self.slots(shape, exchange.world_size, exchange.rank)}
+        shows = self.residual_shows_nonfinite(shape.dtype)
+        bucket = Prepared(shape, exchange, state, device, slots, shows)
         self.prepare(bucket)
         return bucket
 

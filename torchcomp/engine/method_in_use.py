@@ -26,7 +26,6 @@ class MethodInUse:
 
     method: Aggregator  # with all of its stages
     now: Aggregator  # that of the current stage
-
     _stage: tuple[int, int]  # the steps of the current stage: from, and before
 
     def __init__(
