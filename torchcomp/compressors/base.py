@@ -89,10 +89,8 @@ class Vectors(tuple[Vector, ...]):
         """What :meth:`Compressor.prepare` returns, chosen once."""
         return self.compressor.prepare(self)
 
-    def noise(self, key: Key, rounding: str) -> Tensor | None:
-        """For stochastic rounding, draw a number in [0, 1) for each value sent."""
-        if rounding != "stochastic":
-            return None
+    def noise(self, key: Key) -> Tensor:
+        """Draw a number in [0, 1) for each value sent, for stochastic rounding."""
         # Independent on each rank: the rounding errors average out in the mean.
         draws = zip(self, self.segments, strict=True)
         drawn = (key.of_tensor(v.name).private().random(s.k, np.float32) for v, s in draws)

@@ -41,10 +41,11 @@ class Quantize(Compressor):
         return quantizer_for(vectors, self.format)
 
     def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        return Encoded(vectors.kernels.encode(x, vectors.noise(key, self.rounding)))
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        return Encoded(vectors.kernels.encode(x, noise))
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        noise = vectors.noise(key, self.rounding)
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
         return Encoded(vectors.kernels.encode_sum(g, e, rest, noise))
 
     def subtract(

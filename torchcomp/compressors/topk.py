@@ -62,14 +62,14 @@ class TopK(Sparsifier):
 
     def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
         """Encode the entries `index` of `x`, rounded to ``vectors.dtype`` first."""
-        noise = vectors.noise(key, self.rounding)
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
         return Encoded(vectors.kernels.encode(x, index, noise), index)
 
     def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
         return self.encode_selected(x, self.select(x, vectors), vectors, key)
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        noise = vectors.noise(key, self.rounding)
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
         return Encoded(*vectors.kernels.encode_sum(g, e, rest, noise))
 
     def subtract(
