@@ -33,16 +33,6 @@ def test_it_counts_if_all_reasons_agree(steps, answers):
         assert steps.step == all(answers)
 
 
-def test_what_a_reason_raises_takes_the_step_back(steps):
-    def reason():
-        raise ValueError("wrong")
-
-    steps._end(True, (reason,))
-    with pytest.raises(ValueError, match="wrong"):
-        steps.decide()
-    assert (steps.status, steps.step) == (Status.TAKEN_BACK, 0)
-
-
 def test_a_step_that_was_discarded_while_a_reason_was_asked_is_left_alone(steps):
     def reason():
         steps._discard()  # such as a checkpoint that another thread loads
