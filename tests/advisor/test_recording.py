@@ -32,7 +32,7 @@ SPECS = sorted(
         'ef(topk(0.1, scope="model"), exchange="allgather")',
         'bidirectional(quantize("int4"), quantize("int4"))',
         'cast("bf16")',
-        "dgc(topk(0.1), warmup_steps=10)",
+        "dgc(warmup(topk(0.1), steps=10, start=0.25))",
     }
 )
 

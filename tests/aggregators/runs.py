@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.engine import small
 from torchcomp import Averager
-from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.exchange import Exchange, run_in_process
 
@@ -63,46 +63,29 @@ def first_q(name: str, rows: int, columns: int) -> Tensor:
 
 
 def averager(
-    spec: str,
-    exchange: Exchange,
-    groups: Sequence[tuple[str, ...]] = ONE,
-    dtype: torch.dtype = torch.float64,
-    seed: int = SEED,
+    spec: str, exchange: Exchange, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Averager:
-    return Averager(spec, exchange, parameters(dtype), groups, seed=seed)
+    options = {"seed": SEED, "groups": SEVERAL} | options
+    return Averager(spec, exchange, parameters(dtype), **options)
 
 
 def step(
-    engine: Averager,
-    tensors: Named,
-    groups: Sequence[tuple[str, ...]] = ONE,
-    scale: float = 1.0,
-    **finish: Any,
+    engine: Averager, tensors: Named, scale: float = 1.0, groups: Any = None, **finish: Any
 ) -> Named:
     """Average `tensors` in one step, in these buckets, and return their means."""
-    like = parameters(next(iter(tensors.values())).dtype)
-    engine.begin(scale)
     scaled = {name: tensor * scale for name, tensor in tensors.items()}
-    buckets = [Bucket.read(BucketShape.of(names, like), scaled) for names in groups]
-    for bucket in buckets:
-        engine.average(bucket)
-    engine.finish(**finish)
-    return {
-        name: view.clone(memory_format=torch.contiguous_format) / scale
-        for bucket in buckets
-        for name, view in bucket.tensors().items()
-    }
+    _, means = small.step(engine, scaled, scale, groups=groups, **finish)
+    return {name: mean.contiguous() / scale for name, mean in means.items()}
 
 
 def steps(
     engine: Averager,
     numbers: Sequence[int],
-    groups: Sequence[tuple[str, ...]] = ONE,
     dtype: torch.dtype = torch.float64,
     scale: Callable[[int], float] = lambda number: 1.0,
 ) -> list[Named]:
     rank = engine.exchange.rank
-    return [step(engine, gradient(n, rank, dtype), groups, scale(n)) for n in numbers]
+    return [step(engine, gradient(n, rank, dtype), scale(n)) for n in numbers]
 
 
 def assert_equal(actual: Named, expected: Named) -> None:
@@ -122,5 +105,4 @@ def mean(tensors: Sequence[Named]) -> Named:
     return {name: sum(each[name] for each in tensors) / len(tensors) for name in tensors[0]}
 
 
-def total(tensors: Sequence[Named]) -> Named:
-    return {name: sum(each[name] for each in tensors) for name in tensors[0]}
+total = small.total

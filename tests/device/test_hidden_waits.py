@@ -46,7 +46,7 @@ OUTSIDE = (
 EXCEPTIONS = {
     # Once, or seldom.
     "checkpoints/resume.py Resumable._compare_ranks": "the ranks are compared at the first step",
-    "engine/residuals.py hand_over": "once, when a rank leaves",
+    "engine/state.py hand_over": "once, when a rank leaves",
     "engine/settlement.py Steps.residual_norms": "the caller asks for numbers",
     "local_sgd/batchnorm.py _forward_passes": "after training",
     "local_sgd/batchnorm.py _reached": "after training",
@@ -64,7 +64,6 @@ EXCEPTIONS = {
     "guard/report.py replica_alarm": "a number of the host",
     # The one wait of a step.
     "exchange/base.py Exchange.conclude_later.conclusion": "the decision whether the step counts",
-    "engine/host.py wait_for_all_streams": "the caller asks for norms",
     "engine/host.py copy_from": "starts a copy to pinned memory",
     "engine/host.py copy_from.wait": "the caller asks for numbers",
     # The lengths of messages with exact selections: one wait per bucket, or two.
@@ -73,7 +72,7 @@ EXCEPTIONS = {
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
     "aggregators/powersgd.py _Matrices.__init__": "sizes",
-    "engine/residuals.py by_name": "a learning rate",
+    "engine/state.py by_name": "a learning rate",
     "jointspar/jointspar.py JointSpar.p": "NumPy",
     "jointspar/jointspar.py JointSpar.probability": "NumPy",
     "jointspar/jointspar.py JointSpar.stats": "NumPy",

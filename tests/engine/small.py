@@ -28,19 +28,27 @@ def gradients(step, rank, dtype=torch.float64):
     return drawn
 
 
+def poisoned(step, rank, odd=torch.nan):
+    """As :func:`gradients`, with an odd number on rank 1."""
+    tensors = gradients(step, rank)
+    if rank == 1:
+        tensors["bias"][-1] = odd
+    return tensors
+
+
 def averager(exchange, method, *, dtype=torch.float64, groups=GROUPS, **options):
     return Averager(method, exchange, parameters(dtype), groups, **options)
 
 
-def read(averager, tensors):
-    """Return the tensors as the buckets of the current method."""
-    return [Bucket.read(averager.shape_of(group), tensors) for group in averager.buckets]
+def read(averager, tensors, groups=None):
+    """Return the tensors as buckets, by default those of the current method."""
+    return [Bucket.read(averager.shape_of(names), tensors) for names in groups or averager.buckets]
 
 
-def step(averager, tensors, scale=1.0, **options):
-    """Run one step with a loss scale. Return whether it counts, and the means by name."""
-    averager.begin(scale)
-    buckets = read(averager, tensors)
+def step(averager, tensors, scale=1.0, lr=None, groups=None, **options):
+    """Run one step. Return whether it counts, and the means by name."""
+    averager.begin(scale, lr)
+    buckets = read(averager, tensors, groups)
     for bucket in buckets:
         averager.average(bucket)
     counts = averager.finish(**options)

@@ -6,109 +6,11 @@ import torch
 import torchcomp
 from tests.engine import small
 from tests.support.cases import thorough
-from tests.support.models import CONSERVING, METHODS, WITH_RESIDUAL
-from tests.support.outcomes import caught, messages, same
+from tests.support.outcomes import caught, messages_of, same
 from torchcomp import NonFiniteError, RankMismatchError, SpecError
-from torchcomp.engine.bucket import Bucket
 from torchcomp.engine.state import Kind, Slot
 
 TOPK = "ef(topk(0.3))"
-
-# --- Every method ---------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("method", CONSERVING)
-def test_nothing_is_lost(method, world_size):
-    books = small.on_ranks(world_size, lambda e: small.book(small.averager(e, method), 0, 6))
-    small.assert_conserved(books)
-    assert any(part.any() for part in books[0][2].values())
-
-
-def compared_again(state):
-    """Return a state as if it had been loaded: the three ranks then compare their settings again.
-
-    That takes 16 bytes to each of the other two ranks.
-    """
-    return state | {"traffic": state["traffic"] | {"control": state["traffic"]["control"] + 32}}
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, *thorough([torch.float16])], ids=str)
-@pytest.mark.parametrize("method", METHODS)
-def test_replicas_are_equal_bit_for_bit_and_a_run_is_repeated_bit_for_bit(method, dtype):
-    def body(exchange, resumes):
-        averager = small.averager(exchange, method, dtype=dtype)
-        first = small.train(averager, 0, 3, dtype)
-        if resumes:
-            saved, averager = averager.state_dict(), small.averager(exchange, method, dtype=dtype)
-            averager.load_state_dict(saved)
-        return first, small.train(averager, 3, 5, dtype), averager
-
-    whole, resumed = (small.on_ranks(3, lambda e, r=r: body(e, r)) for r in (False, True))
-    assert all(same(outcome[:2], whole[0][:2]) for outcome in (*whole, *resumed))
-    assert all(t.isfinite().all() for means in whole[0][0] for t in means.values())
-    for (*_, averager), (*_, again) in zip(whole, resumed, strict=True):
-        assert same(compared_again(averager.state_dict()), again.state_dict())
-        assert messages(averager.stats) == messages(again.stats)
-
-
-def poisoned(step, rank, dtype, odd, names=("bias",)):
-    tensors = small.gradients(step, rank, dtype)
-    for name in names if rank == 1 else ():
-        tensors[name].view(-1)[-1] = odd
-    return tensors
-
-
-@pytest.mark.parametrize("odd", [float("nan"), *thorough([float("inf"), -float("inf")])])
-@pytest.mark.parametrize("dtype", [torch.float16, *thorough([torch.float64])])
-@pytest.mark.parametrize("method", METHODS)
-def test_a_nan_on_one_rank_raises_on_every_rank_and_changes_no_state(method, dtype, odd):
-    def body(exchange):
-        averager = small.averager(exchange, method, dtype=dtype)
-        small.train(averager, 0, 2, dtype)
-        before = averager.state_dict()
-        tensors = poisoned(2, exchange.rank, dtype, odd, names=("bias", "gain"))
-        error = caught(lambda: small.step(averager, tensors))
-        if averager.aggregator.transparent:
-            return error, None, None
-        after = averager.state_dict()
-        changed = {key for key in before if not same(before[key], after[key])}
-        counts, _ = small.step(averager, tensors, may_skip=True)
-        skipped = {k for k, v in averager.state_dict().items() if not same(before[k], v)}
-        return error, changed, (counts, skipped, small.train(averager, 3, 4, dtype))
-
-    for error, changed, later in small.on_ranks(2, body):
-        if changed is None:
-            assert error is None
-            continue
-        assert type(error) is NonFiniteError
-        assert "'bias', 'gain' on rank 1" in str(error) or "'gain', 'bias' on rank 1" in str(error)
-        assert "rank 0" not in str(error)
-        assert "step 3" in str(error)
-        # Bytes were sent, but the residual and the step index did not change.
-        assert changed == {"traffic"}
-        counts, skipped, (means,) = later
-        assert counts is False
-        assert skipped == {"traffic", "step"}
-        assert all(mean.isfinite().all() for mean in means.values())
-
-
-@pytest.mark.parametrize("method", WITH_RESIDUAL)
-def test_residual_norms_equal_those_of_the_saved_state(method):
-    def body(exchange):
-        averager = small.averager(exchange, method)
-        assert averager.residual_norms() == averager.residual_norms("foreign") == {}
-        small.train(averager, 0, 2)
-        saved = averager.state_dict()["slots"]
-        for slot in ("error", "server_error"):
-            norms = averager.residual_norms(slot)
-            tensors = saved.get(slot, {"tensors": {}})["tensors"]
-            assert norms.keys() == tensors.keys()
-            for name, norm in norms.items():
-                assert norm == pytest.approx(float(tensors[name].float().norm()), rel=1e-2)
-
-    small.on_ranks(2, body)
-
 
 # --- Steps ----------------------------------------------------------------------------------------
 
@@ -134,7 +36,7 @@ def test_finish_calls_its_callbacks_with_its_result_unless_it_raises():
         averager.on_finish(calls.append)
         averager.on_finish(lambda counts: calls.append(averager.step))
         small.step(averager, small.gradients(0, exchange.rank))
-        tensors = poisoned(1, exchange.rank, torch.float64, float("inf"))
+        tensors = small.poisoned(1, exchange.rank, torch.inf)
         small.step(averager, tensors, may_skip=True)
         assert caught(lambda: small.step(averager, tensors))
         return calls
@@ -146,9 +48,8 @@ def test_an_error_has_the_culprit_the_step_and_the_advice():
     def body(exchange):
         options = {"what": "a weight", "unchanged": "All is as it was."}
         averager = small.averager(exchange, TOPK, **options)
-        tensors = poisoned(1, exchange.rank, torch.float64, float("nan"))
-        call = lambda: small.step(averager, tensors, where="round 7", advice="Look.")  # noqa: E731
-        return str(caught(call))
+        tensors = small.poisoned(1, exchange.rank, torch.nan)
+        return str(caught(lambda: small.step(averager, tensors, where="round 7", advice="Look.")))
 
     for message in small.on_ranks(2, body):
         for part in ("a weight", "round 7", "'bias' on rank 1", "All is as it was.", "Look."):
@@ -177,27 +78,6 @@ def test_a_thread_whose_step_was_abandoned_averages_no_more():
         return type(caught(lambda: averager.average(bucket))), averager.state_dict()["step"]
 
     assert small.on_ranks(2, body) == [(RuntimeError, 1)] * 2
-
-
-SCALES = [1.0, 4.0, 4.0, 0.5, 2.0**16, 1.0]
-
-
-@pytest.mark.parametrize("method", ["ef(topk(0.2))", "bidirectional(topk(0.2), topk(0.2))"])
-def test_the_state_follows_a_loss_scale_of_powers_of_two_bit_for_bit(method):
-    def body(exchange, scales):
-        averager, means = small.averager(exchange, method), []
-        for i, scale in enumerate(scales):
-            if i == 3:  # also that of a checkpoint
-                saved, averager = averager.state_dict(), small.averager(exchange, method)
-                averager.load_state_dict(saved)
-            scaled = {n: g * scale for n, g in small.gradients(i, exchange.rank).items()}
-            counts, mean = small.step(averager, scaled, scale)
-            assert counts
-            means.append({name: value / scale for name, value in mean.items()})
-        return means, averager.state_dict()["slots"]
-
-    plain = small.on_ranks(2, lambda e: body(e, [1.0] * len(SCALES)))
-    assert same(small.on_ranks(2, lambda e: body(e, SCALES)), plain)
 
 
 # --- Other methods, groups and parameters ---------------------------------------------------------
@@ -242,13 +122,11 @@ def test_a_swap_returns_what_happens_to_the_residual():
         assert str(averager.aggregator) == "ef(topk(0.2))"
         return messages
 
-    for nothing, kept, flushed, kept_again in small.on_ranks(2, body):
-        # Only a flush names the method that it sends the residual with.
-        assert "ef(identity)" in flushed
-        assert not any("ef(identity)" in message for message in (nothing, kept, kept_again))
-        assert "ef(randk(0.2))" in kept
-        assert "ef(topk(0.2))" in kept_again
-        assert "ef(topk(0.2))" not in nothing
+    # A flush names the method that it sends the residual with, and the others what continues.
+    named = [None, "ef(randk(0.2))", "ef(identity)", "ef(topk(0.2))"]
+    for messages in small.on_ranks(2, body):
+        for message, name in zip(messages, named, strict=True):
+            assert [each for each in named[1:] if each in message] == ([name] if name else [])
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 5, 7])
@@ -303,13 +181,14 @@ def test_a_flush_is_saved_and_resumed():
         small.train(averager, 0, 3)
         averager.use("topk(0.5)")
         if resumes:
-            again = small.averager(exchange, "topk(0.5)")
-            again.load_state_dict(averager.state_dict())
-            averager = again
+            saved, averager = averager.state_dict(), small.averager(exchange, "topk(0.5)")
+            averager.load_state_dict(saved)
         return small.train(averager, 3, 6), averager.state_dict()
 
     whole, resumed = (small.on_ranks(3, lambda e, r=r: body(e, r)) for r in (False, True))
-    assert same([(means, compared_again(state)) for means, state in whole], resumed)
+    for (means, state), (again, loaded) in zip(whole, resumed, strict=True):
+        assert same(means, again)
+        assert same(messages_of(state), messages_of(loaded))
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -349,22 +228,17 @@ def test_average_all_writes_means_in_place():
 
 
 @pytest.mark.parametrize(
-    ("change", "options", "kind", "words"),
+    ("value", "options", "kind", "words"),
     [
-        ({"bias": None, "gain": None}, {}, SpecError, ["'bias'", "'gain'"]),
-        ({"bias": float("inf")}, {}, NonFiniteError, ["'bias' on rank 1"]),
-        ({"bias": float("inf")}, {"may_skip": True}, type(None), []),
+        (None, {}, SpecError, ["'bias'"]),
+        (torch.inf, {}, NonFiniteError, ["'bias' on rank 1"]),
+        (torch.inf, {"may_skip": True}, type(None), []),
     ],
 )
-def test_average_all_leaves_the_tensors_of_a_step_that_does_not_count(change, options, kind, words):
+def test_average_all_leaves_the_tensors_of_a_step_that_does_not_count(value, options, kind, words):
     def body(exchange):
         averager = small.averager(exchange, TOPK)
-        tensors = small.gradients(0, exchange.rank)
-        for name, value in change.items():
-            if value is None:
-                tensors[name] = None
-            elif exchange.rank:
-                tensors[name].view(-1)[-1] = value
+        tensors = small.poisoned(0, exchange.rank, torch.inf) | ({} if value else {"bias": None})
         before = {name: each if each is None else each.clone() for name, each in tensors.items()}
         error = caught(lambda: averager.average_all(tensors, **options))
         return error, same(tensors, before), averager.step
@@ -387,20 +261,13 @@ def test_a_clients_slots_are_rolled_back_saved_and_restored():
         averager = small.averager(exchange, TOPK, client_slots=declared)
         fresh = averager.state_dict()["slots"]["reference"]["tensors"]
         assert all((part == len(name)).all() for name, part in fresh.items())
-
-        def step(value, odd=None, **options):
-            tensors = small.gradients(0, exchange.rank)
-            if odd is not None:
-                tensors["bias"][0] = odd
+        for value, odd in ((5.0, 0.0), (6.0, torch.nan)):
             averager.begin()
-            for bucket in small.read(averager, tensors):
+            for bucket in small.read(averager, small.poisoned(0, exchange.rank, odd)):
                 averager.average(bucket)
                 (slot,) = declared(bucket.shape)
                 averager.state.open(slot, bucket.flat.device)[1].fill_(value)
-            return averager.finish(**options)
-
-        assert step(5.0)
-        assert not step(6.0, float("nan"), may_skip=True)
+            assert averager.finish(may_skip=True) == (odd == 0)
         state = averager.state_dict()
         again = small.averager(exchange, TOPK, client_slots=declared)
         again.load_state_dict(state)
@@ -416,23 +283,23 @@ def test_a_clients_slots_are_rolled_back_saved_and_restored():
 # --- The first step, and bad input ----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("difference", ["seed", "spec", "groups", "checksum", "step", "buckets"])
+DIFFERENT = {
+    "seed": {"seed": 5},
+    "checksum": {"checksum": True},
+    "groups": {"groups": small.GROUPS[::-1]},
+    "spec": {"method": "ef(topk(0.4))"},
+}
+
+
+@pytest.mark.parametrize("difference", [*DIFFERENT, "step", "buckets"])
 def test_ranks_that_differ_raise_at_the_first_step(difference):
     def body(exchange):
-        odd = exchange.rank == 1
-        method = "ef(topk(0.4))" if odd and difference == "spec" else TOPK
-        groups = small.GROUPS[::-1] if odd and difference == "groups" else small.GROUPS
-        options = {"seed": 5} if difference == "seed" else {"checksum": True}
-        options = options if odd and difference in ("seed", "checksum") else {}
-        averager = small.averager(exchange, method, groups=groups, **options)
-        if difference == "step":  # of a checkpoint that one rank loads
-            small.train(averager, 0, 2)
-            state, averager = averager.state_dict(), small.averager(exchange, method)
-            if odd:
-                averager.load_state_dict(state)
-        if odd and difference == "buckets":
-            state = averager.state_dict()
-            averager.load_state_dict(state | {"buckets": state["buckets"][::-1]})
+        odd = DIFFERENT.get(difference, {}) if exchange.rank else {}
+        averager = small.averager(exchange, **{"method": TOPK} | odd)
+        state = averager.state_dict()
+        changes = {"step": {"step": 2}, "buckets": {"buckets": state["buckets"][::-1]}}
+        if exchange.rank and difference in changes:  # of a checkpoint that one rank loads
+            averager.load_state_dict(state | changes[difference])
         step = averager.step
         error = caught(lambda: small.step(averager, small.gradients(3, exchange.rank)))
         return error, averager.step - step
@@ -444,14 +311,13 @@ def test_ranks_that_differ_raise_at_the_first_step(difference):
         assert steps == 0
 
 
-LR = float("nan")
 REFUSED = {
     "seed -1": lambda e: small.averager(e, "mean", seed=-1),
     "seed 1.0": lambda e: small.averager(e, "mean", seed=1.0),
     "spec": lambda e: small.averager(e, "ef(tpk(0.1))"),
     **{
         f"lr {lr}": lambda e, lr=lr: small.averager(e, TOPK).begin(lr=lr)
-        for lr in (-0.1, LR, float("inf"), "0.1", {"conv": 0.1})
+        for lr in (-0.1, torch.nan, torch.inf, "0.1", {"conv": 0.1})
     },
 }
 
@@ -468,4 +334,3 @@ def test_groups_default_to_those_of_ddp():
     parameters = small.parameters()
     averager = torchcomp.Averager("ef(topk(0.1))", exchange, parameters)
     assert averager.buckets == (tuple(reversed(parameters)),)
-    assert isinstance(Bucket.read(averager.shape_of(averager.buckets[0]), parameters), Bucket)

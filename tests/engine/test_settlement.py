@@ -3,10 +3,9 @@
 import threading
 
 import pytest
-import torch
 
 from tests.engine import small
-from tests.engine.test_damage import another_layout, damage
+from tests.engine.test_damage import ANOTHER_LAYOUT, damage
 from tests.support.outcomes import caught, same
 from torchcomp import NonFiniteError, WireError
 from torchcomp.engine.settlement import Status, Steps
@@ -32,16 +31,6 @@ def test_it_counts_if_all_reasons_agree(steps, answers):
         steps.decide()
         assert steps.status is (Status.COUNTED if all(answers) else Status.TAKEN_BACK)
         assert steps.step == all(answers)
-
-
-def test_what_a_reason_raises_takes_the_step_back(steps):
-    def reason():
-        raise ValueError("wrong")
-
-    steps._end(True, (reason,))
-    with pytest.raises(ValueError, match="wrong"):
-        steps.decide()
-    assert (steps.status, steps.step) == (Status.TAKEN_BACK, 0)
 
 
 def test_a_step_that_was_discarded_while_a_reason_was_asked_is_left_alone(steps):
@@ -94,13 +83,6 @@ def test_without_errors_a_run_is_the_same_bit_for_bit(method):
     assert same(*(small.on_ranks(2, lambda e, late=late: body(e, late)) for late in (False, True)))
 
 
-def poisoned(step, rank):
-    tensors = small.gradients(step, rank)
-    if rank == 1:
-        tensors["bias"][-1] = torch.nan
-    return tensors
-
-
 NEXT = {
     "begin": lambda averager: averager.begin(),
     "state_dict": lambda averager: averager.state_dict(),
@@ -117,7 +99,7 @@ def test_a_nan_is_raised_by_the_next_call_and_the_run_continues_as_without_the_s
         small.train(averager, 0, 2)
         before, error = averager.state_dict(), None
         if fails:
-            assert small.step(averager, poisoned(2, exchange.rank))[0] is True
+            assert small.step(averager, small.poisoned(2, exchange.rank))[0] is True
             error = caught(lambda: NEXT[call](averager))
             after = averager.state_dict()
             # The step goes back, and its bytes were sent. `use` and `regroup` raise before they
@@ -140,7 +122,7 @@ def test_a_step_that_a_scaler_skips_keeps_its_number(abandoned):
         averager = small.averager(exchange, TOPK, late=True)
         small.train(averager, 0, 2)
         before = averager.state_dict()["slots"]
-        small.step(averager, poisoned(2, exchange.rank), may_skip=True)
+        small.step(averager, small.poisoned(2, exchange.rank), may_skip=True)
         if abandoned and exchange.rank == 0:  # its next pass raised before this step was settled
             averager.abandon(averager.step)
             averager.abandoned = False
@@ -154,7 +136,7 @@ def test_a_damaged_frame_is_raised_late():
         averager = small.averager(exchange, TOPK, late=True)
         small.train(averager, 0, 2)
         before = averager.state_dict()["slots"]
-        damage(exchange, 0, 1, another_layout)
+        damage(exchange, 0, 1, ANOTHER_LAYOUT)
         small.step(averager, small.gradients(2, exchange.rank))
         return caught(averager.begin), same(before, averager.state_dict()["slots"])
 
@@ -207,7 +189,7 @@ def test_a_loaded_checkpoint_ends_what_is_undecided():
         averager = small.averager(exchange, TOPK, late=True)
         small.train(averager, 0, 2)
         state = averager.state_dict()
-        small.step(averager, poisoned(2, exchange.rank))
+        small.step(averager, small.poisoned(2, exchange.rank))
         averager.load_state_dict(state)
         return small.train(averager, 2, 4)
 
@@ -218,7 +200,7 @@ def test_a_loaded_checkpoint_ends_what_is_undecided():
 def test_a_step_whose_result_is_needed_is_not_late():
     def body(exchange):
         averager = small.averager(exchange, TOPK, late=True)
-        tensors = poisoned(0, exchange.rank)
+        tensors = small.poisoned(0, exchange.rank)
         return type(caught(lambda: small.step(averager, tensors, used=["bias"])))
 
     assert small.on_ranks(2, body) == [NonFiniteError] * 2

@@ -140,7 +140,7 @@ def record(
     method = parse_aggregator(spec).settled
     if isinstance(method, Bidirectional) and method.selection == "exact":
         down = method.down
-        if isinstance(down, Sparsifier) and down.per_tensor:
+        if isinstance(down, Sparsifier) and down.scope == "tensor":
             # The rank that records owns no part of most parameters.
             raise SpecError(
                 f"{method} searches a threshold for each parameter, among the ranks that own parts "

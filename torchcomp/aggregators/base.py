@@ -1,22 +1,24 @@
 """Aggregator: replace a bucket with an estimate of its mean over the ranks, in place."""
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from torchcomp.checkpoints.pieces import pieces_of
 from torchcomp.compressors import Compressor
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared
-from torchcomp.engine.state import Slot, State
+from torchcomp.engine.state import Kind, Slot, State
 from torchcomp.exchange import Exchange
-from torchcomp.exchange.traffic import Load
-from torchcomp.specs.component import Component
+from torchcomp.exchange.traffic import Load, Traffic, sum_bytes
+from torchcomp.specs.component import Choices, Component
+from torchcomp.specs.errors import SpecError
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,7 @@ class Aggregator(Component):
 
     @property
     def rehearsed(self) -> "Aggregator":
-        """The method to try on a few numbers before training: itself, if it needs nothing else."""
+        """The method to try on a few numbers before training."""
         return self.settled
 
     def _parts(self) -> "dict[str, Compressor | Aggregator]":
@@ -101,14 +103,12 @@ class Aggregator(Component):
 
     @property
     def depends_on_grouping(self) -> bool:
-        """Whether the result depends on which parameters share a bucket."""
-        # The safe default: the caller then keeps the groups fixed across DDP's bucket rebuild.
+        """Whether the result depends on which parameters share a bucket, as is safe to assume."""
         return True
 
     def kept(self, numel: int) -> int:
         """Return how many of `numel` elements a message has at least; all without a selection."""
-        parts = self._parts().values()
-        return min((part.kept(numel) for part in parts), default=numel)
+        return min((part.kept(numel) for part in self._parts().values()), default=numel)
 
     @property
     def per_tensor(self) -> bool:
@@ -116,13 +116,19 @@ class Aggregator(Component):
         if not self.depends_on_grouping:
             return True
         parts = self._parts().values()
-        alone = (p.per_tensor or (isinstance(p, Compressor) and p.elementwise) for p in parts)
+        alone = (
+            p.elementwise or p.scope == "tensor" if isinstance(p, Compressor) else p.per_tensor
+            for p in parts
+        )
         return len(parts) > 0 and all(alone)
 
     @property
     def whole_model(self) -> bool:
         """Whether the method works on all gradients of the model as one bucket."""
-        return any(part.whole_model for part in self._parts().values())
+        parts = self._parts().values()
+        return any(
+            p.scope == "model" if isinstance(p, Compressor) else p.whole_model for p in parts
+        )
 
     @property
     def transparent(self) -> bool:
@@ -145,17 +151,17 @@ class Aggregator(Component):
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         """Return the communication of one bucket, per rank and step.
 
-        Exact, but for a sharded selection from a whole bucket, whose entries are taken as evenly
-        spread. If `node` ranks share a network card, the load is that of the card of `rank`.
+        Entries of a sharded selection from a whole bucket are taken as evenly spread. If `node`
+        ranks share a network card, the load is that of the card of `rank`.
         """
 
     def prepared(
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
     ) -> Prepared:
         """Return a bucket, prepared for this method; the caller commits or rolls back `state`."""
-        slots = self.slots(shape, exchange.world_size, exchange.rank)
-        bucket = Prepared(shape, exchange, state, device, slots)
-        bucket.shows_nonfinite = self.residual_shows_nonfinite(shape.dtype)
+        slots = {s.name: s for s in self.slots(shape, exchange.world_size, exchange.rank)}
+        shows = self.residual_shows_nonfinite(shape.dtype)
+        bucket = Prepared(shape, exchange, state, device, slots, shows)
         self.prepare(bucket)
         return bucket
 
@@ -168,3 +174,99 @@ class Aggregator(Component):
 
         `bucket` is as :meth:`prepared` returns it; `key` has seed, step and rank of the exchange.
         """
+
+
+# --- Methods with a residual: the part of the gradient that was not sent --------------------------
+
+_DTYPES = {
+    "fp32": torch.float32,
+    "fp64": torch.float64,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+ResidualDtype = Annotated[str | None, Choices(_DTYPES)]
+
+
+class Residual(Aggregator):
+    """An aggregator with a residual, and an option for its dtype.
+
+    Attributes:
+        memory_dtype: dtype of the residual. The default is fp32, or the gradient's dtype if that is
+            wider. A 16-bit residual loses only its own rounding error.
+    """
+
+    # Not a dataclass field here: subclasses declare it after their own options, so it comes last.
+    memory_dtype: ResidualDtype
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for option, part in self._parts().items():
+            if isinstance(part, Compressor):
+                check_contractive(self, option)
+
+    def sum_dtype(self, gradient: torch.dtype) -> torch.dtype:
+        """The dtype of the residual, and of sums over the ranks, for gradients of a dtype."""
+        if self.memory_dtype is None:
+            return torch.promote_types(gradient, torch.float32)
+        return _DTYPES[self.memory_dtype]
+
+    def error_slot(self, shape: BucketShape) -> Slot:
+        """The slot of this rank's residual, its unsent gradient."""
+        return Slot("error", Kind.DEBT, shape.names, shape.sizes, self.sum_dtype(shape.dtype))
+
+    def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
+        return (self.error_slot(shape),)
+
+    def law(self, shape: BucketShape) -> Law:
+        # Nothing is lost: what is not applied is in the residual.
+        return Law(before={"error": -1.0}, after={"error": 1.0})
+
+    def residual_shows_nonfinite(self, dtype: torch.dtype) -> bool:
+        # A selecting compressor leaves NaN and infinities in place when it subtracts its message.
+        # A wider residual gets those of other ranks too, when the mean is rounded to the gradients.
+        if torch.promote_types(dtype, self.sum_dtype(dtype)) != dtype:
+            return False
+        first = next(iter(self._parts().values()), None)  # what a rank sends, or None
+        return isinstance(first, Compressor) and first.selects
+
+
+def check_contractive(owner: Component, field: str) -> None:
+    """Raise SpecError unless the option `field` of `owner` is a contractive compressor."""
+    compressor = getattr(owner, field)
+    # Whether a compressor has an alpha does not depend on the length, so test length 1.
+    if compressor.alpha(1) is None:
+        advice = f"leave out its scaling, or use mean({compressor})"
+        problem = f"needs a contractive compressor, and {compressor} is not: its error can grow"
+        raise SpecError(f"{owner.name} {problem}. Therefore {advice}", field)
+
+
+# --- The bytes of a step --------------------------------------------------------------------------
+
+
+def planned_traffic(
+    method: Aggregator, shapes: Sequence[BucketShape], world_size: int, rank: int = 0, node: int = 1
+) -> Traffic:
+    """Return the bytes of a step in the last stage, through the network card of a node."""
+    if node == world_size:
+        return Traffic()  # nothing passes the card of the only node
+    settled, load = method.settled, Load()
+    for shape in shapes:
+        load.add(settled.cost(shape, world_size, rank, node).load)
+    return load.traffic(world_size, _dense(shapes, world_size, node))
+
+
+def planned_two_levels(
+    method: Aggregator, shapes: Sequence[BucketShape], world_size: int, node: int, rank: int = 0
+) -> Traffic:
+    """As :func:`planned_traffic` of one rank, of whole buckets, with ``nodes=node``."""
+    pieces = pieces_of(shapes, node)
+    between = planned_traffic(method, pieces, world_size // node, rank // node)
+    # A reduce-scatter and an all-gather move a piece to each other rank of the node.
+    inside = 2 * (node - 1) * sum(piece.nbytes for piece in pieces)
+    return replace(between, dense=_dense(shapes, world_size, node) // node, inside=inside)
+
+
+def _dense(shapes: Sequence[BucketShape], world_size: int, node: int) -> int:
+    # A ring of all ranks leaves each node once: the card carries what one rank sends.
+    nbytes = sum(shape.nbytes for shape in shapes)
+    return sum_bytes(nbytes, world_size) if node < world_size else 0

@@ -6,8 +6,7 @@ from typing import Annotated, ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.base import Cost, Law
-from torchcomp.aggregators.residual import Residual, ResidualDtype
+from torchcomp.aggregators.base import Cost, Law, Residual, ResidualDtype
 from torchcomp.compressors import Compressor
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
@@ -67,16 +66,10 @@ class Bidirectional(Residual):
         for way in ("up", "down"):
             check_kind(self, way, Compressor)
         super().__post_init__()
-        for way in ("up", "down"):
-            compressor: Compressor = getattr(self, way)
-            # With "shard", every compressor works: a shard is a whole vector on its owner.
-            if self.selection == "exact" and not (compressor.selects or compressor.elementwise):
-                raise SpecError(
-                    f'{compressor.name} does not work with selection="exact": it needs a whole '
-                    'vector on one rank, and owners have shards. Use selection="shard", which '
-                    "compresses each shard separately",
-                    way,
-                )
+        for way, part in (("up", self.up), ("down", self.down)):
+            if self.selection == "exact" and not (part.selects or part.elementwise):
+                problem = "needs a whole vector on one rank, and owners have shards"
+                raise SpecError(f'{part.name} {problem}: use selection="shard"', way)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error, owned = self.error_slot(shape), shape.shard(world_size, rank)
@@ -86,17 +79,13 @@ class Bidirectional(Residual):
         if not down.exact:
             return error, server
         names = tuple(vector.name for vector in down.whole)
-        # One threshold per vector, as the bits of a float. int64 also fits those of a float64.
-        # CACHE because a threshold only starts the next search and never changes its result.
+        # One threshold per vector, as the bits of a float up to float64. It starts the next search.
         ones = (1,) * len(names)
         return error, server, Slot("thresholds", Kind.CACHE, names, ones, torch.int64)
 
     def law(self, shape: BucketShape) -> Law:
-        # The server residual is a part of the mean, on the owners of its shards.
-        law = super().law(shape)
-        return Law(
-            before={**law.before, "server_error": -1.0}, after={**law.after, "server_error": 1.0}
-        )
+        slots = ("error", "server_error")
+        return Law(before=dict.fromkeys(slots, -1.0), after=dict.fromkeys(slots, 1.0))
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         nbytes = nbytes_of(vectors_of(self.up, shape.names, shape.sizes, shape.dtype))

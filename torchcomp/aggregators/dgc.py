@@ -6,18 +6,14 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.base import Law
+from torchcomp.aggregators.base import Law, Residual, ResidualDtype
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.aggregators.residual import Residual, ResidualDtype
-from torchcomp.compressors import Compressor, Warmup
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.state import Kind, Slot
-from torchcomp.specs.checks import check_count, check_flag, check_momentum
+from torchcomp.specs.checks import check_flag, check_momentum
 from torchcomp.specs.errors import SpecError
-
-_START = 0.25  # the paper's first ratio
 
 
 @dataclass(frozen=True)
@@ -36,8 +32,8 @@ class DGC(Residual, OneWay):
     decay then has none. The paper's local gradient clipping is not included: clip the averaged
     gradient after the backward pass instead.
 
-    ``dgc(C, warmup_steps=100)`` is short for ``dgc(warmup(C, steps=100, start=0.25))``, as in the
-    paper. A warm-up that begins dense is refused: step 4 would set every u to 0.
+    The paper's warm-up is ``dgc(warmup(C, steps=100, start=0.25))``. One that begins dense is
+    refused: step 4 would set every u to 0.
 
     Nothing is lost, up to the rounding of v's dtype: the sum of all applied means plus the mean v
     equals the sum of what step 2 adds to v, in the mean. With momentum=0 this is ``ef``.
@@ -51,7 +47,6 @@ class DGC(Residual, OneWay):
         compressor: selects entries by magnitude, such as topk.
         momentum: at least 0 and below 1.
         nesterov: Nesterov's momentum, as in torch.optim.SGD.
-        warmup_steps: first steps, which send more.
         memory_dtype: dtype of u and v; see Residual.
     """
 
@@ -60,45 +55,19 @@ class DGC(Residual, OneWay):
 
     momentum: float = 0.9
     nesterov: bool = False
-    warmup_steps: int = 0
     memory_dtype: ResidualDtype = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_momentum("momentum", self.momentum, owner=self.name)
         check_flag("nesterov", self.nesterov, owner=self.name)
-        check_count("warmup_steps", self.warmup_steps, least=0, owner=self.name)
         if not self.compressor.at(0).selects:
-            dense = " in its first stage" if self.compressor.selects else ""
-            advice = "a start below 1, such as warmup(topk(0.05), steps=100, start=0.25)"
             raise SpecError(
-                f"dgc cannot use {self.compressor}, which does not select entries by magnitude"
-                f"{dense}: dgc masks the momentum of the entries that a rank selects. Use "
-                f"{advice if dense else 'topk'}",
+                "dgc masks the momentum of the entries that a rank selects by magnitude, and "
+                f"{self.compressor} selects none, or not from the start: use topk, or a warm-up "
+                "such as warmup(topk(0.05), steps=100, start=0.25)",
                 "compressor",
             )
-        warmed_up = isinstance(self.compressor, Warmup)
-        if self.warmup_steps and (warmed_up or getattr(self.compressor, "ratio", None) is None):
-            raise SpecError(
-                f"dgc: warmup_steps={self.warmup_steps} is short for a warmup(...) of a compressor "
-                f"with a ratio, such as topk(0.05), and {self.compressor} "
-                + ("is one already: use one of the two" if warmed_up else "has a count"),
-                "warmup_steps",
-            )
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        return self._warmed_up().stages
-
-    def at(self, step: int) -> "DGC":
-        if len(self.stages) == 1:
-            return self
-        return replace(self, compressor=self._warmed_up().at(step), warmup_steps=0)
-
-    def _warmed_up(self) -> Compressor:
-        if not self.warmup_steps or getattr(self.compressor, "ratio", _START) >= _START:
-            return self.compressor
-        return Warmup(self.compressor, self.warmup_steps, _START)
 
     def slots(self, shape: BucketShape, world_size: int, rank: int) -> tuple[Slot, ...]:
         error = self.error_slot(shape)

@@ -6,9 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators.base import Law
+from torchcomp.aggregators.base import Law, check_contractive
 from torchcomp.aggregators.one_way import OneWay
-from torchcomp.aggregators.residual import check_contractive
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared

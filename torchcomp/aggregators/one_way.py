@@ -1,15 +1,17 @@
-"""OneWay: base of the aggregators that compress what a rank sends, but not the mean it receives."""
+"""Mean and EF, and OneWay: the base of methods that compress what ranks send, but not the mean."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 import torch
+from torch import Tensor
 
-from torchcomp.aggregators.base import Aggregator, Cost
+from torchcomp.aggregators.base import Aggregator, Cost, Law, Residual, ResidualDtype
 from torchcomp.compressors import Compressor, Identity
-from torchcomp.compressors.base import Vector
 from torchcomp.engine.bucket import BucketShape
+from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared
 from torchcomp.exchange.traffic import Load, gathered
 from torchcomp.routes import wire
@@ -47,17 +49,12 @@ class OneWay(Aggregator):
             # The dataclass is frozen. Store the current name, so that equal methods compare equal.
             object.__setattr__(self, "exchange", _OLD_NAMES.get(self.exchange, self.exchange))
         super().__post_init__()
-        if self.exchange == "allreduce" and not self.compressor.summable:
+        able = {"allreduce": self.compressor.summable, "sharded": self._divisible}
+        if not able.get(self.exchange, True):
+            how = "added" if self.exchange == "allreduce" else "divided among the owners of shards"
             raise SpecError(
-                f'{self.name}: exchange="allreduce" needs messages that can be added, and those of '
-                f'{self.compressor.name} cannot. Use exchange="allgather" or "sharded"',
-                "exchange",
-            )
-        if self.exchange == "sharded" and not _divisible(self.compressor):
-            raise SpecError(
-                f'{self.name}: exchange="sharded" divides a message among the owners of shards, '
-                f"and one of {self.compressor.name} cannot be divided. "
-                'Use exchange="allgather" or "allreduce"',
+                f'{self.name}: exchange="{self.exchange}" needs messages that can be {how}, and '
+                f'those of {self.compressor.name} cannot. Use exchange="auto"',
                 "exchange",
             )
 
@@ -83,8 +80,15 @@ class OneWay(Aggregator):
 
     def cost(self, shape: BucketShape, world_size: int, rank: int = 0, node: int = 1) -> Cost:
         collective = _collective(self, shape, world_size)
-        nbytes = nbytes_of(_vectors(self, shape))
-        return Cost(collective, nbytes, _load(self, collective, shape, world_size, rank, node))
+        nbytes = nbytes_of(vectors_of(self.compressor, shape.names, shape.sizes, shape.dtype))
+        if collective == "allreduce":
+            load = Load(summed=nbytes)
+        elif collective == "sharded":
+            load = sharded_load(*_directions(self, shape, world_size), rank, node)
+        else:
+            moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
+            load = Load(sent=moved, received=moved)
+        return Cost(collective, nbytes, load)
 
     def prepare(self, bucket: Prepared) -> None:
         shape, exchange = bucket.shape, bucket.exchange
@@ -96,13 +100,14 @@ class OneWay(Aggregator):
         else:
             # Messages that are added have no frames, and so no checksums.
             framed = collective == "allgather"
+            vectors = vectors_of(self.compressor, shape.names, shape.sizes, shape.dtype)
             checksum = framed and exchange.checksum
-            codec = Codec(_vectors(self, shape), bucket.device, shape.dtype, None, checksum)
+            codec = Codec(vectors, bucket.device, shape.dtype, None, checksum)
             bucket.route = (AllGatherRoute if framed else AllReduceRoute)(codec, exchange)
 
-
-def _vectors(method: OneWay, shape: BucketShape) -> tuple[Vector, ...]:
-    return vectors_of(method.compressor, shape.names, shape.sizes, shape.dtype)
+    @property
+    def _divisible(self) -> bool:
+        return self.compressor.selects or self.compressor.elementwise
 
 
 # Cached because `explain` asks for it many times, and computing it takes milliseconds.
@@ -112,30 +117,11 @@ def _collective(method: OneWay, shape: BucketShape, world_size: int) -> str:
         return method.exchange
     if method.compressor.summable:
         return "allreduce"
-    if not _divisible(method.compressor):
+    if not method._divisible:
         return "allgather"
     # Compare the load of rank 0 on every rank: all ranks must choose the same collective.
-    received = {
-        each: _load(method, each, shape, world_size).received for each in ("allgather", "sharded")
-    }
-    return min(received, key=received.__getitem__)
-
-
-def _load(
-    method: OneWay,
-    collective: str,
-    shape: BucketShape,
-    world_size: int,
-    rank: int = 0,
-    node: int = 1,
-) -> Load:
-    if collective == "sharded":
-        return sharded_load(*_directions(method, shape, world_size), rank, node)
-    nbytes = nbytes_of(_vectors(method, shape))
-    if collective == "allreduce":
-        return Load(summed=nbytes)
-    moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
-    return Load(sent=moved, received=moved)
+    both = (replace(method, exchange=each) for each in ("allgather", "sharded"))
+    return min(both, key=lambda way: way.cost(shape, world_size).load.received).exchange
 
 
 @lru_cache(maxsize=1024)
@@ -143,12 +129,95 @@ def _directions(method: OneWay, shape: BucketShape, world_size: int) -> tuple[Di
     # Owners send the mean in the dtype of their sum. It is rounded to the gradient's dtype only
     # after the exchange, where a residual can record the error (`write_mean`).
     dtype = torch.promote_types(shape.dtype, method.sum_dtype(shape.dtype))
-    wide = BucketShape(shape.names, shape.shapes, dtype, shape.strides)
+    wide = replace(shape, dtype=dtype)
     return (
         direction("up", method.compressor, "exact", shape, world_size),
         direction("down", _DENSE, "exact", wide, world_size),
     )
 
 
-def _divisible(compressor: Compressor) -> bool:
-    return compressor.selects or compressor.elementwise
+@dataclass(frozen=True)
+class Mean(OneWay):
+    """``mean``: do what plain DDP does.
+
+    ``mean(C)``, or ``C`` for short, averages C(gradient).
+
+    1. message = C(g)
+    2. g <- mean of the decoded messages
+
+    What C does not send is lost. Wrap a biased C (topk, randk) in ``ef`` instead. The options are
+    those of OneWay.
+    """
+
+    name: ClassVar[str] = "mean"
+
+    compressor: Compressor = _DENSE
+
+    @property
+    def loses(self) -> bool:
+        """Whether the method permanently drops a large part of the gradient."""
+        large = 10**6  # elements of a realistic bucket
+        alpha = self.compressor.alpha(large)
+        return self.compressor.omega(large) is None and (alpha is None or alpha < 0.5)
+
+    @property
+    def depends_on_grouping(self) -> bool:
+        # An all-reduce over DDP's own buckets adds in the same order as plain DDP, bit for bit.
+        return not (self.compressor.elementwise and self.exchange in ("auto", "allreduce"))
+
+    @property
+    def transparent(self) -> bool:
+        return isinstance(self.compressor, Identity)
+
+    def law(self, shape: BucketShape) -> Law:
+        alpha, omega = self.compressor.alpha(shape.numel), self.compressor.omega(shape.numel)
+        # An unbiased compressor has a bound only on the expectation.
+        bounds = [] if alpha is None else [math.sqrt(1 - alpha)]
+        bounds += [] if omega is None else [3 * math.sqrt(omega)]
+        rounding, smallest = self.sum_rounding(shape)
+        error = min(bounds, default=math.inf) + rounding
+        return Law(error=error, per_parameter=self.compressor.elementwise, smallest=smallest)
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        bucket.route.send(g, key)  # step 1
+        bucket.route.mean(g)  # step 2
+
+
+@dataclass(frozen=True)
+class EF(Residual, OneWay):
+    """``ef(topk(0.01))``: error feedback around a compressor.
+
+    C is the compressor. Let g be the gradient of this rank and e its residual, which starts at 0.
+
+    1. x = g + e
+    2. message = C(x)
+    3. e <- x - message              (what was not sent)
+    4. g <- mean of all messages     (e also keeps the error of rounding the mean to g's dtype)
+
+    Nothing is lost, up to the rounding of the residual's dtype: the sum of all applied means plus
+    the mean residual equals the sum of all mean gradients. But all-reduces of 16-bit values round
+    at every hop, which no residual records: ``exchange="allgather"`` conserves these as well.
+
+    References: Seide et al., "1-bit SGD", Interspeech 2014; Karimireddy et al., "Error feedback
+    fixes SignSGD", ICML 2019. By default, the residual does not include the learning rate, so any
+    optimizer works. ``torchcomp.register(..., lr_inside=optimizer)`` includes it, as in the latter.
+
+    The other options are those of OneWay and Residual.
+
+    Attributes:
+        compressor: C, applied to what a rank sends; contractive, such as topk(0.01).
+    """
+
+    name: ClassVar[str] = "ef"
+    example: ClassVar[str] = "ef(topk(0.01))"
+
+    memory_dtype: ResidualDtype = None
+
+    def law(self, shape: BucketShape) -> Law:
+        error, smallest = self.sum_rounding(shape)
+        return replace(super().law(shape), error=error, smallest=smallest)
+
+    def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
+        e, e_next = bucket.open("error")
+        bucket.route.send_sum(g, e, e_next, key)  # steps 1 to 3
+        bucket.write_mean(g, e_next)  # step 4

@@ -8,15 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from torchcomp.aggregators.base import Cost
-from torchcomp.aggregators.residual import Residual, ResidualDtype
+from torchcomp.aggregators.base import Cost, Residual, ResidualDtype
 from torchcomp.engine import host
 from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.keys import Key
-from torchcomp.engine.prepared import Prepared
+from torchcomp.engine.prepared import Prepared, write_rounded
 from torchcomp.engine.state import Kind, Slot
 from torchcomp.exchange.traffic import Load
-from torchcomp.kernels.cast import narrow
 from torchcomp.specs.checks import check_count, check_positive
 
 
@@ -103,21 +101,14 @@ class PowerSGD(Residual):
             if exact and i not in work.strided:  # nothing is rounded
                 torch.mm(means[i], r, out=grads[i].flatten(1))
             else:
-                _write(means[i] @ r, grads[i], x[i])
+                write_rounded((means[i] @ r).view_as(grads[i]), grads[i], x[i])
         for i in work.dense:
-            _write(means[i], grads[i], x[i].zero_())
+            write_rounded(means[i].view_as(grads[i]), grads[i], x[i].zero_())
         if total is not e_next or work.strided:
             # What is not there already.
             for part, kept in zip(x, work.split(e_next), strict=True):
                 kept.copy_(part)
         work.keep_zero_rows(q, q_next)
-
-
-def _write(mean: Tensor, out: Tensor, rest: Tensor) -> None:
-    mean = mean.view(out.shape)
-    narrow(mean, out.dtype, out)
-    if out.dtype != mean.dtype:
-        rest.add_(mean.sub_(out))
 
 
 def _orthonormal(rows: Tensor) -> Tensor:
@@ -135,8 +126,7 @@ class _Matrices:
 
     def __init__(self, shape: BucketShape, basis: Slot, device: torch.device) -> None:
         self._shape, self._sizes = shape, list(basis.sizes)
-        # Parameters by number, in the order of the bucket: those that are compressed, the others,
-        # and those that are not contiguous.
+        # Parameters by number: those that are compressed, the others, and those not contiguous.
         numbers = {name: i for i, name in enumerate(shape.names)}
         self.compressed = [numbers[name] for name in basis.names]
         self.dense = set(numbers.values()).difference(self.compressed)
@@ -144,28 +134,21 @@ class _Matrices:
         both = enumerate(zip(shape.strides, strides, strict=False))
         self.strided = {i for i, (own, contiguous) in both if own != contiguous}
         self.sizes_sent = list(shape.sizes)  # elements of each in the first message
-        self._widths: list[int] = []  # of each Q, transposed
-        rows: list[int] = []  # length of each row of all Q
-        for i, size in zip(self.compressed, basis.sizes, strict=True):
-            width = shape.sizes[i] // shape.shapes[i][0]
-            self._widths.append(width)
-            rows += [width] * (size // width)
+        self._widths = [shape.sizes[i] // shape.shapes[i][0] for i in self.compressed]  # of Q^T
+        self._rows: list[int] = []  # length of each row of all Q^T
+        for i, size, width in zip(self.compressed, basis.sizes, self._widths, strict=True):
+            self._rows += [width] * (size // width)
             self.sizes_sent[i] = size // width * shape.shapes[i][0]
-        self._rows = rows
         # The lengths of the columns of a Q, with that Q and its version.
         self._lengths: tuple[Tensor | None, int, Tensor] = None, 0, torch.empty(0)
-        # The row of each element.
-        row_of = torch.repeat_interleave(torch.tensor(rows, dtype=torch.int64))
-        self._row_of = host.copy_to(row_of, device)
+        row_of = torch.repeat_interleave(torch.tensor(self._rows, dtype=torch.int64))
+        self._row_of = host.copy_to(row_of, device)  # of each element
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        if self.strided:
-            return list(Bucket(self._shape, flat).tensors().values())
-        parts = torch.split(flat, list(self._shape.sizes))
-        return [part.view(size) for part, size in zip(parts, self._shape.shapes, strict=True)]
+        return list(Bucket(self._shape, flat).tensors().values())
 
     def bases(self, flat: Tensor) -> list[Tensor]:
-        """Return each Q, transposed; (rank, width)."""
+        """Return each Q^T; (rank, width)."""
         both = zip(torch.split(flat, self._sizes), self._widths, strict=True)
         return [part.view(-1, width) for part, width in both]
 
@@ -173,7 +156,7 @@ class _Matrices:
         """Return all Q, each column divided by its largest magnitude."""
         if not self._rows:
             return q
-        # Usually, `keep_zero_rows` has looked at this very Q at the end of the last step.
+        # Usually, `keep_zero_rows` has looked at this Q at the end of the last step.
         of, version, lengths = self._lengths
         if of is not q or version != q._version:
             lengths = self._lengths_of(q)

@@ -23,17 +23,15 @@ def rehearse_all(method: Aggregator, parameters: Iterable[Tensor]) -> None:
         rehearse(method.rehearsed, dtype, device)
 
 
-# Cached, because simulations create many averagers with the same method.
 @lru_cache(maxsize=256)
 def rehearse(method: Aggregator, dtype: torch.dtype, device: torch.device) -> None:
     """Average a small bucket on one rank, to load and compile the kernels of the method."""
+    # A matrix, because low-rank methods treat vectors differently. Large enough for topk(k=1000).
+    shape = BucketShape(("weight",), ((256, 256),), dtype)
 
     def average() -> None:
-        # A matrix, because low-rank methods treat vectors differently. Large enough for
-        # topk(k=1000), which sends a smaller vector whole.
-        shape = BucketShape(("weight",), ((256, 256),), dtype)
         values = torch.linspace(-1, 1, shape.numel).to(device, dtype)
-        exchange = InProcessExchange.alone(device)
-        method.aggregate(values, method.prepared(shape, exchange, State(), device), Key(seed=0))
+        bucket = method.prepared(shape, InProcessExchange.alone(device), State(), device)
+        method.aggregate(values, bucket, Key(seed=0))
 
     backend.attempt(average, device.type)

@@ -1,8 +1,7 @@
-"""Compressors, one method per file. To add one, write its file and list it here."""
+"""Compressors. To add one, write its file and list it here."""
 
 from torchcomp.compressors.base import Compressor
-from torchcomp.compressors.cast import Cast
-from torchcomp.compressors.identity import Identity
+from torchcomp.compressors.dense import Cast, Identity
 from torchcomp.compressors.quantize import Quantize
 from torchcomp.compressors.randk import RandK
 from torchcomp.compressors.topk import TopK

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.engine.draws import Drawing
-from torchcomp.engine.keys import Key, uniform
+from torchcomp.engine import host
+from torchcomp.engine.keys import Key
 from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.segments import Segment, joined
 from torchcomp.routes.wire import Frames, Layout, Parts
@@ -28,12 +29,11 @@ class Encoded:
 
     Attributes:
         parts: the fields of each vector's message.
-        index: int64 indices of the selected entries within the whole tensor, vector by vector and
-            ascending in each, if the compressor selects.
+        index: the sender's copy of the entries sent: int64 indices within the whole tensor, vector
+            by vector and ascending in each. None if all are sent.
     """
 
     parts: Message
-    # The sender's own copy: subtract() does not have to decode the indices from the message.
     index: Tensor | None = None
 
 
@@ -49,9 +49,7 @@ class Vector:
 
 
 class Vectors(tuple[Vector, ...]):
-    """The vectors of a tensor, prepared for a device: what is the same in every step.
-
-    Only one thread can use an instance at a time, because it has workspaces.
+    """The vectors of a tensor, prepared for a device. It has workspaces, for one thread at a time.
 
     Args:
         vectors: the vectors. Their compressors can differ in the number of entries only.
@@ -68,10 +66,8 @@ class Vectors(tuple[Vector, ...]):
         self.device, self.dtype = device, dtype
         self.compressor: Compressor = self[0].compressor if self else None  # type: ignore[assignment]
         sizes = ((v, v.span.stop - v.span.start) for v in self)
-        self.segments = tuple(
-            Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes
-        )
-        self.drawing = Drawing(device)
+        kept = (Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes)
+        self.segments = tuple(kept)
         self.frames: Frames | None = None
         self.fields: Sequence[Parts] | None = None
 
@@ -94,9 +90,11 @@ class Vectors(tuple[Vector, ...]):
         return self.compressor.prepare(self)
 
     def noise(self, key: Key) -> Tensor:
-        """Draw a number in [0, 1) for each value sent, independent between ranks."""
+        """Draw a number in [0, 1) for each value sent, for stochastic rounding."""
+        # Independent on each rank: the rounding errors average out in the mean.
         draws = zip(self, self.segments, strict=True)
-        return joined([self.drawing(uniform, key.of_tensor(v.name), s.k) for v, s in draws])
+        drawn = (key.of_tensor(v.name).private().random(s.k, np.float32) for v, s in draws)
+        return joined([host.copy_to(torch.from_numpy(own), self.device) for own in drawn])
 
 
 @dataclass(frozen=True)
@@ -108,17 +106,14 @@ class Compressor(Component):
     - ``alpha``, if it is contractive: E|C(x) - x|^2 <= (1 - alpha) |x|^2;
     - ``omega``, if it is unbiased: E C(x) = x and E|C(x) - x|^2 <= omega |x|^2.
 
-    Either can be None. The contract tests check both for every registered compressor.
-
-    If x contains a NaN or an infinity, its decoded message is not finite either. Every rank detects
-    non-finite gradients in the decoded mean.
+    Either can be None. The contract tests check both for every registered compressor. If x contains
+    a NaN or an infinity, its decoded message is not finite either.
 
     Class attributes:
         summable: messages of different ranks can be added field by field, because every rank
             keeps the same entries. Such a message has one floating-point field.
-        elementwise: each element is compressed independently of the others, so the result does
-            not depend on how parameters are grouped.
-        selects: it keeps entries by their magnitude; see :class:`.sparse.Selector`.
+        elementwise: each element is compressed independently of the others.
+        selects: it keeps entries by their magnitude, and has the methods of :class:`.TopK`.
     """
 
     kind: ClassVar[str] = "compressor"
@@ -127,14 +122,9 @@ class Compressor(Component):
     selects: ClassVar[bool] = False
 
     @property
-    def per_tensor(self) -> bool:
-        """Whether each parameter is compressed separately instead of the bucket as one vector."""
-        return False
-
-    @property
-    def whole_model(self) -> bool:
-        """Whether all gradients of the model are compressed as one vector."""
-        return False
+    def scope(self) -> str:
+        """What is one vector: a "bucket", each "tensor", or all gradients of the "model"."""
+        return "bucket"
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -143,20 +133,15 @@ class Compressor(Component):
 
     def at(self, step: int) -> "Compressor":
         """Return the compressor to use in the exchange with this index, usually itself."""
-        # A function of the step alone, so that ranks agree without a message. Few stages, because
-        # each one prepares all buckets again.
         return self
 
     @abstractmethod
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         """Return the fields of the message for a vector of `numel` elements of `dtype`."""
-        # A function of shape and dtype alone: receivers allocate, and explain() counts, from it.
 
     def kept(self, numel: int) -> int:
         """Return how many of `numel` entries are kept."""
         return numel
-
-    # The methods of a step. They get all vectors of a tensor, usually one.
 
     def prepare(self, vectors: Vectors) -> object:
         """Return ``vectors.kernels``: whatever is chosen once for a device, and workspaces."""
@@ -176,14 +161,8 @@ class Compressor(Component):
         """Compress ``g + e``, and write what the message does not contain to `rest`.
 
         The sum is rounded to ``vectors.dtype`` before it is encoded; `rest` includes that rounding
-        error. With a selecting compressor, `rest` also keeps NaN and infinities.
-
-        Args:
-            g: gradient, 1-D.
-            e: residual, 1-D.
-            rest: 1-D, in the residual's dtype. It shares no memory with `g`, `e` and the message.
-            vectors: the vectors.
-            key: as for :meth:`encode`.
+        error. With a selecting compressor, `rest` also keeps NaN and infinities. It shares no
+        memory with `g`, `e` and the message, and has the dtype of `e`.
         """
         torch.add(g, e, out=rest)
         encoded = self.encode(narrow(rest, vectors.dtype), vectors, key)
@@ -200,7 +179,6 @@ class Compressor(Component):
         self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         """Subtract `weight` times the decoded message in place from `x`, the encoded tensor."""
-        # Decodes the message. Subclasses can be faster, because the sender has `encoded.index`.
         self.accumulate((encoded.parts,), x, vectors, key, -weight)
 
     @abstractmethod
@@ -216,8 +194,6 @@ class Compressor(Component):
             key: the key passed to :meth:`encode`; its rank can differ.
             weight: factor on the decoded values.
         """
-        # In rank order on every rank: floating-point addition is not associative, and the ranks'
-        # means must be equal bit for bit.
 
     def mean(
         self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, divisor: int

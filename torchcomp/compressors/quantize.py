@@ -41,10 +41,12 @@ class Quantize(Compressor):
         return quantizer_for(vectors, self.format)
 
     def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        return Encoded(vectors.kernels.encode(x, self._noise(vectors, key)))
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        return Encoded(vectors.kernels.encode(x, noise))
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        return Encoded(vectors.kernels.encode_sum(g, e, rest, self._noise(vectors, key)))
+        noise = vectors.noise(key) if self.rounding == "stochastic" else None
+        return Encoded(vectors.kernels.encode_sum(g, e, rest, noise))
 
     def subtract(
         self, encoded: Encoded, x: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
@@ -55,10 +57,6 @@ class Quantize(Compressor):
         self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
         vectors.kernels.accumulate(messages, out, weight)
-
-    def _noise(self, vectors: Vectors, key: Key) -> Tensor | None:
-        # Independent on each rank: the rounding errors average out in the mean.
-        return vectors.noise(key) if self.rounding == "stochastic" else None
 
     def alpha(self, numel: int) -> float:
         # One bound serves both kinds of rounding; see error_bound() for the proof.

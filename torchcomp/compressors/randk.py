@@ -74,6 +74,8 @@ class RandK(Sparsifier):
             for message in messages:
                 own.index_add_(0, index, message[i][0].to(out.dtype), alpha=weight)
 
+    # For simulations, whose main cost is to draw: all workers at once.
+
     def round_trips(self, rows: Tensor, names: Sequence[str], keys: Sequence[Key]) -> Tensor:
         of = [key.of_tensor(name) for key, name in zip(keys, names, strict=True)]
         index = host.copy_to(torch.from_numpy(self.supports(of, rows.shape[1])), rows.device)
@@ -98,9 +100,9 @@ class RandK(Sparsifier):
         return numel / self.kept(numel) if self.unbiased and numel else 1.0
 
     def _supports(self, vectors: Vectors, key: Key) -> list[Tensor]:
-        """Return the indices to keep of each vector, within it."""
         draws = zip(vectors, vectors.segments, strict=True)
-        return [vectors.drawing(_draw, key.of_tensor(v.name), s.n, s.k) for v, s in draws]
+        drawn = (_draw(key.of_tensor(v.name), s.n, s.k) for v, s in draws)
+        return [host.copy_to(torch.from_numpy(own), vectors.device) for own in drawn]
 
 
 # Each bucket needs its support twice in a row: to encode and to decode.

@@ -1,17 +1,12 @@
-"""Base classes of the compressors that keep k of n entries."""
+"""Base class of the compressors that keep k of n entries."""
 
 import math
-from abc import abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar
+from typing import Annotated
 
-import torch
-from torch import Tensor
-
-from torchcomp.compressors.base import Compressor, Encoded, Vectors
-from torchcomp.engine.keys import Key
+from torchcomp.compressors.base import Compressor
 from torchcomp.specs.checks import check_count, is_whole, shown
 from torchcomp.specs.component import Choices
 from torchcomp.specs.errors import SpecError
@@ -35,32 +30,22 @@ class Sparsifier(Compressor):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if (self.ratio is None) == (self.k is None):
+        name, ratio = self.name, self.ratio
+        if (ratio is None) == (self.k is None):
+            got = "neither" if self.k is None else "both"
             raise SpecError(
-                f"{self.name} takes either a ratio, as in {self.name}(0.01), or a count k, as in "
-                f"{self.name}(k=5), but got {'neither' if self.k is None else 'both'}"
+                f"{name} takes a ratio, {name}(0.01), or a count, {name}(k=5), not {got}"
             )
         if self.k is not None:
-            check_count("k", self.k, owner=self.name)
+            check_count("k", self.k, owner=name)
         # topk(1) could mean all entries or one entry, so an integer needs its name.
-        elif is_whole(self.ratio):
-            raise SpecError(
-                f"{self.name}: ratio={self.ratio} is ambiguous. Write a fraction with a decimal "
-                f"point, as in {self.name}(0.01), or a count as {self.name}(k={self.ratio})",
-                "ratio",
-            )
+        elif is_whole(ratio):
+            advice = f"Write a fraction, as in {name}(0.01), or a count as {name}(k={ratio})"
+            raise SpecError(f"{name}: ratio={ratio} is ambiguous. {advice}", "ratio")
         # np.float64 is a float, and NaN fails the comparison.
-        elif not isinstance(self.ratio, float) or not 0 < self.ratio <= 1:
-            problem = f"ratio must be a fraction above 0 and at most 1, not {shown(self.ratio)}"
-            raise SpecError(f"{self.name}: {problem}", "ratio")
-
-    @property
-    def per_tensor(self) -> bool:
-        return self.scope == "tensor"
-
-    @property
-    def whole_model(self) -> bool:
-        return self.scope == "model"
+        elif not isinstance(ratio, float) or not 0 < ratio <= 1:
+            problem = f"ratio must be a fraction above 0 and at most 1, not {shown(ratio)}"
+            raise SpecError(f"{name}: {problem}", "ratio")
 
     def kept(self, numel: int) -> int:
         return min(self.k, numel) if self.k is not None else _share(self.ratio, numel)
@@ -71,45 +56,3 @@ def _share(ratio: float | None, numel: int) -> int:
     # Use the decimal that the user wrote, not the binary float nearest to it: with floats,
     # ceil(0.07 * 100) is 8.
     return math.ceil(Fraction(str(ratio)) * numel)
-
-
-@dataclass(frozen=True)
-class Selector(Sparsifier):
-    """Base class of compressors that keep the k entries of highest rank.
-
-    NaN and infinities rank first. Selection and encoding are separate methods. A selection from a
-    whole bucket can therefore be split among the ranks that own its shards.
-    """
-
-    selects: ClassVar[bool] = True
-
-    @abstractmethod
-    def select(self, x: Tensor, vectors: Vectors) -> Tensor:
-        """Return the indices within `x` to keep, int64, vector by vector, ascending in each."""
-
-    @abstractmethod
-    def select_sum(self, g: Tensor, e: Tensor, out: Tensor, vectors: Vectors) -> Tensor:
-        """Write ``out = g + e``, and :meth:`select` from it."""
-
-    @abstractmethod
-    def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        """Encode the entries `index` of `x`, rounded to ``vectors.dtype`` first."""
-
-    def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
-        """Return the module and format for messages whose entries only a device counts."""
-        return None, None
-
-    def exactly(self, count: int) -> "Selector":
-        """Return the same compressor with ``k=count``, at least 1."""
-        # For the shards of a bucket: how many of its k entries fall into a shard varies.
-        return replace(self, ratio=None, k=count)
-
-    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        return self.encode_selected(x, self.select(x, vectors), vectors, key)
-
-    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        # Select in the residual's dtype: rounding to the message's dtype first would create ties.
-        index = self.select_sum(g, e, rest, vectors)
-        encoded = self.encode_selected(rest, index, vectors, key)
-        self.subtract(encoded, rest, vectors, key)
-        return encoded

@@ -1,13 +1,13 @@
 """TopK: keep the k entries of largest magnitude."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from torchcomp.compressors.base import Encoded, Messages, Vectors
-from torchcomp.compressors.sparse import Selector
+from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import backend, elias_fano, quantize
 from torchcomp.kernels.sparse import Sparse, kernels_for
@@ -17,7 +17,7 @@ from torchcomp.specs.errors import SpecError
 
 
 @dataclass(frozen=True)
-class TopK(Selector):
+class TopK(Sparsifier):
     """``topk(0.01)``: keep the entries of largest magnitude.
 
     Contractive with alpha = k/n. Among equal magnitudes the lowest index wins: the result is the
@@ -33,6 +33,7 @@ class TopK(Selector):
 
     name: ClassVar[str] = "topk"
     example: ClassVar[str] = "topk(0.01)"
+    selects: ClassVar[bool] = True
 
     values: Annotated[str | None, Choices(quantize.FORMATS)] = None
     rounding: Annotated[str, Choices(quantize.ROUNDINGS)] = "nearest"
@@ -40,11 +41,8 @@ class TopK(Selector):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.rounding == "stochastic" and self.values not in quantize.LEVELS:
-            raise SpecError(
-                f'topk: rounding="stochastic" needs values="int8" or values="int4", not '
-                f"values={self.values!r}, because only these have evenly spaced levels",
-                "rounding",
-            )
+            problem = 'rounding="stochastic" needs the evenly spaced levels of "int8" or "int4"'
+            raise SpecError(f"topk: {problem}, not values={self.values!r}", "rounding")
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         k = self.kept(numel)
@@ -55,15 +53,20 @@ class TopK(Selector):
         return kernels_for(vectors, self.values)
 
     def select(self, x: Tensor, vectors: Vectors) -> Tensor:
+        """Return the indices within `x` to keep, int64, vector by vector, ascending in each."""
         return vectors.kernels.select(x)  # type: ignore[no-any-return]
 
     def select_sum(self, g: Tensor, e: Tensor, out: Tensor, vectors: Vectors) -> Tensor:
+        """Write ``out = g + e``, and :meth:`select` from it."""
         return vectors.kernels.add_and_select(g, e, out)  # type: ignore[no-any-return]
 
     def encode_selected(self, x: Tensor, index: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        # Independent on each rank: the rounding errors average out in the mean.
+        """Encode the entries `index` of `x`, rounded to ``vectors.dtype`` first."""
         noise = vectors.noise(key) if self.rounding == "stochastic" else None
         return Encoded(vectors.kernels.encode(x, index, noise), index)
+
+    def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
+        return self.encode_selected(x, self.select(x, vectors), vectors, key)
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
         noise = vectors.noise(key) if self.rounding == "stochastic" else None
@@ -84,11 +87,15 @@ class TopK(Selector):
     ) -> None:
         vectors.kernels.mean(messages, out, divisor)
 
+    def exactly(self, count: int) -> "TopK":
+        """Return the same compressor with ``k=count``, at least 1, for a shard of a bucket."""
+        return replace(self, ratio=None, k=count)
+
     def counted_form(self, device: torch.device) -> tuple[Any, str | None]:
-        # The number of random draws would have to be known.
-        random = self.rounding == "stochastic"
-        form = backend.device_form("counted", torch.empty(0, device=device))
-        return None if random else form, self.values
+        """Return the module and format for messages whose entries only a device counts."""
+        if self.rounding == "stochastic":  # the number of random draws would have to be known
+            return None, None
+        return backend.device_form("counted", torch.empty(0, device=device)), self.values
 
     def alpha(self, numel: int) -> float:
         if not numel:  # nothing is lost of an empty vector

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.compressors.base import Compressor, Encoded, Messages, Vectors
-from torchcomp.compressors.identity import Identity
-from torchcomp.compressors.sparse import Sparsifier
+from torchcomp.compressors.dense import Identity
 from torchcomp.engine.keys import Key
 from torchcomp.routes.wire import Layout
 from torchcomp.specs.checks import check_count, check_fraction
@@ -30,12 +29,9 @@ class Warmup(Compressor):
     number `steps` on, counted from 0, the compressor is used as it is. A stage with ratio 1 sends
     every value unrounded, as plain DDP does, and no indices.
 
-    The stage depends on the number of finished exchanges alone. All ranks therefore agree on it
-    without a message, and a resumed run continues with it. Residuals are kept from stage to stage.
-    In :class:`torchcomp.LocalSGD`, an exchange is a synchronisation.
-
-    An aggregator uses what :meth:`at` returns. All other methods of this class are those of the
-    compressor after the warm-up.
+    The stage depends on the number of finished exchanges alone, so a resumed run continues with it.
+    Residuals are kept from stage to stage. In :class:`torchcomp.LocalSGD`, an exchange is a
+    synchronisation.
 
     Reference: section 3.3 of Lin, Han, Mao, Wang, Dally, "Deep gradient compression: Reducing the
     communication bandwidth for distributed training", ICLR 2018. The paper begins at 0.25.
@@ -58,18 +54,12 @@ class Warmup(Compressor):
         check_kind(self, "compressor", Compressor)
         check_count("steps", self.steps, owner=self.name)
         check_fraction("start", self.start, owner=self.name)
-        if not isinstance(self.compressor, Sparsifier) or self.compressor.ratio is None:
-            raise SpecError(
-                f"warmup lowers a ratio step by step, and {self.compressor} has none: use topk or "
-                "randk with a ratio, as in warmup(topk(0.01), steps=1000)",
-                "compressor",
-            )
-        if self.start <= self.compressor.ratio:
-            raise SpecError(
-                f"warmup: start={self.start:g} must be above the ratio of {self.compressor}, where "
-                "the warm-up ends",
-                "start",
-            )
+        if getattr(self.compressor, "ratio", None) is None:
+            problem = f"warmup lowers a ratio step by step, and {self.compressor} has none"
+            raise SpecError(f"{problem}: use topk or randk with a ratio", "compressor")
+        if not self._ratios:
+            problem = f"start={self.start:g} must be above the ratio of {self.compressor}"
+            raise SpecError(f"warmup: {problem}, where the warm-up ends", "start")
 
     @property
     def stages(self) -> tuple[int, ...]:
@@ -90,7 +80,7 @@ class Warmup(Compressor):
         final: float = self.compressor.ratio  # type: ignore[attr-defined]
         return list(takewhile(lambda r: r > final, (self.start * _FACTOR**i for i in count())))
 
-    # After the warm-up. An aggregator checks its compressor before the first step.
+    # After the warm-up: an aggregator uses what `at` returns, and these to check its options.
 
     @property
     def summable(self) -> bool:  # type: ignore[override]
@@ -101,12 +91,8 @@ class Warmup(Compressor):
         return self.compressor.selects
 
     @property
-    def per_tensor(self) -> bool:
-        return self.compressor.per_tensor
-
-    @property
-    def whole_model(self) -> bool:
-        return self.compressor.whole_model
+    def scope(self) -> str:
+        return self.compressor.scope
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         return self.compressor.layout(numel, dtype)

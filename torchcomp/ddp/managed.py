@@ -158,7 +158,7 @@ class Managed(Buckets):
                 ratio = exchange.world_size / old.world_size
                 state.scale_debts(dict.fromkeys(averager.parameters, ratio))
                 # Estimates start again on all ranks, because a rank that joins has none.
-                state.drop(state.slots().keys() - state.debts())
+                state.keep(())
             exchange.checksum = averager._checksum
             averager.exchange, averager._verified = exchange, False
             running.forget()

@@ -1,7 +1,7 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
 import zlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +16,8 @@ from torchcomp.engine.method_in_use import FLUSH, ClientSlots, MethodInUse
 from torchcomp.engine.nonfinite import FiniteWatch
 from torchcomp.engine.observer import Observer
 from torchcomp.engine.profiling import OFF, span
-from torchcomp.engine.residuals import LR, by_name, hand_over, is_sent
 from torchcomp.engine.settlement import Reason, Status
+from torchcomp.engine.state import LR, by_name, hand_over, is_sent
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.swap import fill_where
 from torchcomp.specs.component import Component
@@ -32,24 +32,19 @@ _LATE = (
     "This was found one step later: the residual is that before the step. The averaged gradients "
     "were set to zero, so the optimizer has applied at most its momentum and weight decay."
 )
-_SAME_LR = "The learning rate must be the same function of the step on all ranks."
-_DIVERGED = (
-    "This was found one step later, when the optimizer had already applied other updates on each "
-    "rank: load a checkpoint."
+_SAME_LR = (
+    "The learning rate must be the same function of the step on all ranks. If an optimizer has "
+    "stepped since, the replicas are no longer equal: load a checkpoint."
 )
-_SAME_FATE = (
-    "On some ranks, an optimizer has stepped with the gradients of the last step, and on others "
-    "these gradients were cleared: the replicas are no longer equal."
-)
+_SAME_FATE = "On some ranks only, an optimizer has stepped: the replicas are no longer equal."
 
 
 class Averager(Resumable):
     """Averages named tensors over the ranks with one compression method, step after step.
 
-    It does not depend on a model, an optimizer or DDP. One step is a call of ``begin``, one call of
-    ``average`` per bucket, and a call of ``finish``. In ``finish``, all ranks decide together
-    whether the step counts. If it does not, the state is rolled back to what it was before the
-    step. A training loop without DDP averages its gradients with:
+    One step is a call of ``begin``, one of ``average`` per bucket, and one of ``finish``, where all
+    ranks decide together whether the step counts. If it does not, the state is rolled back to what
+    it was before. A training loop without DDP averages its gradients with:
 
         averager = torchcomp.Averager(
             "ef(topk(0.01))", torchcomp.ProcessGroupExchange(), dict(model.named_parameters())
@@ -57,32 +52,27 @@ class Averager(Resumable):
         ...
         loss.backward()
         averager.average_all({name: p.grad for name, p in model.named_parameters()})
-        optimizer.step()
 
     Args:
         aggregator: the method, as a spec string or an object.
         exchange: the collectives of the ranks.
-        parameters: tensors by name, with the shapes, dtypes and devices of the tensors that will
-            be averaged. They must match on all ranks.
+        parameters: tensors by name, with the shapes, dtypes and devices of those that will be
+            averaged. They must match on all ranks.
         groups: names of the parameters that are compressed together. By default, groups of up to
             25 MiB.
         seed: seed of the method's random choices, an integer of at least 0.
         merged: whether a method that works on the whole model gets all groups as one bucket.
         what: what is averaged ("a gradient"), for error messages.
         unchanged: a sentence on what a discarded step leaves unchanged, for error messages.
-        late: whether a step is checked when the next one begins, so that the host never waits at
-            the end of a step; see :meth:`finish`.
-        vote: returns whether the last step counts for all ranks, if that is decided after it has
-            finished, such as by torchft's Manager. It is asked when the next step begins, or the
-            state is read. If not, the state goes back to that before the step.
+        late: whether a step is checked when the next one begins; see :meth:`finish`.
+        vote: returns whether the last step counts, if that is decided after it has finished, such
+            as by torchft's Manager. Asked when the next step begins, or the state is read.
         client_slots: returns, for the shape of a bucket, the slots that the caller opens in
             :attr:`state`, to add them to checkpoints.
         checksum: whether frames have a checksum of their payload; see :mod:`torchcomp.routes.wire`.
-        takes_back: whether the caller calls :meth:`take_back`. All ranks then compare at each step
-            whether they did.
+        takes_back: whether the caller calls :meth:`take_back`, which all ranks then compare.
 
     Attributes, beside those of :class:`~torchcomp.checkpoints.resume.Resumable`:
-        groups: names of the parameters that are compressed together.
         buckets: the groups that the method averages; merged, one for each dtype and device.
         unused: names of the parameters that no rank used in the last step; see :meth:`finish`.
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
@@ -138,25 +128,21 @@ class Averager(Resumable):
     def buckets(self) -> tuple[Group, ...]:
         return self.running.buckets
 
-    # One step.
-
     def begin(self, scale: float = 1.0, lr: LR = None, watch: FiniteWatch | None = None) -> None:
         """Begin a step. Roll back whatever a step that raised left behind.
 
         Args:
             scale: loss scale of this step's gradients. When it changes, the state is rescaled.
-            lr: learning rate of this step, or one by parameter name. The residual is then kept in
-                the unit of the update, the learning rate times the gradient: when a learning rate
-                changes from a to b, the residual in the unit of the gradients is multiplied by
-                a / b. At learning rate 0, the state of a parameter does not change. With None, the
-                residual has the unit of the gradients. Pass it in all steps, or in none.
-            watch: what has checked the values of this rank already, if the caller combines those of
-                several ranks before it averages. Errors then name the ranks with the NaN.
+            lr: learning rate of this step, or one by parameter name; in all steps, or in none. The
+                residual is then kept in the unit of the update: when a learning rate changes from a
+                to b, the residual in the unit of the gradients is multiplied by a / b. At learning
+                rate 0, the state of a parameter does not change.
+            watch: what has checked this rank's values, before the caller combined those of ranks.
 
         Raises:
             SpecError: if a learning rate is negative, not finite or missing.
-            RankMismatchError: if the ranks differ in a value that must match, such as the spec or
-                the step: compared at the first step, and after a checkpoint or :meth:`regroup`.
+            RankMismatchError: if the ranks differ in a value that must match, such as the spec:
+                compared at the first step, and after a checkpoint or :meth:`regroup`.
             NonFiniteError, WireError, RankMismatchError: those of the last step, if it was late.
         """
         self.settle()
@@ -186,7 +172,7 @@ class Averager(Resumable):
                 ratios = units.follow(self.state, scale, lrs, self.parameters)
         running = self.running
         running.at(self.step)
-        self._key = Key(self.seed, self.step, rank=self.exchange.rank, ahead=running.ahead)
+        self._key = Key(self.seed, self.step, rank=self.exchange.rank)
         if self.observer is not None:
             self.observer.begin(ratios)
 
@@ -225,10 +211,10 @@ class Averager(Resumable):
     ) -> bool:
         """End the step. All ranks commit their state, or all ranks roll it back.
 
-        If the averager was built with ``late=True``, the host does not wait. The device decides: it
-        puts the state back if the step does not count, and :attr:`void` tells the caller, who then
-        sets the means to zero. What is wrong is raised by the next :meth:`begin`, :meth:`use`,
-        :meth:`regroup` or :meth:`state_dict`. A flush is never late, nor is a step with `used`.
+        With ``late=True``, the host does not wait. The device decides: it puts the state back if
+        the step does not count, and :attr:`void` tells the caller, who then sets the means to zero.
+        What is wrong is raised by the next :meth:`begin`, :meth:`use`, :meth:`regroup` or
+        :meth:`state_dict`. A flush is never late, nor is a step with `used`.
 
         Args:
             may_skip: return False instead of raising if there is a NaN or an infinity.
@@ -283,28 +269,24 @@ class Averager(Resumable):
                     else:
                         self.state.rollback()
                         self._discard()
-                    self._record(exchange, dense_bytes)
+                    self.meter.record(exchange.take_traffic(dense_bytes), self.step)
                 raise
             with self._lock:
                 if self.abandoned:
                     self._require_wanted()
                 self._flushed = flushed
                 self._end(counts, reasons)
-                self._record(exchange, dense_bytes)
+                self.meter.record(exchange.take_traffic(dense_bytes), self.step)
         for callback in self._callbacks:
             callback(counts)
         return counts
 
     def _ask(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
-        """Send this rank's part of the message that ends the step, without waiting for the others.
-
-        The result waits for them, says whether the step counts, and raises what is wrong with it.
-        """
+        """Send this rank's part of the message that ends the step; the result reads all parts."""
         if self.observer is not None:
             # Before the message: what fails here on one rank fails on all.
             self.observer.finishing()
         exchange, watch, lrs = self.exchange, self._watch, self._step_lrs
-        residual = self.state.undone if late else self.state.pending
         taken_back, self._taken_back = self._taken_back, False
         unchanged = _LATE if late else self._unchanged
         same: Callable[[], bool] | None = None
@@ -320,23 +302,19 @@ class Averager(Resumable):
         def counts() -> bool:
             finite = decide()
             if same is not None and not same():
-                problem = f"{_SAME_LR} {_DIVERGED if late else unchanged}"
-                exchange.verify(where, {"lr": lrs}, problem)
+                exchange.verify(where, {"lr": lrs}, _SAME_LR)
             if all(fates) and fates:
                 fate = {"gradients of the last step": "cleared" if taken_back else "applied"}
                 exchange.verify(where, fate, _SAME_FATE)
             if not finite and not may_skip:
-                problem = f"{unchanged} {advice}" if advice else unchanged
-                shown = self._shown(residual("error"))
+                residual = () if self._combined else self.state.pending("error", undone=late)
+                shows = self.running.now.residual_shows_nonfinite
+                shown = [part for part in residual if shows(self.parameters[part[0]].dtype)]
+                problem = f"{unchanged} {advice}".rstrip()
                 raise watch.error(f"{self._what} at {where}", problem, shown)
             return finite
 
         return counts
-
-    def _shown(self, parts: Iterator[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        for name, part in () if self._combined else parts:
-            if self.running.now.residual_shows_nonfinite(self.parameters[name].dtype):
-                yield name, part
 
     def _note_unused(self, used_by_any: Sequence[int]) -> None:
         # Not strict: if the collective failed, nothing is known about any parameter.
@@ -358,14 +336,11 @@ class Averager(Resumable):
         return is_sent(self.state, self.exchange, self.parameters)
 
     def settle(self) -> None:
-        """Decide whether the last step counts, and end what it leaves open.
-
-        An observer tells what it has found, and may change the method with :meth:`use`. If the last
-        step was the last one of a flush, the method that the user chose runs from here on.
-        """
+        """Decide whether the last step counts. A flush that it ended is followed by the method."""
         self.decide()
         if self.observer is not None:
-            self.observer.settle()  # without the lock, which never waits for other ranks
+            # Without the lock, which never waits for other ranks. It may change the method.
+            self.observer.settle()
         # A step that was kept can still be taken back with those that follow it.
         if self._flushed and not self.steps_kept:
             self._end_flush()
@@ -384,7 +359,7 @@ class Averager(Resumable):
 
         Args:
             tensors: for each of :attr:`parameters`, a tensor of the same shape.
-            lr: learning rate of this step, to keep it inside the residual; see :meth:`begin`.
+            lr: passed to :meth:`begin`.
             options: passed to :meth:`finish`.
 
         Returns:
@@ -395,10 +370,8 @@ class Averager(Resumable):
         """
         missing = [name for name in self.parameters if tensors.get(name) is None]
         if missing:
-            raise SpecError(
-                "average_all needs a tensor for each parameter, but there is none for "
-                f"{listed(missing)}: if a gradient is None, pass zeros"
-            )
+            problem = f"average_all needs a tensor for each parameter, and lacks {listed(missing)}"
+            raise SpecError(f"{problem}: if a gradient is None, pass zeros")
         self.begin(lr=lr)
         # The buckets are copies. The tensors are written only once the step is known to count.
         buckets = [Bucket.read(self.shape_of(group), tensors) for group in self.buckets]
@@ -416,13 +389,10 @@ class Averager(Resumable):
         self._callbacks.append(callback)
 
     def shape_of(self, group: Group) -> BucketShape:
-        """Return the shape of a bucket of these parameters."""
         return self.running.shape_of(group)
 
-    # Changing the method, the groups or the parameters. All ranks make the same calls.
-
     def use(self, aggregator: str | Component) -> str:
-        """Change the method between two steps.
+        """Change the method between two steps. All ranks make the same call.
 
         If the new method has slots for the whole residual, it continues with it. Otherwise,
         ``ef(identity)`` runs first, until the residual has been sent.
@@ -435,7 +405,7 @@ class Averager(Resumable):
         """
         method = parse_aggregator(aggregator)
         self.settle()
-        # Here, before training: in the first step, compiling would run inside a backward pass.
+        # In the first step, compiling would run inside a backward pass.
         rehearse_all(method, self.parameters.values())
         self.aggregator = method
         self._flush(False)

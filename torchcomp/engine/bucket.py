@@ -17,8 +17,7 @@ Group = Names
 Caps = tuple[int, ...]
 """Sizes in bytes at which groups are full: of the first, the second, ... and all further groups."""
 
-# DDP's defaults. The first group is small, so that communication starts early in the backward pass.
-DEFAULT_CAPS: Caps = (1 * MIB, 25 * MIB)
+DEFAULT_CAPS: Caps = (1 * MIB, 25 * MIB)  # as DDP, whose first exchange begins early
 
 
 @dataclass(frozen=True)
@@ -46,23 +45,20 @@ class BucketShape:
 
     @cached_property
     def _hash(self) -> int:
-        # Cached: each step looks up cached plans by shape, and a shape can have hundreds of names.
-        # Strides can be left out, because `__eq__` compares them.
+        # Each step looks up plans by shape, which can have hundreds of names. `__eq__` compares the
+        # strides as well.
         return hash((self.names, self.shapes, self.dtype))
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Number of elements of each parameter."""
         return tuple(map(prod, self.shapes))
 
     @cached_property
     def numel(self) -> int:
-        """Total number of elements."""
         return sum(self.sizes)
 
     @property
     def nbytes(self) -> int:
-        """Total size in bytes."""
         return self.numel * self.dtype.itemsize
 
     def select(self, names: Iterable[str]) -> "BucketShape":
@@ -77,7 +73,7 @@ class BucketShape:
         return replace(self, dtype=torch.promote_types(self.dtype, torch.float32))
 
     def shards(self, world_size: int) -> tuple["Shard", ...]:
-        """Return each rank's part: rank r of W owns [r n / W, (r + 1) n / W) of n elements."""
+        """Return each rank's part: rank r of W owns [r n // W, (r + 1) n // W) of n elements."""
         return tuple(self.shard(world_size, rank) for rank in range(world_size))
 
     def shard(self, world_size: int, rank: int) -> "Shard":
@@ -114,7 +110,6 @@ class Bucket:
 
     @torch.no_grad()
     def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the values of the bucket to tensors, rounded to their dtypes."""
         views = self.tensors()
         if views:
             torch._foreach_copy_([tensors[name] for name in views], list(views.values()))
@@ -132,13 +127,9 @@ class Bucket:
         """Each parameter's part of `flat`, as a view in the parameter's shape."""
         shape, parts = self.shape, self.parts().items()
         if not shape.strides:
-            each = zip(parts, shape.shapes, strict=True)
-            return {name: part.view(size) for (name, part), size in each}
+            return {n: part.view(s) for (n, part), s in zip(parts, shape.shapes, strict=True)}
         layouts = zip(parts, shape.shapes, shape.strides, strict=True)
-        return {
-            name: part.as_strided(size, stride, part.storage_offset())
-            for (name, part), size, stride in layouts
-        }
+        return {n: p.as_strided(s, stride, p.storage_offset()) for (n, p), s, stride in layouts}
 
 
 @dataclass(frozen=True)
@@ -153,13 +144,11 @@ class Shard:
 
     @property
     def span(self) -> slice:
-        """The elements of the shard within the bucket."""
         return slice(self.start, self.stop)
 
 
 def cut(numel: int, world_size: int, rank: int) -> int:
-    """Return the first element of a rank's shard of a bucket with `numel` elements."""
-    # In integers, so that all ranks cut at the same elements and shard sizes differ by at most 1.
+    """Return the first element of a rank's shard of `numel` elements."""
     return rank * numel // world_size
 
 
@@ -194,10 +183,8 @@ def merge(groups: Iterable[Group], parameters: Mapping[str, Tensor]) -> tuple[Gr
 def memory_order(parameter: Tensor, flat: Tensor) -> Tensor:
     """View a parameter's part of a flat bucket in the parameter's shape, as DDP stores it.
 
-    That of a dense, non-overlapping parameter, such as one in channels_last, is in its own memory
-    order; that of any other is contiguous.
+    A dense, non-overlapping parameter is in its own memory order, and any other is contiguous.
     """
-    # torch's own check for "non-overlapping and dense" is private.
     expected = 1
     for stride, size in sorted(zip(parameter.stride(), parameter.size(), strict=True)):
         # The stride of a dimension of size 1 has no meaning, and torch allows any.

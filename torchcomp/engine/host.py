@@ -1,9 +1,6 @@
-"""Host: values of a device without a wait for them, and memory without a new allocation.
+"""Host: values of a device without a wait for them, and memory without a new allocation."""
 
-The thread that waits for an accelerator is the one that must launch the backward pass.
-"""
-
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -37,12 +34,6 @@ def copy_from(values: Tensor) -> Callable[[], Tensor]:
         return copy
 
     return wait
-
-
-def wait_for_all_streams(tensors: Iterable[Tensor]) -> None:
-    """Wait until the devices of the tensors have done all that they were given, on any stream."""
-    for device in {each.device for each in tensors if each.is_cuda}:
-        torch.cuda.synchronize(device)
 
 
 def keep_for_this_stream(values: Tensor) -> None:

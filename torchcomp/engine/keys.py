@@ -1,16 +1,10 @@
-"""Key: the source of all randomness.
-
-The draws of a compressor are a function of a key: two ranks with the same key draw the same
-numbers, and so does a resumed run.
-"""
+"""Key: the source of all randomness. Equal keys draw equal numbers, on any rank, in any run."""
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from torchcomp.specs.checks import is_whole, shown
 from torchcomp.specs.errors import SpecError
@@ -24,12 +18,10 @@ class Key:
     step: int = 0  # index of the exchange
     tensor: int = 0  # identifies the vector within the step (see :func:`tensor_id`)
     rank: int = 0  # rank that draws; ignored by :meth:`shared`
-    # An `Ahead` of draws.py, if there will be a next step. It does not change any number.
-    ahead: Any = field(default=None, compare=False, repr=False)
 
     def of_tensor(self, name: str) -> "Key":
         """Return this key for the vector of this name."""
-        return Key(self.seed, self.step, tensor_id(name), self.rank, self.ahead)
+        return Key(self.seed, self.step, tensor_id(name), self.rank)
 
     def shared(self) -> np.random.Generator:
         """Return a generator that draws the same numbers on every rank."""
@@ -40,11 +32,6 @@ class Key:
         # One number more than `shared`, so that no rank draws the shared numbers. Use rank + 1:
         # SeedSequence pads with zeros, so [seed, step, tensor, 0] equals [seed, step, tensor].
         return _generator(self.seed, self.step, self.tensor, self.rank + 1)
-
-
-def uniform(key: Key, count: int) -> NDArray[np.float32]:
-    """Draw `count` numbers in [0, 1), independent between ranks."""
-    return key.private().random(count, dtype=np.float32)
 
 
 @lru_cache(maxsize=4096)

@@ -11,16 +11,12 @@ from torchcomp.aggregators import EF
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.compressors import Identity
 from torchcomp.engine.bucket import BucketShape, Group, Shard, merge
-from torchcomp.engine.draws import Ahead
 from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.state import Slot, State
 from torchcomp.exchange import Exchange
 
 FLUSH = EF(Identity())
-"""Sends a residual that the next method has no slot for.
-
-Every value is sent uncompressed, so one step is usually enough; see `residuals.is_sent`.
-"""
+"""Sends a residual that the next method has no slot for, usually in one step."""
 
 ClientSlots = Callable[[BucketShape], tuple[Slot, ...]]
 
@@ -30,6 +26,7 @@ class MethodInUse:
 
     method: Aggregator  # with all of its stages
     now: Aggregator  # that of the current stage
+    _stage: tuple[int, int]  # the steps of the current stage: from, and before
 
     def __init__(
         self,
@@ -39,40 +36,31 @@ class MethodInUse:
         client_slots: ClientSlots | None,
     ) -> None:
         self.groups = self.buckets = tuple(groups)
-        self.ahead = Ahead()
         self._parameters, self._merged, self._client_slots = parameters, merged, client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._prepared: dict[Group, Prepared] = {}
-        self._stage = 0, 0  # the steps of the current stage: from, and before
 
     def install(self, method: Aggregator, step: int, state: State, exchange: Exchange) -> None:
         """Run another method, or other groups, from a step on. The state follows."""
-        # The server residual is stored by the old buckets' shards.
         owned, before = self.owned(exchange), self.buckets
         merged = method.whole_model and self._merged
         self.buckets = merge(self.groups, self._parameters) if merged else self.groups
         self.run(method, step)
         declared = {slot.name: slot for slot in self.slots(exchange)}
-        # A server residual fits only the shards of the same buckets. Otherwise, add it to this
-        # rank's own residual.
+        # A server residual is stored by the shards of the old buckets, and fits no others.
         if self.buckets != before or not any(slot.sharded for slot in declared.values()):
             state.unshard(owned, exchange.world_size)
-        # Unsent gradient is never dropped here, even if the new method has no slot for it: the
-        # averager sends it first.
-        state.drop(state.slots().keys() - state.debts() - declared.keys())
+        state.keep(declared)
 
     def run(self, method: Aggregator, step: int) -> None:
-        """Run a method from a step on."""
         self.method = self.now = method
+        self._stage = 0, 0
         self.forget()
-        self._enter_stage(step)
+        self.at(step)
 
     def at(self, step: int) -> None:
-        """Use the method of a step."""
-        if not self._stage[0] <= step < self._stage[1]:
-            self._enter_stage(step)
-
-    def _enter_stage(self, step: int) -> None:
+        if self._stage[0] <= step < self._stage[1]:
+            return
         starts = (*self.method.stages, sys.maxsize)
         self._stage = next(pair for pair in pairwise(starts) if pair[0] <= step < pair[1])
         now = self.method.at(step)
@@ -84,7 +72,6 @@ class MethodInUse:
     def forget(self) -> None:
         """Prepare all buckets again, because the ranks, the state or the method have changed."""
         self._prepared.clear()
-        self.ahead.clear()
 
     def prepared(
         self, shape: BucketShape, exchange: Exchange, state: State, device: torch.device
@@ -95,14 +82,13 @@ class MethodInUse:
         same = found is not None and (found.shape is shape or found.shape == shape)
         if found is not None and same and found.device == device:
             return found
-        # Others with the same parameters are DDP's buckets from before it rebuilt them.
+        # Drop those from before DDP rebuilt its buckets.
         names = set(shape.names)
         self._prepared = {n: p for n, p in self._prepared.items() if names.isdisjoint(n)}
         prepared = self._prepared[shape.names] = self.now.prepared(shape, exchange, state, device)
         return prepared
 
     def shape_of(self, group: Group) -> BucketShape:
-        """Return the shape of a bucket of these parameters."""
         shape = self._shapes.get(group)
         if shape is None:
             shape = self._shapes[group] = BucketShape.of(group, self._parameters)

@@ -47,8 +47,8 @@ class FiniteWatch:
     def after(self, bucket: Bucket) -> None:
         """Look at the mean of a bucket: whether it is finite."""
         mean = bucket.flat
-        # If frames were received, `conclude` communicates in any case. All ranks have the same
-        # mean, so each rank then checks only its share.
+        # All ranks have the same mean: if the end of the step communicates anyway, because frames
+        # were received, each rank checks only its share.
         if self._exchange.must_conclude:
             rank, ranks, numel = self._exchange.rank, self._exchange.world_size, mean.numel()
             # At least one value: a message with an invalid code makes all of them NaN.

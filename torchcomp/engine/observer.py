@@ -1,6 +1,7 @@
 """Observer: what may watch the steps of an averager. The averager does not know what it is."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 from torchcomp.aggregators.base import Aggregator
@@ -15,10 +16,7 @@ class Observer:
     """
 
     def begin(self, ratios: Mapping[str, float]) -> None:
-        """A step begins, and the last one is settled.
-
-        `ratios`: by parameter name, what the residual was multiplied by since the last step.
-        """
+        """A step begins. `ratios`: by parameter, what the residual was multiplied by since."""
 
     def before(self, bucket: Bucket, method: Aggregator) -> None:
         """Read a bucket that `method` is about to average."""
@@ -43,12 +41,10 @@ class Both(Observer):
     """Two observers of one averager: `first` is told before `second`."""
 
     def __init__(self, first: Observer, second: Observer) -> None:
-        def both(call: str) -> Any:
-            def tell(*arguments: Any) -> None:
-                getattr(first, call)(*arguments)
-                getattr(second, call)(*arguments)
+        for call in [name for name in vars(Observer) if not name.startswith("_")]:
+            setattr(self, call, partial(_tell, getattr(first, call), getattr(second, call)))
 
-            return tell
 
-        for call in ("begin", "before", "after", "finishing", "finished", "changed", "settle"):
-            setattr(self, call, both(call))
+def _tell(first: Callable[..., None], second: Callable[..., None], *arguments: Any) -> None:
+    first(*arguments)
+    second(*arguments)

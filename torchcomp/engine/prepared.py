@@ -1,6 +1,6 @@
 """Prepared: what a bucket needs in every step of one method, made once."""
 
-from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,28 +12,23 @@ from torchcomp.exchange import Exchange
 from torchcomp.kernels.cast import narrow
 
 
+@dataclass(eq=False)
 class Prepared:
     """A bucket of one shape, prepared for one method, exchange and device.
 
-    It is made again whenever one of them changes. A step only reads it, except for workspaces,
-    which never change a result.
+    A step only reads it, except for workspaces, which never change a result.
     """
 
-    def __init__(
-        self,
-        shape: BucketShape,
-        exchange: Exchange,
-        state: State,
-        device: torch.device,
-        slots: Iterable[Slot] = (),
-    ) -> None:
-        self.shape, self.exchange, self.state, self.device = shape, exchange, state, device
-        self.slots = {slot.name: slot for slot in slots}
-        self.route: Any = None  # how its messages travel, if the method has a route
-        self.work: Any = None  # what else the method has prepared
-        # Whether the residual shows which gradients of this rank were not finite. They are then not
-        # checked before the exchange.
-        self.shows_nonfinite = False
+    shape: BucketShape
+    exchange: Exchange
+    state: State
+    device: torch.device
+    slots: dict[str, Slot]
+    # Whether the residual shows which gradients of this rank were not finite. They are then not
+    # checked before the exchange.
+    shows_nonfinite: bool
+    route: Any = None  # how its messages travel, if the method has a route
+    work: Any = None  # what else the method has prepared
 
     def open(self, slot: str) -> tuple[Tensor, Tensor]:
         """Return the values of a slot before this step, and a tensor for those after it.
@@ -51,6 +46,12 @@ class Prepared:
             return
         mean = torch.empty_like(g, dtype=wide)
         self.route.mean(mean)
-        narrow(mean, g.dtype, g)
+        write_rounded(mean, g, e)
+
+
+def write_rounded(mean: Tensor, g: Tensor, e: Tensor) -> None:
+    """Write a mean to `g`, and add what rounding to its dtype loses to `e`."""
+    narrow(mean, g.dtype, g)
+    if g.dtype != mean.dtype:
         # Every rank adds the same error, so the mean residual contains it exactly once.
         e.add_(mean.sub_(g))

@@ -8,11 +8,8 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from torchcomp.engine import host
-from torchcomp.engine.residuals import Units
-from torchcomp.engine.state import State
+from torchcomp.engine.state import State, Units
 from torchcomp.engine.stats import Meter, Stats
-from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Traffic
 
 Reason = Callable[[], bool]
@@ -29,21 +26,16 @@ class Status(Enum):
 
 
 class Steps:
-    """A sequence of steps, each of which counts or not, and the state after the last one.
-
-    A step is in flight until it ends. It is then open as long as a reason can still take it back,
-    such as a check whose result is on its way, or the vote of a manager: :meth:`decide` asks. A
-    step that has ended can also be undone because no optimizer has used its gradients
-    (:meth:`take_back`), or because its backward pass raised (:meth:`abandon`).
-    """
+    """A sequence of steps, each of which counts or not, and the state after the last one."""
 
     def __init__(self) -> None:
         # The step in flight was abandoned. Its owner sets this to False before the next one.
         self.abandoned = False
-        # A step can run in another thread than that of the user, who can abandon it at any time.
-        self._lock = threading.RLock()  # held while the state changes
-        # Held while reasons are asked, which can wait for ranks. A thread whose backward pass was
-        # abandoned can still be in there.
+        # Held while the state changes. A step can run in another thread than that of the user, who
+        # can abandon it at any time.
+        self._lock = threading.RLock()
+        # Held while reasons are asked, which can wait for ranks, maybe in a thread whose step was
+        # abandoned.
         self._asking = threading.RLock()
         self._reasons: tuple[Reason, ...] = ()
         self.status = Status.COUNTED  # of the last step
@@ -53,13 +45,10 @@ class Steps:
         # Whether the last step does not count, a scalar bool on the device, if it ended without a
         # decision of the host. The caller then replaces the means where this is true.
         self.void: Tensor | None = None
-        self.units = Units()
-        self.meter = Meter()
+        self.units, self.meter = Units(), Meter()
         self._taken_back = False  # whether the ranks have not compared the last `take_back` yet
-        # Whether the last step sends all that was left, as the last one of a flush.
-        self._flushed = False
-        # Whether the last step keeps its number if it turns out not to count: a scaler skips it.
-        self._keeps_number = False
+        self._flushed = False  # whether the last step was the last one of a flush
+        self._keeps_number = False  # the last step, if it does not count: a scaler skips it
         # The ranks are compared when a step begins, not where they can start to differ: loading a
         # checkpoint is a local call, so only the next collective shows that another rank did not.
         self._verified = False
@@ -81,10 +70,9 @@ class Steps:
 
     @contextmanager
     def tell(self) -> Iterator[None]:
-        """Tell the user what an observer has found, while the last step is settled.
+        """Tell the user what an observer has found. All ranks enter, and may change the method.
 
-        All ranks enter this. They may change the method, although the next backward pass runs
-        already. So they are compared when its step begins.
+        The next backward pass can run already, so they are compared when its step begins.
         """
         before, self._settling = self._settling, threading.get_ident()
         try:
@@ -112,10 +100,9 @@ class Steps:
                     self._keeps_number = False
 
     def take_back(self) -> None:
-        """Undo the last step, because its gradients were cleared before an optimizer stepped.
+        """Undo the last step, and those joined to it: their gradients were cleared unused.
 
-        Steps that :meth:`keep_before` has joined to it are undone as well. All ranks must make the
-        same call; if they do not, the end of the next step raises on all of them.
+        All ranks must make the same call; if not, the end of the next step raises on all of them.
         """
         self.decide()
         with self._lock:
@@ -169,21 +156,21 @@ class Steps:
             parts = dict(self.state.items(slot))
             if not parts:
                 return {}
-            # The stream of the exchange can still be writing them, and this thread has another one.
-            host.wait_for_all_streams(parts.values())
+            # The stream of the exchange can still be writing them.
+            for device in {part.device for part in parts.values() if part.is_cuda}:
+                torch.cuda.synchronize(device)
             norms = torch._foreach_norm(list(parts.values()))
             # Parameters can be on several devices. The copies to the first do not wait.
             gathered = torch.stack([norm.to(norms[0].device) for norm in norms])
             return dict(zip(parts, gathered.tolist(), strict=True))
 
-    # For the step that runs. The lock is held, except in the first one.
+    # The lock is held in what follows, except in the first one.
 
     def _require_wanted(self) -> None:
         if self.abandoned:
             raise RuntimeError("this step was abandoned, because its backward pass raised")
 
     def _end(self, counts: bool, reasons: tuple[Reason, ...]) -> None:
-        """End the step in flight. The reasons decide later whether it counts."""
         self._discard()
         if counts:
             self.state.commit()
@@ -198,7 +185,6 @@ class Steps:
             self.status = Status.COUNTED
 
     def _discard(self) -> None:
-        """Note that the step in flight ends without a result, or that the last one is undone."""
         self.status, self._reasons = Status.TAKEN_BACK, ()
 
     def _undo(self) -> None:
@@ -212,7 +198,3 @@ class Steps:
         if not self._keeps_number:
             self.step -= 1
             self.meter.record(Traffic(), self.step)
-
-    def _record(self, exchange: Exchange, dense_bytes: int) -> None:
-        # A step that is discarded has sent its bytes all the same.
-        self.meter.record(exchange.take_traffic(dense_bytes), self.step)

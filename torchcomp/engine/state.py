@@ -1,15 +1,13 @@
 """State: the values that a method keeps between steps, in named slots and by parameter name.
 
-Names are the only keys that DDP's rebuilt buckets, other processes and checkpoints share. A slot
-has two copies: its values before the step in flight, and those after it. A commit makes the second
-one current; a roll-back discards it.
+Names are the only keys that DDP's rebuilt buckets, other processes and checkpoints share.
 """
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import reduce
 from typing import Any
 
 import torch
@@ -17,32 +15,26 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.engine.bucket import Names, Shard
+from torchcomp.exchange import Exchange
 from torchcomp.kernels.swap import swap_where
+from torchcomp.specs.checks import check_at_least_0
 
 
 class Kind(Enum):
-    """The kind of a slot, which determines what a swap or a new number of ranks does to its values.
+    """The kind of a slot: what a swap, other ranks, and other units do to its values."""
 
-    * A *debt* is unsent gradient, such as the residual of error feedback. After a swap, it is sent
-      if the next method has no slot for it. With another number of ranks, each gets the mean.
-    * An *estimate* is one of the gradients, such as a momentum. A swap drops it unless the next
-      method has the slot as well. With another number of ranks, each gets the mean.
-    * A *cache* saves work and never changes a result. A swap treats it like an estimate, and
-      another number of ranks drops it.
-
-    A sharded slot is split into new shards for another number of ranks. Debts and estimates are in
-    the unit of the gradients, so they are rescaled with the loss scale. Debts can be in the unit of
-    the update instead, the learning rate times the gradient.
-    """
-
+    # Unsent gradient: a swap to a method without the slot sends it first. In the unit of the
+    # gradients, or of the update: the learning rate times the gradient.
     DEBT = "debt"
+    # One of the gradients, in their unit, such as a momentum: such a swap drops it.
     ESTIMATE = "estimate"
+    # Saves work, and never changes a result. Another number of ranks drops it.
     CACHE = "cache"
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The description of the values that a slot stores for the parameters of one bucket."""
+    """What a slot stores for the parameters of one bucket."""
 
     name: str
     kind: Kind
@@ -76,8 +68,7 @@ class _Store:
     sharded: bool
     flats: dict[Names, _Flat] = field(default_factory=dict)
     loose: dict[str, Tensor] = field(default_factory=dict)
-    # The values before several steps that count or not together; see `State.restore_before`. By
-    # parameter, because such steps can have different buckets.
+    # The values before several steps that count or not together, which can differ in buckets.
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -87,10 +78,13 @@ class _Store:
 
 
 class State:
-    """The slots of one rank. The lock is held while a slot is laid out: other threads may read."""
+    """The slots of one rank: of each, the values before the step in flight, and those after it.
+
+    The lock is held while a slot is laid out: other threads may read.
+    """
 
     def __init__(self, lock: AbstractContextManager[Any] | None = None) -> None:
-        self._lock = lock or threading.RLock()
+        self._lock = lock or nullcontext()
         self._stores: dict[str, _Store] = {}
         self._in_flight: set[_Flat] = set()
         self._committed: set[_Flat] = set()  # by the last commit
@@ -109,7 +103,6 @@ class State:
             return flat.before, flat.after
 
     def commit(self) -> None:
-        """Make the values that the step wrote the current ones."""
         # Swapped, not copied: a copy would read and write every residual once more.
         for flat in self._in_flight:
             flat.before, flat.after = flat.after, flat.before
@@ -129,7 +122,6 @@ class State:
                 swap_where(void, flat.before, flat.after)
 
     def rollback(self) -> None:
-        """Discard the values that the step wrote."""
         # It committed nothing, so `revert` must not undo an older commit instead.
         self._committed, self._in_flight = set(), set()
 
@@ -163,38 +155,32 @@ class State:
         self.forget_before()
 
     def forget_before(self) -> None:
-        """Free the values that :meth:`keep_before` has kept."""
         for store in self._stores.values():
             store.kept.clear()
 
-    # Of a slot: parameter names and 1-D views.
-
     def items(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over the current values."""
+        """Iterate over the current values of a slot: parameter names and 1-D views."""
         if name in self._stores:
             yield from self._stores[name].items()
 
-    def pending(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over what the step in flight has written."""
-        return _after(self._in_flight, name)
-
-    def undone(self, name: str) -> Iterator[tuple[str, Tensor]]:
-        """Iterate over what :meth:`revert_where` has put aside."""
-        return _after(self._committed, name)
+    def pending(self, name: str, undone: bool = False) -> Iterator[tuple[str, Tensor]]:
+        """As :meth:`items`: what the step in flight has written, or what a revert has undone."""
+        for flat in self._committed if undone else self._in_flight:
+            if flat.slot.name == name:
+                yield from flat.parts(flat.after)
 
     def in_flight(self, slot: Slot) -> tuple[Tensor, Tensor] | None:
-        """Return what :meth:`open` returned in this step; None if the step has not opened it."""
+        """Return what :meth:`open` returned in this step, if the step has opened the slot."""
         store = self._stores.get(slot.name)
         flat = None if store is None else store.flats.get(slot.names)
         return (flat.before, flat.after) if flat in self._in_flight else None
 
-    def slots(self) -> dict[str, tuple[Kind, bool]]:
-        """Return the kind of every slot, and whether it is sharded."""
-        return {name: (store.kind, store.sharded) for name, store in self._stores.items()}
-
     def debts(self) -> set[str]:
-        """Return the names of the slots that store unsent gradient."""
         return {name for name, store in self._stores.items() if store.kind is Kind.DEBT}
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Remove all slots but these, and but debts, which are to be sent first."""
+        self.drop(self._stores.keys() - self.debts() - set(names))
 
     def load(self, name: str, kind: Kind, sharded: bool, parts: dict[str, Tensor]) -> None:
         """Replace a slot with `parts`: parameter name -> 1-D tensor, which the state then owns."""
@@ -209,24 +195,21 @@ class State:
                 self._in_flight.difference_update(store.flats.values())
                 self._committed.difference_update(store.flats.values())
 
-    def unshard(self, owned: Iterable[Shard], world_size: int) -> None:
-        """Add this rank's server residual, of the shards in `owned`, to its own; then remove it."""
-        for debt in self._sharded_debts():
-            own, server = self._stores["error"], self._stores[debt]
-            _add_shards(dict(own.items()), dict(server.items()), owned, world_size)
-            _add_shards(own.kept, server.kept, owned, world_size)
-            self.drop([debt])
+    def unshard(self, owned: Iterable[Shard], world_size: int, pending: bool = False) -> None:
+        """Add this rank's server residual, of the shards in `owned`, to its own; then remove it.
 
-    def unshard_pending(self, owned: Iterable[Shard], world_size: int) -> None:
-        """As :meth:`unshard`, for what the step in flight has written. Zeros are left."""
-        for debt in self._sharded_debts():
-            server = dict(self.pending(debt))
-            _add_shards(dict(self.pending("error")), server, owned, world_size)
-            for part in server.values():
-                part.zero_()
-
-    def _sharded_debts(self) -> list[str]:
-        return [name for name in self.debts() if self._stores[name].sharded]
+        With `pending`, in what the step in flight has written: zeros are then left.
+        """
+        for debt in [name for name in self.debts() if self._stores[name].sharded]:
+            read = self.pending if pending else self.items
+            own, server = dict(read("error")), dict(read(debt))
+            _add_shards(own, server, owned, world_size)
+            if pending:
+                for part in server.values():
+                    part.zero_()
+            else:
+                _add_shards(self._stores["error"].kept, self._stores[debt].kept, owned, world_size)
+                self.drop([debt])
 
     def scale(self, factor: float) -> None:
         """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
@@ -248,8 +231,7 @@ class State:
             torch._foreach_mul_(parts, factor)
 
     def _lay_out(self, store: _Store, slot: Slot, device: torch.device) -> _Flat:
-        # A parameter is in one bucket at a time: dissolve every old bucket that shares one with
-        # the new bucket. Its step in flight is discarded, as `before` is the committed copy.
+        # A parameter is in one bucket at a time: dissolve the old ones, and their step in flight.
         for names in [names for names in store.flats if not set(slot.names).isdisjoint(names)]:
             old = store.flats.pop(names)
             self._in_flight.discard(old)
@@ -262,18 +244,11 @@ class State:
             values = store.loose.pop(name, None)
             if values is not None and values.numel() == view.numel():
                 view.copy_(values)
-                # Loaded values were allocated on another stream than the one of the exchange, which
-                # reads them here, and are freed now.
+                # Loaded values were allocated on another stream, and are freed now.
                 host.keep_for_this_stream(values)
             elif slot.init is not None:
                 slot.init(name, view)
         return flat
-
-
-def _after(flats: Iterable[_Flat], name: str) -> Iterator[tuple[str, Tensor]]:
-    for flat in flats:
-        if flat.slot.name == name:
-            yield from flat.parts(flat.after)
 
 
 def _add_shards(
@@ -283,6 +258,111 @@ def _add_shards(
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
             if name in server:
                 part = own[name][at : at + size]
-                # The server residual is a part of the mean. A rank's own residual enters the mean
-                # divided by the number of ranks, so multiply by that number.
+                # The server residual is a part of the mean, and a rank's own of the sum.
                 part.add_(server[name].to(part.dtype), alpha=world_size)
+
+
+# --- The units of a state, and what becomes of a residual in its last step ------------------------
+
+LR = float | Mapping[str, float] | None
+"""Learning rate of a step: one for all parameters, or one by name. None: not given."""
+
+
+class Units:
+    """The units in which a state is kept: the loss scale, and maybe the learning rates."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0  # loss scale of the gradients
+        # The learning rates in the residual, by parameter name: its unit is then that of an update.
+        self.lrs: dict[str, float] = {}
+        self.before = self.scale, self.lrs  # before the step in flight, or before the last one
+
+    def follow(
+        self, state: State, scale: float, lrs: Mapping[str, float], names: Iterable[str]
+    ) -> Mapping[str, float]:
+        """Convert a state to the units of the step that begins, maybe without learning rates.
+
+        Return the factors by which the residual of each of the `names` has changed, if any has.
+        """
+        ratio = scale / self.scale
+        self.rescale(state, scale)
+        changed = self._follow_lrs(state, lrs) if lrs or self.lrs else {}
+        if ratio == 1:
+            return changed
+        return {name: ratio * changed.get(name, 1.0) for name in names}
+
+    def go_back(self, state: State) -> None:
+        """Convert a state to the units :attr:`before`."""
+        scale, lrs = self.before
+        self.rescale(state, scale)
+        self._follow_lrs(state, lrs)
+        self.lrs = lrs
+
+    def rescale(self, state: State, scale: float) -> None:
+        """Convert residuals and estimates, which have the unit of the scaled gradients."""
+        if scale != self.scale:
+            state.scale(scale / self.scale)
+            self.scale = scale
+
+    def _follow_lrs(self, state: State, lrs: Mapping[str, float]) -> Mapping[str, float]:
+        nonzero = {name: lr for name, lr in lrs.items() if lr}
+        ratios = {name: self.lrs.get(name, lr) / lr for name, lr in nonzero.items()}
+        changed = {name: ratio for name, ratio in ratios.items() if ratio != 1}
+        if changed:
+            state.scale_debts(changed)
+        # Without learning rates, what is unsent comes from steps whose learning rate is not known.
+        self.lrs = self.lrs | nonzero if lrs else {}
+        return changed
+
+
+def by_name(lr: float | Mapping[str, float], parameters: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the learning rate of each parameter."""
+    lrs = lr if isinstance(lr, Mapping) else dict.fromkeys(parameters, lr)
+    for name in parameters:
+        check_at_least_0(f"lr of '{name}'", lrs.get(name))
+    return {name: float(lrs[name]) for name in parameters}
+
+
+def is_sent(state: State, exchange: Exchange, parameters: Mapping[str, Tensor]) -> bool:
+    """Whether the step in flight sends the whole residual, on every rank, but for rounding errors.
+
+    These are dropped.
+    """
+    after = dict(state.pending("error"))
+    left = torch.zeros((), dtype=torch.bool, device=exchange.device)
+    for name, before in state.items("error"):
+        part, numbers = after.get(name, before), torch.finfo(parameters[name].dtype)
+        # A part that did not change was not sent: no rank had a gradient for it. A part above any
+        # rounding error was clipped to the range of the gradients' dtype.
+        kept = (part == before).all() | (part.abs() > numbers.eps * numbers.max).any()
+        part.masked_fill_(~kept, 0.0)
+        left |= part.any().to(left.device)
+    # All ranks must agree, or they would run different methods from the next step on.
+    return not exchange.all_reduce_max(left.to(torch.uint8).reshape(1)).any()
+
+
+def hand_over(
+    state: State, exchange: Exchange, names: Iterable[str], owned: Iterable[Shard], leaving: bool
+) -> None:
+    """Add the residuals of the ranks that leave to those of the others, in equal parts.
+
+    All ranks make this call before they commit the step. `owned` has this rank's shards.
+    """
+    if leaving:
+        state.unshard(owned, exchange.world_size, pending=True)
+    after = dict(state.pending("error"))
+    parts = [after[name] for name in names if name in after]
+    wide = reduce(torch.promote_types, (part.dtype for part in parts), torch.float32)
+    # The last element counts the ranks that leave.
+    one = torch.ones(1, dtype=wide, device=exchange.device)
+    given = torch.cat([*(part.to(wide) for part in parts), one])
+    if not leaving:
+        given.zero_()
+    exchange.all_reduce(given)
+    *received, leavers = torch.split(given, [*(part.numel() for part in parts), 1])
+    staying = exchange.world_size - round(float(leavers))
+    for part, more in zip(parts, received, strict=True) if staying else ():
+        if leaving:
+            part.zero_()
+        else:
+            part.add_(more.to(part.dtype), alpha=1 / staying)

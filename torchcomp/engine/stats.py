@@ -12,12 +12,11 @@ class Stats:
 
     Messages carry the values that are averaged, their indices, and what a selection over all ranks
     takes (counts and histograms). Control messages are checks: of NaN and damaged messages at the
-    end of each step, and of values that must match on all ranks. The transport adds its own
-    headers to both, which are not counted.
+    end of each step, and of values that must match on all ranks, again after a resume. The
+    transport adds its own headers to both, which are not counted.
 
     Each counter of bytes is of the last step, and with ``total_`` in front of its name, since the
-    start. The totals of a resumed run are those of an uninterrupted one, but for the control
-    messages: its ranks compare their settings again at the first step after loading.
+    start of the run, with what came before a checkpoint.
 
     Attributes:
         steps: number of exchanges (gradient methods) or of optimizer steps (local steps).
@@ -28,8 +27,7 @@ class Stats:
         control_bytes_sent: bytes of control messages that this rank sent, and as many received, on
             top of `bytes_sent`.
         inside_bytes_sent: bytes that this rank sent inside its node, and as many received, with
-            ``register(..., nodes=...)``. They do not pass the network card, and all other counters
-            leave them out.
+            ``register(..., nodes=...)``. All other counters leave them out.
     """
 
     steps: int
@@ -48,9 +46,8 @@ class Stats:
     def as_dict(self, prefix: str = "torchcomp/") -> dict[str, int | float]:
         """Return the counters as scalars by name, as TensorBoard and Weights & Biases log them.
 
-        Derived from them are ``traffic_ratio`` and ``total_traffic_ratio``: how many times fewer
-        bytes than plain DDP this rank sent in messages, in the last step and since the start; 31.0
-        is "31x less". They are left out while this rank has sent nothing.
+        ``traffic_ratio`` and ``total_traffic_ratio`` say how many times fewer bytes than plain DDP
+        this rank sent in messages; they are left out while it has sent nothing.
 
         Args:
             prefix: put in front of every name.
@@ -85,18 +82,13 @@ class Meter:
 
     def record(self, traffic: Traffic, steps: int) -> None:
         """Add the traffic of one step, after which the run has taken `steps` steps."""
-        total = self._total
-        total.sent += traffic.sent
-        total.received += traffic.received
-        total.dense += traffic.dense
-        total.control += traffic.control
-        total.inside += traffic.inside
+        for counter, nbytes in vars(traffic).items():
+            setattr(self._total, counter, getattr(self._total, counter) + nbytes)
         # One assignment of an immutable object: a thread that reads in between gets the counters
         # of one step. After `steps` and `syncs`, Stats has the fields of two Traffic objects.
         self.stats = Stats(steps, steps, *astuple(traffic), *astuple(self._total))
 
     def state_dict(self) -> dict[str, int]:
-        """Return the totals, for a checkpoint."""
         return dict(vars(self._total))
 
     def load_state_dict(self, state: Mapping[str, int], steps: int) -> None:

@@ -21,7 +21,7 @@ from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.observer import Observer
-from torchcomp.engine.profiling import label
+from torchcomp.engine.profiling import span
 from torchcomp.guard.replicas import Replicas
 from torchcomp.guard.report import Alarm, Compared, Report, alarms, replica_alarm
 from torchcomp.guard.watch import SCALARS, BucketWatch
@@ -138,7 +138,7 @@ class GuardObserver(Observer):
         if bucket.shape.numel:
             self._watch_of(bucket.shape, method, bucket.flat).before(bucket.flat, self._number)
 
-    @label("guard")
+    @span("guard")
     def after(self, bucket: Bucket, method: Aggregator) -> None:
         if bucket.shape.numel:
             watch = self._watch_of(bucket.shape, method, bucket.flat)

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.checkpoints import checkpoint
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
 from torchcomp.engine import host
-from torchcomp.engine.profiling import label
+from torchcomp.engine.profiling import span
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import sum_bytes
 from torchcomp.local_sgd import averages
@@ -281,7 +281,7 @@ class LocalSteps:
 
     # --- A synchronisation ---
 
-    @label("synchronise")
+    @span("synchronise")
     def _synchronise(self, due: list[Fragment]) -> None:
         # If this raises, it raises on every rank and no round has ended.
         step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments

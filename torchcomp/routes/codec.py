@@ -111,7 +111,7 @@ def vectors_of(
     compressor: Compressor, names: Names, sizes: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[Vector, ...]:
     """Return the vectors of a bucket of these parameters in this dtype."""
-    if compressor.per_tensor:
+    if compressor.scope == "tensor":
         ends = zip(names, sizes, accumulate(sizes), strict=True)
         spans = [(name, slice(end - size, end)) for name, size, end in ends]
     else:

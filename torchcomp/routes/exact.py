@@ -6,7 +6,6 @@ send as much as all owners together.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -160,9 +159,8 @@ class Messages:
         if codec.vectors:
             index = index[: sum(segment.k for segment in codec.vectors.segments)]
             values = narrow(x, codec.vectors.dtype)
-            # The next step will need other numbers of draws: draw nothing ahead.
-            plain, selector = replace(key, ahead=None), self._direction.selector
-            message = selector.encode_selected(values, index, codec.vectors, plain)
+            selector = self._direction.selector
+            message = selector.encode_selected(values, index, codec.vectors, key)
             self._message = codec.pack(message)
         self.outgoing = codec.frames.outgoing()
         if subtract:

@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 
 from torchcomp.compressors import Compressor
 from torchcomp.compressors.base import Vector
-from torchcomp.compressors.sparse import Selector
 from torchcomp.engine.bucket import BucketShape, Shard
 from torchcomp.kernels.segments import Segment
 from torchcomp.routes import wire
@@ -41,9 +41,9 @@ class Direction:
     world_size: int
 
     @property
-    def selector(self) -> Selector:
+    def selector(self) -> Any:
         """The compressor, if `exact`."""
-        return self.compressor  # type: ignore[return-value]
+        return self.compressor
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:

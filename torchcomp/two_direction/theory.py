@@ -49,7 +49,7 @@ def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
         problem = (
             "changes during a run, and the theory is for one compressor; leave out warmup(...)"
         )
-    elif compressor.per_tensor:
+    elif compressor.scope == "tensor":
         problem = (
             "compresses each parameter separately, but here all parameters are one vector; remove "
             'scope="tensor"'
