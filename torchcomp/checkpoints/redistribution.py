@@ -42,8 +42,10 @@ class Place:
         return cls(rank, rank // node_size, rank % node_size, node_size)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Place":
-        """Return the place of the rank that saved a state."""
+    def of(cls, state: Mapping[str, Any], where: str = "the state dict") -> "Place":
+        """Return the place of the rank that saved a state, or raise CheckpointError."""
+        checkpoint.HEADER(state, where)
+        checkpoint.TWO_LEVELS(state.get("two_levels"), f"{where}.two_levels")
         section = state.get("two_levels") or asdict(cls.in_order(state["rank"]))
         return cls(state["rank"], section["node"], section["position"], section["node_size"])
 
@@ -101,9 +103,7 @@ def own_state(state: Any, world_size: int, place: Place) -> State:
     states: list[State] = list(state["states"])
     if len(states) == world_size:
         own = states[place.rank]
-        checkpoint.HEADER(own, f"states[{place.rank}]")
-        checkpoint.TWO_LEVELS(own.get("two_levels"), "two_levels")
-        if Place.of(own) == place:
+        if Place.of(own, f"states[{place.rank}]") == place:
             return own
     return _cut(_joined(_complete(states)), world_size, place)
 
@@ -153,9 +153,7 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
 
 def check_place(state: Mapping[str, Any], place: Place) -> None:
     """Raise CheckpointError unless a state is of this place, with nodes of the same size."""
-    checkpoint.TWO_LEVELS(state.get("two_levels"), "two_levels")
-    saved = Place.of(state)
-    if saved != place:
+    if (saved := Place.of(state)) != place:
         raise CheckpointError(
             f"the checkpoint is of {saved}, but here is {place}: convert all ranks' state dicts "
             "with torchcomp.redistribute(states, world_size, nodes=...)"
@@ -166,9 +164,6 @@ def two_levels(place: Place, layouts: Mapping[str, Layout]) -> State:
     """Return the section of a state on its pieces; `layouts` are those of the whole."""
     section = {key: value for key, value in asdict(place).items() if key != "rank"}
     return {**section, "parameters": dict(layouts)}
-
-
-# --- Pieces of one parameter ---
 
 
 def _like(layout: Layout) -> Tensor:
@@ -217,9 +212,6 @@ def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor
     return padded if flat else padded.view(chunk.shape)
 
 
-# --- States of all nodes ---
-
-
 def _mean(states: list[State], slot: str) -> Tensors:
     first, *others = (state["slots"][slot]["tensors"] for state in states)
     means = Tensors()
@@ -264,9 +256,8 @@ def _complete(states: list[State]) -> list[list[State]]:
     if not isinstance(states, list | tuple) or not states:
         raise CheckpointError("states must be a non-empty list of the state dicts of all ranks")
     for i, state in enumerate(states):
-        checkpoint.HEADER(state, f"states[{i}]")
+        Place.of(state, f"states[{i}]")
         checkpoint.ENGINE(state, f"states[{i}]")
-        checkpoint.TWO_LEVELS(state.get("two_levels"), f"states[{i}].two_levels")
         checkpoint.flag(state.get(RECUT, False), f"states[{i}].{RECUT}")
     states = sorted(states, key=lambda state: state["rank"])
     first, ranks = states[0], [state["rank"] for state in states]

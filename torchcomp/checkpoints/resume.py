@@ -116,8 +116,6 @@ class Resumable(Steps):
             restore()
 
 
-# --- Slots, also for a model of another dtype or layout -------------------------------------------
-
 # By name of the slot: its kind, whether it is sharded, and its flat values by parameter name.
 LoadedSlots = dict[str, tuple[Kind, bool, dict[str, Tensor]]]
 
