@@ -40,9 +40,6 @@ def saving(plan):
     return plan.dense_bytes_sent / plan.bytes_sent
 
 
-# --- Numbers by hand ------------------------------------------------------------------------------
-
-
 def linears(*sizes):
     return nn.Sequential(*(nn.Linear(*size) for size in sizes))
 
@@ -101,7 +98,6 @@ def summed(message):
         ({"spec": "topk(0.1)"}, {"memory_bytes": 0}),
         ({"spec": "ef(topk(0.1))"}, {"memory_bytes": 2 * 4 * 1000}),
         ({"spec": "ef(topk(0.1), memory_dtype='bf16')"}, {"memory_bytes": 2 * 2 * 1000}),
-        ({"spec": "ef(topk(0.1), memory_dtype='fp64')"}, {"memory_bytes": 2 * 8 * 1000}),
         # The dtype of the gradient.
         *(
             (
@@ -114,22 +110,13 @@ def summed(message):
             )
             for dtype in (torch.float16, torch.float32, torch.float64)
         ),
-        (
-            {"spec": "ef(topk(0.01))", "world_size": 1},
-            {"bytes_sent": 0, "bytes_received": 0, "dense_bytes_sent": 0},
-        ),
-        (
-            {"spec": "ef(topk(0.01))", "numel": 0},
-            {"message_bytes": 0, "bytes_sent": 0, "memory_bytes": 0},
-        ),
+        ({"spec": "ef(topk(0.01))", "world_size": 1}, {"bytes_sent": 0, "dense_bytes_sent": 0}),
+        ({"spec": "ef(topk(0.01))", "numel": 0}, {"message_bytes": 0, "bytes_sent": 0}),
         # Models.
         (
             {"spec": "ef(topk(0.01))", "model": TWO_GROUPS},
-            {
-                "numel": 1_002_001 + 1_003_002,
-                "message_bytes": (10_021 + 10_031) * 4 + (7516 + 3210) + (7524 + 3213),
-                "memory_bytes": 8 * (1_002_001 + 1_003_002),
-            },
+            {"numel": 2_005_003, "memory_bytes": 8 * 2_005_003}
+            | {"message_bytes": (10_021 + 10_031) * 4 + (7516 + 3210) + (7524 + 3213)},
         ),
         # Bitmaps of 15 and 5 bits.
         (
@@ -148,10 +135,7 @@ def summed(message):
             {"syncs": 25, "total_steps": 100, "bytes_sent": DENSE // 4, "memory_bytes": 0}
             | {"bytes_received": DENSE // 4, "dense_bytes_sent": DENSE, "collective": "allreduce"},
         ),
-        (
-            {"spec": "every(4)", "world_size": 2, "total_steps": 10},
-            {"syncs": 3, "bytes_sent": 4000 * 3 // 10},
-        ),
+        ({"spec": "every(4)", "world_size": 2, "total_steps": 10}, {"bytes_sent": 1200}),
         # 10 rounds of 2 steps, then 2 rounds of 100. During warm-up every round has 2 steps.
         ({**QSR, "total_steps": 220}, {"syncs": 10 + 2}),
         ({**QSR, "total_steps": 220, "warmup_steps": 40}, {"syncs": 10 + 10 + 2}),
@@ -169,17 +153,11 @@ def summed(message):
             | {"break_even_world_size": None},
         ),
         # The parameters of the last synchronisation, and the outer momentum.
-        *(
-            (
-                {"spec": "every(4)", "total_steps": 100, "outer": "nesterov(lr=0.5)"}
-                | {"compress": method},
-                {"spec": f"every(4) with {named}outer=nesterov(lr=0.5)"}
-                | {"memory_bytes": 2 * 4 * 1000, "bytes_sent": sent},
-            )
-            for method, named, sent in (
-                ("mean", "", DENSE // 4),
-                ('cast("bf16")', 'compress=mean(cast("bf16")), ', DENSE // 8),
-            )
+        (
+            {"spec": "every(4)", "total_steps": 100, "outer": "nesterov(lr=0.5)"}
+            | {"compress": 'cast("bf16")'},
+            {"spec": 'every(4) with compress=mean(cast("bf16")), outer=nesterov(lr=0.5)'}
+            | {"memory_bytes": 2 * 4 * 1000, "bytes_sent": DENSE // 8},
         ),
     ],
 )
@@ -187,9 +165,6 @@ def test_a_plan_by_hand(options, expected):
     size = {} if "model" in options else {"numel": 1000}
     plan = explain(**{"world_size": 8, **size, **options})
     assert {name: getattr(plan, name) for name in expected} == expected
-
-
-# --- Many ranks -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -213,9 +188,7 @@ def test_gathering_saves_less_as_ranks_grow_and_loses_in_the_end(world_size, tim
     ("spec", "numel"),
     [
         ("ef(topk(0.01), exchange='allgather')", RESNET50),
-        ("ef(topk(0.001), exchange='allgather')", RESNET50),
         ("mean(topk(0.25), exchange='allgather')", 10_001),
-        ("ef(identity, exchange='allgather')", 1000),
         ("mean(cast('bf16'), exchange='allgather')", 1000),
         # A frame has 16 bytes, which is more than the four values of a shard.
         ("ef(topk(0.5), exchange='sharded')", 1000),
@@ -228,29 +201,15 @@ def test_break_even_is_the_first_world_size_without_a_saving(spec, numel):
     assert below.bytes_sent < below.dense_bytes_sent or even == 2
 
 
-# --- Averages of local steps ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
-    "method",
-    [
-        "ef(topk(0.2))",
-        "ef(warmup(topk(0.2), steps=2))",
-        'bidirectional(topk(0.2), topk(0.2), selection="shard")',
-    ],
+    "method", ["ef(warmup(topk(0.2), steps=2))", "bidirectional(topk(0.2), topk(0.2))"]
 )
 def test_compressed_averages_are_counted_as_a_run_counts_them(method):
     def run():
         script = Script("every(3)", total_steps=9, local={"compress": method}, bucket_cap_mb=0.0002)
         script.train(0, 9)
-        planned = explain(
-            "every(3)",
-            model=script.model,
-            world_size=3,
-            total_steps=9,
-            compress=method,
-            rank=torch.distributed.get_rank(),
-        )
+        options = {"world_size": 3, "total_steps": 9, "rank": torch.distributed.get_rank()}
+        planned = explain("every(3)", model=script.model, compress=method, **options)
         return script.sync.stats.total_bytes_sent, planned
 
     for counted, plan in on_threads(3, run):
@@ -269,11 +228,10 @@ def test_break_even_of_averages_counts_the_steps_between_them():
     assert hint.startswith("compress=bidirectional(topk(0.01), topk(0.01)) ")
 
 
-# --- The table ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("numel", [0, RESNET50, 10**12])
-@pytest.mark.parametrize(("spec", "world_size"), [("mean", 1), (LONG, 1000), ("every(7)", 10**6)])
+@pytest.mark.parametrize(
+    ("spec", "world_size", "numel"),
+    [("mean", 1, 0), (LONG, 1000, RESNET50), ("every(7)", 10**6, 10**12)],
+)
 def test_a_table_fits_80_columns_and_writes_large_numbers_out(spec, world_size, numel):
     run = {"total_steps": 99_999} if spec.startswith("every") else {}
     text = str(explain(spec, numel=numel, world_size=world_size, **run))
@@ -284,9 +242,6 @@ def test_a_table_fits_80_columns_and_writes_large_numbers_out(spec, world_size, 
     assert spec != "every(7)" or "14,286 of 99,999 steps (14.3%)" in text
 
 
-# --- Hints ----------------------------------------------------------------------------------------
-
-
 BOTH = "bidirectional(topk(0.01), topk(0.01))"
 INT8 = 'quantize("int8")'
 
@@ -295,9 +250,7 @@ INT8 = 'quantize("int8")'
     ("spec", "world_size", "better"),
     [
         ("mean", 64, []),
-        ("ef(topk(0.01))", 1, []),
         ("ef(topk(0.01))", 2, []),
-        ("ef(topk(0.01))", 4, [BOTH]),
         ("ef(topk(0.01))", 8, [BOTH]),
         ("ef(topk(0.01), memory_dtype=bf16)", 64, [f'{BOTH[:-1]}, memory_dtype="bf16")']),
         ("ef(topk(0.01), exchange=allgather)", 200, ["ef(topk(0.01))", BOTH]),
@@ -332,8 +285,6 @@ def test_integers_of_numpy_are_those_of_python():
     found = explain(method, numel=np.int32(2**31 - 1), world_size=small, nodes=np.int64(8))
     assert found == explain(method, numel=2**31 - 1, world_size=200, nodes=8)
 
-
-# --- Bad input ------------------------------------------------------------------------------------
 
 QSR_OF_9 = {"spec": "qsr(alpha=0.1, h_base=2)", "total_steps": 9}
 

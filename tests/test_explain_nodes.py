@@ -29,18 +29,9 @@ def estimated(spec: str) -> bool:
 
 
 SPECS = [spec for spec in METHODS if "warmup" not in spec]
-NOW = (
-    "mean",
-    "ef(topk(0.1))",
-    'ef(quantize("int8"))',
-    'ef(topk(0.1), exchange="sharded")',
-    "powersgd(rank=1)",
-    "bidirectional(topk(0.1), topk(0.1))",
-    'bidirectional(topk(0.1), topk(0.1), selection="exact")',
-)
-
-
-# --- Two levels -----------------------------------------------------------------------------------
+NOW = ("mean", "ef(topk(0.1))", 'ef(quantize("int8"))', 'ef(topk(0.1), exchange="sharded")')
+NOW += ("powersgd(rank=1)", "bidirectional(topk(0.1), topk(0.1))")
+NOW += ('bidirectional(topk(0.1), topk(0.1), selection="exact")',)
 
 
 def trained(spec: str, ranks: int, nodes: int, width: int) -> Any:
@@ -69,9 +60,6 @@ def test_counted_bytes_of_two_levels_equal_the_plan(spec: str, nodes: int) -> No
     sent = [sum(stats.bytes_sent for _, stats, _ in found[i : i + nodes]) for i in (0, nodes)]
     planned = [found[i][0].card_bytes for i in (0, nodes)]
     assert sum(sent) == pytest.approx(sum(planned), rel=0.15) if rough else sent == planned
-
-
-# --- The flat method ------------------------------------------------------------------------------
 
 
 class Recorder(InProcessExchange):
@@ -153,30 +141,17 @@ def test_card_bytes_of_the_flat_method_are_those_that_leave_a_node(
 
 
 def test_a_long_message_of_an_all_gather_goes_around_a_ring() -> None:
-    def flat(numel: int) -> torchcomp.Plan:
-        return explain("quantize(int8)", numel=numel, world_size=8, nodes=4)
-
-    short, long = flat(10**6), flat(2 * 10**6)
-    assert short.message_bytes < COPIED < long.message_bytes
-    assert short.nodes is not None
-    assert long.nodes is not None
-    # Each of 4 ranks sends its message to each of 4 others; or the last rank passes on 7 messages.
-    assert short.nodes.flat_card_bytes == 4 * 4 * short.bytes_sent // 7
-    assert long.nodes.flat_card_bytes == long.bytes_sent
-    cards = recorded("quantize(int8)", nn.Linear(600_000, 2, bias=False), 4, 2)
     plan = explain("quantize(int8)", numel=1_200_000, world_size=4, nodes=2)
+    assert plan.message_bytes > COPIED
     assert plan.nodes is not None
+    cards = recorded("quantize(int8)", nn.Linear(600_000, 2, bias=False), 4, 2)
     assert cards == [plan.nodes.flat_card_bytes] * 2
-
-
-# --- The better one -------------------------------------------------------------------------------
 
 
 def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
     plan = explain("bidirectional(topk(0.01), topk(0.01))", numel=RESNET50, world_size=8, nodes=4)
     nodes = plan.nodes
     assert nodes is not None
-    assert nodes.card_bytes < nodes.flat_card_bytes
     assert nodes.dense_card_bytes == plan.dense_bytes_sent == 2 * 7 * 4 * RESNET50 // 8
     # One message of the whole model up and down, of which the other node owns a half.
     assert nodes.card_bytes == pytest.approx(plan.message_bytes, rel=0.001)
@@ -185,26 +160,12 @@ def test_the_plan_of_resnet50_on_two_nodes_of_four_ranks() -> None:
     assert nodes.inside_bytes_sent == 2 * 3 * 4 * RESNET50 // 4
     # Two copies of the residuals, of which each rank has a fourth.
     assert nodes.memory_bytes == 2 * 4 * (RESNET50 // 4 + RESNET50 // 8)
-    printed = re.sub(r"\s+", " ", str(plan))
-    for nbytes in (nodes.dense_card_bytes, nodes.card_bytes, nodes.flat_card_bytes):
-        assert f"{nbytes:,} bytes" in printed
-    assert "better nodes=4 sends 4x less" in printed
-    # All else is the plan without nodes.
-    assert "better" not in str(explain(plan.spec, numel=RESNET50, world_size=8))
-
-
-@pytest.mark.parametrize("nodes", [1, 8])
-def test_one_rank_a_node_and_one_node(nodes: int) -> None:
-    plan = explain("ef(topk(0.01))", numel=RESNET50, world_size=8, nodes=nodes)
-    sent = plan.bytes_sent if nodes == 1 else 0
-    assert plan.nodes is not None
-    assert plan.nodes.flat_card_bytes == plan.nodes.card_bytes == sent
+    assert "better nodes=4 sends 4x less" in re.sub(r"\s+", " ", str(plan))
 
 
 def test_flat_is_better_where_pieces_are_padded() -> None:
     # One row: every piece has the length of the whole row.
-    model = nn.Linear(1000, 1, bias=False)
-    plan = explain("mean", model=model, world_size=8, nodes=4)
+    plan = explain("mean", model=nn.Linear(1000, 1, bias=False), world_size=8, nodes=4)
     assert plan.nodes is not None
     assert (plan.nodes.flat_card_bytes, plan.nodes.card_bytes) == (7_000, 16_000)
     assert "the flat method sends 2.29x less" in str(plan)

@@ -48,22 +48,17 @@ def through_a_file(state):
     return shared[0]
 
 
-# --- The same number of ranks ---------------------------------------------------------------------
-
-
 def resumes_the_handle(spec):
     """Continue two runs; whether they end equal, and the residual of this rank."""
     whole, resumed = Run(spec).train(0, 4), Run(spec)
     state = through_a_file(whole.handle.gather_state_dict())
     resumed.model.module.load_state_dict(whole.model.module.state_dict())
     resumed.handle.load_gathered(state)
-    whole.train(4, 8), resumed.train(4, 8)
-    ours, theirs = resumed.handle.state_dict(), whole.handle.state_dict()
-    equal = torch.equal(weights(resumed.model), weights(whole.model)) and same(
-        messages_of(ours), messages_of(theirs)
-    )
-    resumed.handle.close(), whole.handle.close()
-    return equal, kept(ours).get("0.weight")
+    both = whole.train(4, 8), resumed.train(4, 8)
+    states = [run.handle.state_dict() for run in both]
+    equal = torch.equal(*(weights(run.model) for run in both)) and same(*map(messages_of, states))
+    whole.handle.close(), resumed.handle.close()
+    return equal, kept(states[1]).get("0.weight")
 
 
 @pytest.mark.parametrize("spec", METHODS)
@@ -78,10 +73,11 @@ def resumes_inside_a_round(make):
     """Everything that differs between ranks. In nodes, rank 0 saves a state for each node."""
     whole, resumed = make(), make()
     whole.train(0, 4)
-    parts = {"model": whole.model, "optimizer": whole.optimizer}
-    state = through_a_file(Gathered(whole.sync, **parts).state_dict())
-    parts = {"model": resumed.model, "optimizer": resumed.optimizer}
-    Gathered(resumed.sync, **parts).load_state_dict(state)
+    saving, loading = (
+        Gathered(run.sync, model=run.model, optimizer=run.optimizer) for run in (whole, resumed)
+    )
+    state = through_a_file(saving.state_dict())
+    loading.load_state_dict(state)
     return all(map(torch.equal, whole.train(4, 8), resumed.train(4, 8))), len(state["states"])
 
 
@@ -136,9 +132,6 @@ def test_every_rank_gets_the_states_if_asked_and_they_share_no_memory_with_the_r
     assert [state["rank"] for state in there["states"]] == [0, 1]
 
 
-# --- Another number of ranks ----------------------------------------------------------------------
-
-
 def test_other_objects_of_a_larger_run_are_those_of_rank_0():
     def body(state=None):
         script = Script("every(3)", 12)
@@ -152,9 +145,6 @@ def test_other_objects_of_a_larger_run_are_those_of_rank_0():
     state = on_threads(2, body)[0]
     expected = state["states"][0]["others"]["optimizer"]
     assert all(same(each, expected) for each in on_threads(3, body, state))
-
-
-# --- Errors ---------------------------------------------------------------------------------------
 
 
 def test_a_wrong_load_names_the_right_one_and_changes_nothing():
@@ -171,8 +161,9 @@ def test_a_wrong_load_names_the_right_one_and_changes_nothing():
             (handle.load_gathered, None, "NoneType"),
             (handle.load_gathered, {"version": 3}, "'states'"),
             (handle.load_gathered, alone | {"states": [own, 7]}, "states[1]"),
-            (Gathered(handle, models=run.model).load_state_dict, whole, "'models'", "'model'"),
+            (Gathered(handle, models=run.model).load_state_dict, whole, "'models'"),
             (Gathered(handle, model=run.model).load_state_dict, alone, "'model'"),
+            (Gathered(handle).load_state_dict, whole, "'model'"),
         ):
             error = raised_by(partial(load, state))
             assert type(error) is CheckpointError
@@ -214,12 +205,9 @@ def test_ranks_that_took_another_number_of_local_steps_cannot_gather():
         assert "local steps: 1 on rank 0, 2 on rank 1" in str(error)
 
 
-# --- torch.distributed.checkpoint -----------------------------------------------------------------
-
-
-def with_dcp(folder: str, per_rank: bool):
+def with_dcp(folder: str, name: str):
     run = Run().train(0, 2)
-    name = f"handle{dist.get_rank()}" if per_rank else "handle"
+    name = name.format(rank=dist.get_rank())
     dcp.save({name: run.handle}, checkpoint_id=folder)
     saved = run.handle.state_dict()
     run.train(2, 3)
@@ -229,6 +217,6 @@ def with_dcp(folder: str, per_rank: bool):
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
 def test_distributed_checkpoints_need_a_name_for_each_rank(tmp_path: Path):
-    assert on_processes(2, with_dcp, str(tmp_path / "each"), True) == [(True, "None")] * 2
-    outcomes = on_processes(2, with_dcp, str(tmp_path / "one"), False)
+    assert on_processes(2, with_dcp, str(tmp_path / "each"), "handle{rank}") == [(True, "None")] * 2
+    outcomes = on_processes(2, with_dcp, str(tmp_path / "one"), "handle")
     assert any("dcp.save({f'handle{rank}': handle})" in error for _, error in outcomes)

@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-import torchcomp
 from tests.jointspar.script import estimates
 from tests.local_sgd.script import Script, constant, momentum, spied, unsent
 from tests.support.cases import thorough
@@ -28,6 +27,7 @@ from tests.support.models import (
 )
 from tests.support.outcomes import assert_close, equal_on_all, flat
 from tests.support.ranks import on_threads
+from torchcomp import redistribute, register
 from torchcomp.checkpoints.redistribution import gathered
 from torchcomp.jointspar import JointSpar
 from torchcomp.local_sgd import Nesterov, SlowMo
@@ -42,15 +42,13 @@ SHARD = 'bidirectional(topk(0.2), topk(0.2), selection="shard")'
 TOPK = "ef(topk(0.1))"
 
 
-# --- Gradients ------------------------------------------------------------------------------------
-
-
 def trained(
     spec: str, saved: list[dict[str, Any]], start: int
 ) -> tuple[Account, dict[str, Any], Tensor]:
     """Take some steps from the states of all ranks; return the sums, this rank's state, weights."""
     model = wrap(mlp())
-    method = attached(model, spec)
+    spar = spec == "jointspar"
+    method = JointSpar(model, budget=0.5, compress=TOPK) if spar else register(model, spec)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     if saved:
         model.module.load_state_dict(saved[0]["model"])
@@ -70,13 +68,8 @@ def trained(
 def own_gradients(method: Any, model: Any, inputs: Tensor) -> Gradients:
     """What this rank adds to the mean. JointSpar adds 0 for the layers that it drops."""
     own = local_gradients(model, (inputs,))
-    if not isinstance(method, JointSpar):
-        return own
-    sampled = estimates(method, model, (inputs,))
-    return {
-        name: torch.zeros_like(g) if sampled[name] is None else sampled[name]
-        for name, g in own.items()
-    }
+    sampled = estimates(method, model, (inputs,)) if isinstance(method, JointSpar) else own
+    return {n: torch.zeros_like(g) if sampled[n] is None else sampled[n] for n, g in own.items()}
 
 
 def add(total: Gradients, more: Gradients) -> None:
@@ -86,12 +79,6 @@ def add(total: Gradients, more: Gradients) -> None:
 
 def mean(all_ranks: list[Gradients]) -> Gradients:
     return {n: torch.stack([each[n] for each in all_ranks]).mean(0) for n in all_ranks[0]}
-
-
-def attached(model: Any, spec: str) -> Any:
-    if spec == "jointspar":
-        return JointSpar(model, budget=0.5, compress=TOPK)
-    return torchcomp.register(model, spec)
 
 
 @pytest.mark.parametrize("spec", [TOPK, SHARD, *thorough([EXACT]), "powersgd(rank=1)", "jointspar"])
@@ -108,8 +95,6 @@ def test_gradients_are_applied_or_in_the_residual(spec: str) -> None:
         total.residual = mean([account.residual for account in accounts])
     assert_conserved([total], tolerance=1e-10)
 
-
-# --- Pseudo-gradients and outer momentum ----------------------------------------------------------
 
 LR = constant(0)
 
@@ -129,7 +114,7 @@ def averaged(
     watched = spied(momentum, lambda: before_average.append(flat(script.model.parameters())))
     script = Script("every(3)", len(SIZES) * STEPS, optimizer=watched, local=local)
     if saved:
-        states = torchcomp.redistribute([each["sync"] for each in saved], dist.get_world_size())
+        states = redistribute([each["sync"] for each in saved], dist.get_world_size())
         rank = dist.get_rank()
         script.load({**saved[rank % len(saved)], "sync": states[rank]})
     shared = script.weights()

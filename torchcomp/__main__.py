@@ -13,12 +13,7 @@ from typing import Any, NoReturn
 from torchcomp.advisor import Link, Prediction, Run, values_of
 from torchcomp.advisor.catalogue import described, listed
 from torchcomp.advisor.doctor import examine
-from torchcomp.advisor.explain import (
-    MOST_RANKS,
-    explain,
-    refuse_for_methods,
-    refuse_for_schedules,
-)
+from torchcomp.advisor.explain import MOST_RANKS, explain
 from torchcomp.advisor.named_models import build_named
 from torchcomp.advisor.prediction import BF16, DDP, USUAL, table
 from torchcomp.advisor.units import number, whole, wrapped
@@ -28,11 +23,6 @@ from torchcomp.specs.errors import ScheduleError, SpecError
 from torchcomp.specs.learning_rates import DECAYS, LRFunction, decaying
 from torchcomp.specs.spec import parse
 from torchcomp.specs.version import __version__
-
-# Options of explain that apply to schedules only. They default to None: those given show.
-_OF_SCHEDULES = ("total_steps", "warmup_steps", "compress", "outer")
-_OF_LEARNING_RATES = ("lr", "decay", "final_lr")
-_OF_LINKS = tuple(field.name for field in fields(Link))
 
 _EPILOG_OF_DOCTOR = """\
 exit status: 0 healthy, 1 something was found, 2 bad options, 3 a link, a rank or the script failed.
@@ -62,22 +52,12 @@ def _methods(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    built = parse(options.spec)
-    given = {name: value for name, value in vars(options).items() if value is not None}
-    if isinstance(built, Aggregator):
-        flags = [_flag(name) for name in (*_OF_SCHEDULES, *_OF_LEARNING_RATES) if name in given]
-        refuse_for_methods(built, flags)
-        run: dict[str, Any] = {"nodes": options.nodes}
-    else:
-        if options.nodes is not None:
-            refuse_for_schedules(built, "--nodes")
-        run = {name: given[name] for name in _OF_SCHEDULES if name in given}
-        run["lr"] = _learning_rate(built, options)
-    if options.model is None:
-        size: dict[str, Any] = {"numel": options.numel}
-    else:
+    run = _given(options, "nodes", "total_steps", "warmup_steps", "compress", "outer")
+    size: dict[str, Any] = {"numel": options.numel}
+    if options.model is not None:
         size = {"model": build_named(options.model)}
-    print(explain(built, world_size=options.world_size, **size, **run), flush=True)
+    lr, ranks = _learning_rate(options), options.world_size
+    print(explain(options.spec, world_size=ranks, lr=lr, **size, **run), flush=True)
     return 0
 
 
@@ -88,21 +68,13 @@ def _plan(options: argparse.Namespace) -> int:
         raise SpecError("--currency needs --price-per-gb, the price of a gigabyte")
     specs = USUAL if options.all else (options.spec,)
     built = [spec if spec in (DDP, BF16) else parse(spec) for spec in specs]
-    schedules = [each for each in built if isinstance(each, Schedule)]
-    given = {name for name, value in vars(options).items() if value is not None}
-    flags = [_flag(name) for name in ("warmup_steps", *_OF_LEARNING_RATES) if name in given]
-    if flags and not schedules:
-        raise SpecError(f"{flags[0]} applies to schedules only, such as 'every(4)': leave it out")
-    lrs = [_learning_rate(schedule, options) for schedule in schedules]
-    run = Run(
-        options.world_size,
-        options.total_steps,
-        options.step_ms / 1e3,
-        warmup_steps=options.warmup_steps or 0,
-        lr=lrs[0] if lrs else None,
-        speedup=options.speedup,
-    )
-    link = Link(**{name: vars(options)[name] for name in _OF_LINKS if name in given})
+    lr = _learning_rate(options)
+    if lr is not None and not any(isinstance(each, Schedule) for each in built):
+        raise SpecError("--lr applies to schedules only, such as 'every(4)': leave it out")
+    steps, step_time = options.total_steps, options.step_ms / 1e3
+    warmup, speedup = options.warmup_steps or 0, options.speedup
+    run = Run(options.world_size, steps, step_time, warmup_steps=warmup, lr=lr, speedup=speedup)
+    link = Link(**_given(options, *(field.name for field in fields(Link))))
     model = None if options.model is None else build_named(options.model)
     values = values_of(model, options.numel)
     nodes = _ranks_of_a_level(options, link, built)
@@ -113,46 +85,30 @@ def _plan(options: argparse.Namespace) -> int:
 
 
 def _ranks_of_a_level(options: argparse.Namespace, link: Link, built: Sequence[object]) -> int:
-    """Return the ranks that exchange inside a node first; 1 without two levels."""
     if not options.two_levels:
         return 1
     if not all(isinstance(each, Aggregator) for each in built):
-        raise SpecError(
-            "--two-levels is for gradient methods, as register(..., nodes=) is: name one, such as "
-            "'ef(topk(0.01))', in place of --all, a schedule or a baseline"
-        )
+        raise SpecError("--two-levels is for gradient methods, such as 'ef(topk(0.01))'")
     if link.ranks_per_node == 1:
         raise SpecError("--two-levels needs --ranks-per-node, the number of ranks of a node")
     return link.ranks_per_node
 
 
-def _learning_rate(schedule: Schedule, options: argparse.Namespace) -> LRFunction | None:
-    """Check the options of a run together, and return its learning rate if there is one."""
-    # decaying() and explain() check the same, but their errors name arguments instead of flags.
-    total, warmup, peak = options.total_steps, options.warmup_steps or 0, options.lr
-    decay, final = options.decay or "cosine", options.final_lr
-    if total is None:
-        raise SpecError(f"'{schedule}' is a schedule and needs --total-steps, the steps of the run")
-    if warmup >= total:
-        raise SpecError(f"--warmup-steps {warmup} must be below --total-steps {total}")
-    if peak is None:
-        needed = [_flag(name) for name in _OF_LEARNING_RATES if vars(options)[name] is not None]
-        if schedule.reads_lr:
-            needed = [f"'{schedule}'"]
-        if needed:
-            raise SpecError(f"{needed[0]} needs --lr, the learning rate at the end of warm-up")
+def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
+    return {name: vars(options)[name] for name in names if vars(options)[name] is not None}
+
+
+def _learning_rate(options: argparse.Namespace) -> LRFunction | None:
+    shape = _given(options, "decay", "final_lr")
+    if options.lr is None:
+        if shape:
+            raise SpecError("--decay and --final-lr need --lr, the rate at the end of warm-up")
         return None
-    if final is None:
-        final = 1e-6
-    if final > peak:
-        raise SpecError(f"--final-lr {final:g} must be at most --lr {peak:g}")
-    if decay == "step-cosine" and final == 0:
-        raise SpecError("--final-lr must be above 0 with --decay step-cosine, which takes its log")
-    return decaying(decay, peak=peak, total_steps=total, warmup_steps=warmup, final=final)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    if options.total_steps is None:
+        raise SpecError("--lr needs --total-steps, the steps of the run")
+    steps, warmup = options.total_steps, options.warmup_steps or 0
+    decay, final = shape.get("decay", DECAYS[0]), shape.get("final_lr", 1e-6)
+    return decaying(decay, peak=options.lr, total_steps=steps, warmup_steps=warmup, final=final)
 
 
 class _Parser(argparse.ArgumentParser):

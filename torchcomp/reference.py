@@ -327,20 +327,17 @@ def best_probabilities(
     return project(w, costs, budget, p_min)
 
 
-class LARSOptions(NamedTuple):
-    """eta is the trust coefficient, None for tensors without trust ratio and weight decay."""
-
-    lr: float
-    momentum: float
-    weight_decay: float
-    eta: float | None
-
-
 def lars(
-    x: Tensor, v: Tensor, g: Tensor, options: LARSOptions, p: float = 1.0, norm: float | None = None
+    x: Tensor,
+    v: Tensor,
+    g: Tensor,
+    options: tuple[float, float, float, float | None],
+    p: float = 1.0,
+    norm: float | None = None,
 ) -> tuple[Tensor, Tensor]:
     """LARS: You, Gitman, Ginsburg, 2017 (arXiv 1708.03888), Algorithm 1, on one tensor x.
 
+    `options`: lr, momentum, weight decay, and eta, None for tensors without trust ratio and decay.
     JointSpar-LARS: g was divided by p, and `norm` is a running mean of |g| before. Returns x and v.
     """
     lr, momentum, weight_decay, eta = options

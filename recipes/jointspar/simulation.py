@@ -94,7 +94,7 @@ class SimulatedRanks:
         for sampler in self.samplers:
             if sampler.shared:
                 sampler.record_norms(means)
-            sampler.learn(1.0)
+            sampler.learn()
             sampler.draw()
 
     # These two methods implement the protocol torchcomp.jointspar.Sampling, which LARS uses.

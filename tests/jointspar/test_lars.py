@@ -60,7 +60,7 @@ def test_equals_the_reference(exclude, p, dtype, tolerance):
         for i, g in enumerate(gradients):
             if g is not None:
                 eta = None if exclude and g.dim() <= 1 else 0.02
-                options = reference.LARSOptions(0.7, 0.9, 0.01, eta)
+                options = (0.7, 0.9, 0.01, eta)
                 norm = 2.5 if sampled else None
                 xs[i], vs[i] = reference.lars(xs[i], vs[i], g.double(), options, p, norm)
     for x, wanted in zip(params, xs, strict=True):
@@ -115,16 +115,11 @@ def test_half_precision_neither_overflows_nor_vanishes(size, value, gradient, ru
     torch.testing.assert_close(x.detach(), torch.full_like(x, expected), rtol=2e-3, atol=0)
 
 
+BAD = {"lr": math.nan, "momentum": 1.0, "weight_decay": -0.1, "trust_coefficient": 0.0}
+
+
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("lr", math.nan),
-        ("momentum", 1.0),
-        ("weight_decay", -0.1),
-        ("trust_coefficient", 0.0),
-        ("exclude_vectors", "no"),
-        ("sampled", "all"),
-    ],
+    ("field", "value"), [*BAD.items(), ("exclude_vectors", "no"), ("sampled", "all")]
 )
 def test_bad_options_are_refused_also_in_a_later_group(field, value):
     first, second = parameters()[:2]

@@ -1,6 +1,5 @@
 """The probabilities that JointSpar learns in a run; LARS and compression with it."""
 
-import math
 from functools import partial
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.jointspar.script import backward, estimates, seen
+from tests.jointspar.script import backward, estimates, keep, seen
 from tests.support.cases import some
 from tests.support.models import (
     Account,
@@ -16,7 +15,6 @@ from tests.support.models import (
     assert_residual,
     kept,
     local_gradients,
-    loss_of,
     mlp,
     rows,
     weights,
@@ -26,7 +24,7 @@ from tests.support.outcomes import assert_replicas_equal
 from tests.support.ranks import on_threads
 from torchcomp import reference
 from torchcomp.engine.keys import Key
-from torchcomp.jointspar import LARS, Baseline, JointSpar, Literal
+from torchcomp.jointspar import Baseline, JointSpar, Literal
 
 SIZES = [4 * 272 * 2, 4 * 272 * 2, 4 * 272 * 2, 4 * 68 * 2]
 
@@ -37,13 +35,10 @@ def by_layer(jointspar, gradients) -> list[Tensor | None]:
     return [None if g[0] is None else torch.cat([x.flatten() for x in g]) for g in groups]
 
 
+BY_BYTES = partial(reference.baseline, 0.03, 0.6 * sum(SIZES), 0.1, SIZES)
 RULES = {
     "baseline": ("layers", Baseline(0.03), partial(reference.baseline, 0.03, 2.4, 0.1, [1.0] * 4)),
-    "bytes": (
-        "bytes",
-        Baseline(0.03),
-        partial(reference.baseline, 0.03, 0.6 * sum(SIZES), 0.1, SIZES),
-    ),
+    "bytes": ("bytes", Baseline(0.03), BY_BYTES),
     "literal": ("layers", Literal(1e-6), partial(reference.literal, 1e-6, 2.4, 0.1)),
     "uniform": ("layers", None, lambda: None),
 }
@@ -100,35 +95,25 @@ def test_per_rank_probabilities_are_learned_from_each_ranks_own_norms():
     assert first != second
 
 
-def test_lars_uses_the_running_norms():
-    """On a fixed gradient, the mean update of LARS over many sets is the dense update."""
-
+def test_lars_reads_the_p_and_the_running_norm_of_the_last_step():
     def body():
         model = wrap(mlp())
-        jointspar = JointSpar(model, budget=0.5, rule=None, seed=1)
-        start = [p.detach().clone() for p in model.parameters()]
-        total = torch.zeros_like(weights(model.module))
-        draws, options = 400, {"weight_decay": 0.01, "trust_coefficient": 0.1}
-        for step in range(draws + 1):
-            with torch.no_grad():
-                torch._foreach_copy_(list(model.parameters()), start)
-            optimizer = LARS(model.parameters(), 0.1, sampled=jointspar, **options)
-            model.zero_grad()
-            loss_of(model(rows(0))).backward()
-            optimizer.step()
-            moved = weights(model.module) - torch.cat([x.flatten() for x in start])
-            if step == 0:
-                dense = moved
-            else:
-                total += moved
-        # Each entry is dense / p with probability p = 1/2. Its standard error is |dense|/sqrt(n).
-        error = (total / draws - dense).abs()
-        assert (error <= 4 * dense.abs() / math.sqrt(draws) + 1e-15).all()
+        jointspar = JointSpar(model, budget=0.5)
+        first, second = (
+            float(local_gradients(model, (rows(step),))["2.weight"].norm()) for step in range(2)
+        )
+        backward(model, (rows(0),))
+        keep(jointspar, "2", p=0.25)
+        model.zero_grad()
+        backward(model, (rows(1),))
+        weight = model.module[2].weight
+        assert jointspar.probability(weight) == 0.25
+        # An average with the weights 0.9 and 1, of the norms of the means before the division.
+        assert jointspar.norm(weight) == pytest.approx((0.9 * first + second) / 1.9)
+        assert jointspar.probability(torch.nn.Parameter(torch.ones(2))) == 1
 
-    on_threads(2, body)
+    on_threads(1, body)
 
-
-# --- On top of other methods ----------------------------------------------------------------------
 
 COMPOSED = (
     "ef(topk(0.1))",

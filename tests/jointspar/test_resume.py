@@ -1,6 +1,5 @@
 """Checkpoints and statistics of JointSpar."""
 
-import json
 from functools import partial
 
 import pytest
@@ -19,8 +18,6 @@ OPTIONS = {"budget": 0.5, "p_min": 0.1}
 
 
 class Run:
-    """A training run whose state can be saved."""
-
     def __init__(self, state=None, **options):
         self.model = wrap(mlp())
         self.jointspar = JointSpar(self.model, **{**OPTIONS, **options})
@@ -41,12 +38,8 @@ class Run:
 
     def state(self):
         """Return the state after saving it to a file and loading it with weights_only=True."""
-        state = {
-            "model": self.model.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "jointspar": self.jointspar.state_dict(),
-        }
-        return reloaded(state)
+        names = "model", "optimizer", "jointspar"
+        return reloaded({name: getattr(self, name).state_dict() for name in names})
 
 
 def trained_state(**options):
@@ -70,10 +63,8 @@ def test_a_resumed_run_continues_bit_for_bit(compress, selection, cut):
         resumed = Run(half.state(), seed=99, **options)
         assert resumed.train(cut, 10) == kept[cut:]
         assert torch.equal(weights(resumed.model), weights(whole.model))
-        assert resumed.jointspar.p == whole.jointspar.p
-        assert (
-            resumed.jointspar.state_dict()["jointspar"] == whole.jointspar.state_dict()["jointspar"]
-        )
+        sections = [run.jointspar.state_dict()["jointspar"] for run in (resumed, whole)]
+        assert sections[0] == sections[1]
         assert resumed.jointspar.stats.steps == 10
 
     on_threads(2, body)
@@ -105,9 +96,6 @@ def test_another_number_of_ranks_continues_with_the_same_p_and_sets(compress):
 OTHER_RUNS = [
     ({"budget": 0.7}, "budget=0.7"),
     ({"compress": "ef(topk(0.1))"}, "ef(topk(0.1))"),
-    ({"selection": "per-rank"}, "per-rank"),
-    ({"layers": {"a": "[0-2].*", "b": "[3-6].*"}}, "layers"),
-    ({"layers": {name: f"{name}.*" for name in "6420"}}, "layers"),
 ]
 
 
@@ -142,6 +130,7 @@ DAMAGED = [
     (("slots",), None),
     (("jointspar", "step"), -1),
     (("jointspar", "layers"), None),
+    (("jointspar", "layers"), {n: [f"{n}.weight", f"{n}.bias"] for n in "6420"}),
     (("jointspar", "bandit", "p"), [7.0] * 4),
     (("jointspar", "bandit", "p"), [0.9] * 4),  # more than the budget
     (("jointspar", "bandit", "largest"), 1e300),
@@ -186,23 +175,13 @@ def test_p_that_differs_across_ranks_raises_within_100_steps():
     assert_refused(2, body, RankMismatchError, "layers", "rank 0", "rank 1")
 
 
-def test_stats_report_layers_and_bytes():
+def test_stats_count_steps_and_bytes():
     def body():
         run = Run()
-        first = run.jointspar.stats
-        assert (first.steps, first.kept, first.share) == (0, (), 1.0)
-        kept = run.train(0, 5)
+        run.train(0, 5)
         stats = run.jointspar.stats
-        assert (stats.steps, stats.kept, stats.p) == (5, kept[-1], run.jointspar.p)
-        assert sum(stats.p.values()) == pytest.approx(2.0)
-        assert stats.share == pytest.approx(0.5)
+        assert stats.steps == 5
+        assert sum(run.jointspar.p.values()) == pytest.approx(2.0)
         assert 0 < stats.total_bytes_sent < stats.total_dense_bytes_sent
-        row = json.loads(json.dumps(stats.row()))
-        assert (row["kept"], row["p"]) == (list(kept[-1]), run.jointspar.p)
-        scalars = stats.as_dict()
-        assert scalars["torchcomp/share"] == stats.share
-        assert all(isinstance(value, int | float) for value in scalars.values())
-        assert f"{len(kept[-1])} of 4" in str(stats)
-        assert "budget=0.5" in repr(run.jointspar)
 
     on_threads(2, body)

@@ -2,6 +2,7 @@
 
 import itertools
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -126,42 +127,32 @@ def test_over_gloo():
         check(outcomes)
 
 
-def taken(sets, step_of, p=0.5, build=mlp, **options):
-    """Keep each of these sets in one step; return the gradients that DDP wrote, and estimates."""
-    model = wrap(build(), **options)
+def taken(sets, p=0.5, together=1):
+    """Keep each of these sets in one step, of one backward pass of several forward passes."""
+    model = wrap(mlp())
     jointspar = JointSpar(model, budget=0.5)
     found, own = [], []
     for step, kept in enumerate(sets):
         keep(jointspar, *kept, p=p)
         model.zero_grad()
-        own.append(step_of(jointspar, model, step))
+        batches = [(rows(together * step + i),) for i in range(together)]
+        own.append(estimates(jointspar, model, *batches))
+        sum(loss_of(model(*batch)) for batch in batches).backward()
         found.append(seen(model))
     assert jointspar.stats.steps == len(sets)
     return found, own, rebuilt_buckets(model)
 
 
-def plain(jointspar, model, step):
-    own = estimates(jointspar, model, (rows(step),))
-    backward(model, (rows(step),))
-    return own
-
-
 def test_every_set_of_layers_before_and_after_buckets_are_rebuilt():
     sets = [kept for size in range(5) for kept in itertools.combinations("0246", size)]
     p = dict(zip("0246", (0.2, 0.5, 0.9, 1.0), strict=True))
-    outcomes = on_threads(2, taken, sets, plain, p)
+    outcomes = on_threads(2, taken, sets, p)
     assert outcomes[0][2] > 2
     check(outcomes)
 
 
 def test_several_forward_passes_before_one_backward_pass():
-    def together(jointspar, model, step):
-        batches = [(rows(2 * step),), (rows(2 * step + 1),)]
-        own = estimates(jointspar, model, *batches)
-        sum(loss_of(model(*batch)) for batch in batches).backward()
-        return own
-
-    check(on_threads(2, taken, (("0", "4"), (), ("2",)), together))
+    check(on_threads(2, taken, (("0", "4"), (), ("2",)), 0.5, 2))
 
 
 @pytest.mark.parametrize("selection", WAYS)
@@ -225,68 +216,49 @@ def test_a_copy_of_the_model_skips_nothing():
 
 def compiled(backend):
     """Return gradients and estimates for more sets of layers than the compiler's limit."""
-    outcomes = []
+    found = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the compiler's own
-        for where in ("inside", "around"):
+        for inside in (True, False):
             module = mlp()
             # The compiler asserts that DDP's buckets, where it splits the graph, have 1 MiB.
-            inner = torch.compile(module, backend=backend) if where == "inside" else module
+            inner = torch.compile(module, backend=backend) if inside else module
             model = wrap(inner, bucket_cap_mb=None)
             jointspar = JointSpar(model, budget=0.5)
-            run = torch.compile(model, backend=backend) if where == "around" else model
-            found, own = [], []
+            run = model if inside else torch.compile(model, backend=backend)
             for step in range(14):
                 module.zero_grad()
                 kept, p = jointspar.kept, jointspar.p
-                dense = renamed(local_gradients(module, (rows(step),)))
-                own.append(
-                    {
-                        name: dense[name] / p[layer] if layer in kept else None
-                        for layer, members in jointspar.layers.items()
-                        for name in members
-                    }
-                )
+                own = local_gradients(module, (rows(step),))
+                of = {n: each for each, names in jointspar.layers.items() for n in names}
+                layers = {name: of.get(name) or of[f"_orig_mod.{name}"] for name in own}
+                own = {n: g / p[layers[n]] if layers[n] in kept else None for n, g in own.items()}
                 loss_of(run(rows(step))).backward()
-                found.append(renamed({n: p.grad for n, p in module.named_parameters()}))
-            outcomes.append((found, own))
-    return outcomes
-
-
-def renamed(named):
-    return {name.replace("_orig_mod.", ""): value for name, value in named.items()}
+                found.append(({n: p.grad for n, p in module.named_parameters()}, own))
+    return found
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled_models_follow_the_sets(backend):
     for found, own in on_processes(1, compiled, backend)[0]:
-        for mine, expected in zip(found, own, strict=True):
-            assert_mean([mine], [expected])
-
-
-PLAIN = "plain DDP"
+        assert_mean([found], [own])
 
 
 def trained_to_the_end(way, lars=False, **options):
     """Return the weights after 6 steps, of which every second one accumulates gradients."""
     model = wrap(mlp(), **options)
-    jointspar = None if way == PLAIN else JointSpar(model, budget=1.0, selection=way)
+    jointspar = JointSpar(model, budget=1.0, selection=way) if way else None
     common = {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}
+    optimizer = torch.optim.SGD(model.parameters(), **common)
     if lars:
         optimizer = LARS(model.parameters(), trust_coefficient=0.1, sampled=jointspar, **common)
-    else:
-        optimizer = torch.optim.SGD(model.parameters(), **common)
     for step in range(6):
         optimizer.zero_grad()
-        if step % 2:
-            with model.no_sync():
-                loss_of(model(rows(100 + step))).backward()
-        loss_of(model(rows(step))).backward()
+        backward(model, *[(rows(100 + step),)] * (step % 2), (rows(step),))
         optimizer.step()
-    if jointspar is not None:
+    if way:
         assert jointspar.stats.steps == 6
         assert jointspar.stats.total_bytes_sent == jointspar.stats.total_dense_bytes_sent
-        jointspar.close()
     return weights(model.module)
 
 
@@ -295,10 +267,8 @@ AS_PLAIN = ({"bucket_cap_mb": None}, {"gradient_as_bucket_view": True}, {"lars":
 
 @pytest.mark.parametrize("options", AS_PLAIN)
 def test_budget_one_trains_as_plain_ddp(options):
-    ways = (PLAIN, "shared") if options.get("lars") else (PLAIN, *WAYS)
-    runs = (on_threads(3, lambda way=way: trained_to_the_end(way, **options)) for way in ways)
-    plain, *others = runs
+    ways = ("shared",) if options.get("lars") else WAYS
+    plain, *runs = [on_threads(3, partial(trained_to_the_end, w, **options)) for w in (None, *ways)]
     assert not torch.equal(plain[0], weights(mlp()))
-    for found in others:
-        for mine, expected in zip(found, plain, strict=True):
-            assert torch.equal(mine, expected)
+    for found in runs:
+        assert all(map(torch.equal, found, plain))

@@ -60,12 +60,12 @@ content = _form("bytes", lambda x: type(x) is bytes)
 
 
 def optional(form: Form) -> Form:
-    """Return a form that accepts None and any value of `form`."""
+    """Accept None as well."""
     return lambda value, where: None if value is None else form(value, where)
 
 
 def list_of(form: Form, length: int | None = None) -> Form:
-    """Return a form for lists and tuples, of `length` unless it is None, of entries of `form`."""
+    """Lists and tuples of `form`."""
 
     def check_list(value: Any, where: str) -> None:
         require(isinstance(value, list | tuple), where, "a list", value)
@@ -78,7 +78,7 @@ def list_of(form: Form, length: int | None = None) -> Form:
 
 
 def dict_of(form: Form, keys: Collection[str] | None = None) -> Form:
-    """Return a form for dicts of strings, exactly `keys` unless it is None, to values of `form`."""
+    """Dicts of strings, exactly `keys` unless it is None, to values of `form`."""
 
     def check_dict(value: Any, where: str) -> None:
         _require_keys(value, where, keys or ())
@@ -92,7 +92,7 @@ def dict_of(form: Form, keys: Collection[str] | None = None) -> Form:
 
 
 def record(**forms: Form) -> Form:
-    """Return a form for dicts that have at least these keys, each with a value of its form."""
+    """Dicts that have at least these keys, each with a value of its form."""
 
     def check_record(value: Any, where: str) -> None:
         _require_keys(value, where, forms)
@@ -111,7 +111,7 @@ def _require_keys(value: Mapping[str, Any], where: str, keys: Collection[str]) -
 def tensor(
     shape: tuple[int, ...] | None = None, dtype: torch.dtype | None = None, numel: int | None = None
 ) -> Form:
-    """Return a form for dense tensors of finite real numbers, with what is not None."""
+    """Dense tensors of finite real numbers, with what is not None."""
 
     def check_tensor(value: Any, where: str) -> None:
         require(_is_dense(value), where, "a dense tensor", value)
@@ -146,8 +146,7 @@ def listed(names: Sequence[str]) -> str:
 # Shape and strides of each parameter by name.
 _LAYOUTS = dict_of(dict_of(list_of(count), ("shape", "stride")))
 
-# What every state dict has, and what an Averager adds. Both accept further keys: LocalSGD and other
-# clients add a section, which they validate themselves.
+# What every state dict has, and what an Averager adds. Both accept further keys.
 HEADER = record(version=count, spec=text, rank=count, world_size=count)
 ENGINE = record(
     step=count,
@@ -181,20 +180,13 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
         raise CheckpointError(f"expected a state dict, not {type(state).__name__}")
     wanted = header(spec, exchange)
     if "states" in state:
-        raise CheckpointError(
-            "this checkpoint has the states of all ranks, from gather_state_dict(): pass it to "
-            "load_gathered(state)"
-        )
-    missing = [name for name in wanted if name not in state]
-    if missing:
-        raise CheckpointError(f"not a state dict of torchcomp: it lacks {listed(missing)}")
+        raise CheckpointError("a state of gather_state_dict(): pass it to load_gathered(state)")
     HEADER(state, "the state dict")
     advice = {
         "version": "load it with the version of torchcomp that saved it",
         "rank": "each rank must load the state that it saved itself. Where one rank writes for all "
-        "(Lightning, Accelerate, Fabric, Ray), save torchcomp.Gathered(handle) instead of the "
-        "handle. With torch.distributed.checkpoint, save it under another name on each rank: "
-        "dcp.save({f'handle{rank}': handle})",
+        "(Lightning, Accelerate, Fabric, Ray), save torchcomp.Gathered(handle) instead. With "
+        "torch.distributed.checkpoint, name it by rank: dcp.save({f'handle{rank}': handle})",
         **advice,
     }
     # Version first: another version's other entries can have another meaning. World size before
@@ -230,12 +222,10 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
     saved = {name: list(each["shape"]) for name, each in state["parameters"].items()}
     here = {name: list(parameter.shape) for name, parameter in parameters.items()}
     # All differences together: one name would not show that the whole model is another one.
-    problems = [f"'{name}' is not in the model" for name in sorted(saved.keys() - here)]
-    problems += [f"'{name}' is not in the checkpoint" for name in here if name not in saved]
-    problems += [
-        f"'{name}' has shape {saved[name]} in the checkpoint and {shape} in the model"
-        for name, shape in here.items()
-        if saved.get(name, shape) != shape
+    problems = [
+        f"'{name}' has shape {saved.get(name)} in the checkpoint and {here.get(name)} in the model"
+        for name in saved | here
+        if saved.get(name) != here.get(name)
     ]
     if problems:
         more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
@@ -259,8 +249,3 @@ def check_division(
         kinds = {(parameters[n].dtype, parameters[n].device) for n in group if parameters}
         if not group or len(kinds) > 1:
             raise CheckpointError(f"{where} parameters of one dtype and device each, not {group}")
-
-
-def groups_of(names: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Return groups of names as they are used, from those of a state."""
-    return tuple(tuple(group) for group in names)

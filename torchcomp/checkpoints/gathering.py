@@ -5,12 +5,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from io import BytesIO
 from os import PathLike
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
+from torch.utils._pytree import tree_map_only
 
 from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.redistribution import Place, gathered, own_state
@@ -18,14 +19,6 @@ from torchcomp.exchange import Exchange
 from torchcomp.specs.errors import CheckpointError
 
 State = dict[str, Any]
-
-
-class Stateful(Protocol):
-    """An object with a state dict, such as a model or an optimizer."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state: Any) -> Any: ...
 
 
 class Gatherable(ABC):
@@ -46,12 +39,10 @@ class Gatherable(ABC):
         return True
 
     @abstractmethod
-    def state_dict(self) -> State:
-        """Return the state of this rank."""
+    def state_dict(self) -> State: ...
 
     @abstractmethod
-    def load_state_dict(self, state: State) -> None:
-        """Restore the state of this rank."""
+    def load_state_dict(self, state: State) -> None: ...
 
     def gather_state_dict(self, dst: int | None = 0) -> State | None:
         """Return the states of all ranks as one state dict, on the CPU. Call this on all ranks.
@@ -83,18 +74,15 @@ class Gathered:
     Lightning Fabric and Accelerate do, and then write the result of rank 0. Pass this object in
     place of the handle: ``accelerator.register_for_checkpointing(torchcomp.Gathered(handle))``.
 
-    With :class:`torchcomp.LocalSGD`, the optimizer's moments differ between ranks, and inside a
-    round the weights do as well. Name both to save those of every rank:
-    ``torchcomp.Gathered(sync, model=model, optimizer=optimizer)``. A run with another number of
-    ranks loads rank 0's on every rank.
-
     Args:
         source: a handle of :func:`torchcomp.register`, a LocalSGD or a JointSpar.
         dst: the rank that writes, or None if a rank of every node does.
         others: further objects whose state differs between ranks, by a name for the checkpoint.
+            With LocalSGD: ``model=model, optimizer=optimizer``. Another number of ranks loads those
+            of rank 0.
     """
 
-    def __init__(self, source: Gatherable, *, dst: int | None = 0, **others: Stateful) -> None:
+    def __init__(self, source: Gatherable, *, dst: int | None = 0, **others: Any) -> None:
         self._source = source
         self._dst = dst
         self._others = others
@@ -122,14 +110,7 @@ class Gathered:
         """
         own = own_state(state, self.exchange.world_size, self._source._place)
         saved = own.get("others", {})
-        checkpoint.dict_of(lambda value, where: None)(saved, "others")
-        if saved.keys() != self._others.keys():
-            there, here = (checkpoint.listed(sorted(each)) for each in (saved, self._others))
-            raise CheckpointError(
-                f"the checkpoint has {there or 'no other objects'} beside the state of torchcomp, "
-                f"but this Gathered was made with {here or 'no other objects'}: name the same "
-                "objects as in the run that saved it"
-            )
+        checkpoint.dict_of(lambda value, where: None, self._others)(saved, "others")
         self._source.load_state_dict(own)
         for name, each in self._others.items():
             each.load_state_dict(saved[name])
@@ -140,24 +121,15 @@ def _gather(source: Gatherable, own: Callable[[], State], dst: int | None) -> St
         state = own()
         # "step" counts exchanges. Within a round of local steps, it stays the same.
         local = state.get("local_sgd", {}).get("step")
-        return _on_cpu(state), {"step": state["step"], "local steps": local}
+        # A view would be sent with its whole storage, a tensor on the GPU to the sender's device.
+        copied = tree_map_only(Tensor, lambda x: x.detach().to("cpu", copy=True), state)
+        return copied, {"step": state["step"], "local steps": local}
 
     exchange = source._gather_over
     # Inside build(), because an error on one rank alone would leave the others waiting.
     state = exchange.build("gather_state_dict", {"dst": dst}, make)
     states = exchange.gather_objects(state, dst)
     return gathered(states) if states and (dst is None or source._gathers) else None
-
-
-def _on_cpu(value: Any) -> Any:
-    # A view would be sent with its whole storage, a tensor on the GPU to the sender's device.
-    if isinstance(value, Tensor):
-        return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _on_cpu(each) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(map(_on_cpu, value))
-    return value
 
 
 class PerRank:
@@ -212,27 +184,24 @@ class PerRank:
         paths = (FileSystemReader(checkpoint_id).read_metadata().planner_data or {}).items()
         names = {str(path[1]): name for name, path in paths if len(path) > 1 and path[0] == key}
         if not names:
-            raise CheckpointError(
-                f"the checkpoint in {checkpoint_id} has no state of torchcomp.PerRank under {key!r}"
-            )
+            raise CheckpointError(f"the checkpoint in {checkpoint_id} has no PerRank under {key!r}")
+
+        def read(ranks: list[str]) -> list[State]:
+            flat: dict[str, Any] = dict.fromkeys(names[rank] for rank in ranks)
+            with warnings.catch_warnings():
+                # On purpose: ranks can read different states.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                load(flat, checkpoint_id=checkpoint_id, no_dist=True)
+            return [_opened(content) for content in flat.values()]
+
         place, world_size = self._source._place, self._source._gather_over.world_size
         if len(names) == world_size and self._key in names:
-            (own,) = _read(checkpoint_id, [names[self._key]])
+            (own,) = read([self._key])
             if Place.of(own) == place:
                 self._source.load_state_dict(own)
                 return
-        ordered = sorted(names, key=lambda rank: int(rank.removeprefix("rank")))
-        states = _read(checkpoint_id, [names[rank] for rank in ordered])
+        states = read(sorted(names, key=lambda rank: int(rank.removeprefix("rank"))))
         self._source.load_state_dict(own_state(gathered(states), world_size, place))
-
-
-def _read(checkpoint_id: str | PathLike[str], names: list[str]) -> list[State]:
-    flat: dict[str, Any] = dict.fromkeys(names)
-    with warnings.catch_warnings():
-        # On purpose: ranks can read different states.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
-        load(flat, checkpoint_id=checkpoint_id, no_dist=True)
-    return [_opened(flat[name]) for name in names]
 
 
 def _opened(content: bytes) -> State:

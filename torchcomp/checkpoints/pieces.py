@@ -32,10 +32,6 @@ class Chunk:
         return (self.each, *self.row)
 
     @property
-    def numel(self) -> int:
-        return self.rows * prod(self.row)
-
-    @property
     def span(self) -> slice:
         return slice(self.start, self.start + prod(self.shape))
 

@@ -1,7 +1,6 @@
 """Redistribution: convert the states of all ranks of a run to another number of ranks.
 
-A run with nodes cuts every parameter into pieces, one for each rank of a node. A conversion
-averages over the nodes, joins the pieces, and cuts them for the new nodes.
+A conversion averages over the nodes, joins the pieces of parameters, and cuts them for new nodes.
 """
 
 from collections.abc import Mapping
@@ -11,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from torchcomp.checkpoints import checkpoint
-from torchcomp.checkpoints.checkpoint import RECUT, count, listed, optional, record, require
+from torchcomp.checkpoints.checkpoint import RECUT, count, listed, record, require
 from torchcomp.checkpoints.pieces import Chunk, Pieces
 from torchcomp.engine.bucket import BucketShape, memory_order
 from torchcomp.engine.state import Kind
@@ -36,22 +36,17 @@ class Place:
     position: int
     node_size: int  # ranks of every node
 
-    @property
-    def described(self) -> str:
-        where = f"position {self.position} on node {self.node} of nodes with {self.node_size} ranks"
-        return "a run without nodes" if self.node_size == 1 else where
-
     @classmethod
     def in_order(cls, rank: int, node_size: int = 1) -> "Place":
         """Return the place of a rank, if ranks are numbered node by node."""
         return cls(rank, rank // node_size, rank % node_size, node_size)
 
     @classmethod
-    def of(cls, state: Mapping[str, Any]) -> "Place":
-        """Return the place of the rank that saved a state."""
-        section = state.get("two_levels")
-        if section is None:
-            return cls.in_order(state["rank"])
+    def of(cls, state: Mapping[str, Any], where: str = "the state dict") -> "Place":
+        """Return the place of the rank that saved a state, or raise CheckpointError."""
+        checkpoint.HEADER(state, where)
+        checkpoint.TWO_LEVELS(state.get("two_levels"), f"{where}.two_levels")
+        section = state.get("two_levels") or asdict(cls.in_order(state["rank"]))
         return cls(state["rank"], section["node"], section["position"], section["node_size"])
 
 
@@ -97,24 +92,18 @@ def gathered(states: list[State]) -> State:
 
 def own_state(state: Any, world_size: int, place: Place) -> State:
     """Return one rank's part of a :func:`gathered` state dict, converted for other ranks."""
-    if not isinstance(state, Mapping):
+    if not isinstance(state, Mapping) or ("states" not in state and "rank" in state):
+        found = type(state).__name__
+        if isinstance(state, Mapping):
+            found = f"the state_dict() of rank {shown(state['rank'])}, for load_state_dict(state)"
         raise CheckpointError(
-            f"expected the result of gather_state_dict(), not {type(state).__name__}: on other "
-            "ranks than dst it is None, so save it on rank dst, and load that file on all ranks"
-        )
-    if "states" not in state and "rank" in state:
-        raise CheckpointError(
-            f"this checkpoint has only the state of rank {shown(state['rank'])}, from "
-            "state_dict(): pass it to load_state_dict(state) on that rank, or save "
-            "gather_state_dict() instead"
+            f"expected the result of gather_state_dict() on rank dst, not {found}"
         )
     _GATHERED(state, "the gathered state dict")
     states: list[State] = list(state["states"])
     if len(states) == world_size:
         own = states[place.rank]
-        optional(count)(own.get("rank"), "rank")
-        checkpoint.TWO_LEVELS(own.get("two_levels"), "two_levels")
-        if "rank" not in own or Place.of(own) == place:
+        if Place.of(own, f"states[{place.rank}]") == place:
             return own
     return _cut(_joined(_complete(states)), world_size, place)
 
@@ -128,14 +117,10 @@ def _joined(positions: list[list[State]]) -> State:
         # A cache never changes a result, so a new run can do without it.
         if slot["kind"] == Kind.CACHE.value:
             continue
-        join = _joined_shards if slot["sharded"] else _mean
-        parts, tensors = [join(states, slot_name) for states in positions], Tensors()
-        for name in parts[0]:
-            pieces = [each[name] for each in parts]
-            whole = _join(layouts[name], pieces, flat=slot["sharded"])
-            if whole is not None:
-                tensors[name] = whole
-        slots[slot_name] = {**slot, "tensors": tensors}
+        flat = slot["sharded"]
+        parts = [(_joined_shards if flat else _mean)(states, slot_name) for states in positions]
+        joined = {n: _join(layouts[n], [each[n] for each in parts], flat=flat) for n in parts[0]}
+        slots[slot_name] = {**slot, "tensors": {n: t for n, t in joined.items() if t is not None}}
     # All other entries of an Averager are equal on all ranks, except for the traffic counters. Of
     # those, and of the clients' sections, rank 0's are kept.
     rest = {key: value for key, value in first.items() if key != "two_levels"}
@@ -144,7 +129,6 @@ def _joined(positions: list[list[State]]) -> State:
 
 
 def _cut(whole: State, world_size: int, place: Place) -> State:
-    """Return the state of a new rank, from the result of :func:`_joined`."""
     layouts, size = whole["parameters"], place.node_size
     state = {**whole, "world_size": world_size, "rank": place.rank}
     state[RECUT] |= size > 1
@@ -160,8 +144,7 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
             if piece is None or (flat and name not in owned):
                 continue
             if flat:
-                at, numel = owned[name]
-                piece = piece[at : at + numel]
+                piece = piece[owned[name]]
             # Cloned, so that the new ranks share no memory.
             tensors[name] = piece.detach().clone()
         state["slots"][slot_name] = {**slot, "tensors": tensors}
@@ -170,22 +153,17 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
 
 def check_place(state: Mapping[str, Any], place: Place) -> None:
     """Raise CheckpointError unless a state is of this place, with nodes of the same size."""
-    checkpoint.TWO_LEVELS(state.get("two_levels"), "two_levels")
-    saved = Place.of(state)
-    if saved != place:
+    if (saved := Place.of(state)) != place:
         raise CheckpointError(
-            f"the checkpoint is of {saved.described}, but here is {place.described}: convert all "
-            "ranks' state dicts with torchcomp.redistribute(states, world_size, nodes=...)"
+            f"the checkpoint is of {saved}, but here is {place}: convert all ranks' state dicts "
+            "with torchcomp.redistribute(states, world_size, nodes=...)"
         )
 
 
 def two_levels(place: Place, layouts: Mapping[str, Layout]) -> State:
-    """Return the section of a state on its pieces; `layouts` are those of whole parameters."""
+    """Return the section of a state on its pieces; `layouts` are those of the whole."""
     section = {key: value for key, value in asdict(place).items() if key != "rank"}
     return {**section, "parameters": dict(layouts)}
-
-
-# --- Pieces of one parameter ---
 
 
 def _like(layout: Layout) -> Tensor:
@@ -211,7 +189,7 @@ def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor | None:
     chunk = _chunk(layout, len(pieces))
     if pieces[0].numel() != prod(chunk.shape):
         return None
-    rows = torch.cat([piece.reshape(-1) for piece in pieces])[: chunk.numel]
+    rows = torch.cat([piece.reshape(-1) for piece in pieces])[: prod(layout["shape"])]
     if flat:
         return rows
     return rows.view(layout["shape"]) if chunk.by_rows else memory_order(_like(layout), rows)
@@ -221,21 +199,17 @@ def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor
     """Return one piece of a parameter; the inverse of :func:`_join`."""
     if place.node_size == 1:
         return whole
-    chunk = _chunk(layout, place.node_size)
-    if whole.numel() != chunk.numel:
+    chunk, numel = _chunk(layout, place.node_size), prod(layout["shape"])
+    if whole.numel() != numel:
         return None
     if not (flat or chunk.by_rows):
-        ordered = whole.new_empty(chunk.numel)
+        ordered = whole.new_empty(numel)
         memory_order(_like(layout), ordered).copy_(whole)
         whole = ordered
     size = prod(chunk.shape)
-    padded = torch.zeros(size, dtype=whole.dtype, device=whole.device)
     part = whole.reshape(-1)[place.position * size : (place.position + 1) * size]
-    padded[: part.numel()] = part
+    padded = pad(part, (0, size - part.numel()))
     return padded if flat else padded.view(chunk.shape)
-
-
-# --- States of all nodes ---
 
 
 def _mean(states: list[State], slot: str) -> Tensors:
@@ -255,26 +229,25 @@ def _joined_shards(states: list[State], slot: str) -> Tensors:
     tensors = [state["slots"][slot]["tensors"] for state in states]
     for index, (state, each) in enumerate(zip(states, tensors, strict=True)):
         saved = {name: part.numel() for name, part in each.items()}
-        sizes = {name: size for name, (_, size) in _owned(states[0], len(states), index).items()}
+        sizes = {
+            n: own.stop - own.start for n, own in _owned(states[0], len(states), index).items()
+        }
         where = f"the server residual of rank {state['rank']}"
         require(saved == sizes, where, f"of sizes {sizes}", saved)
-    # A shard is a contiguous part of a bucket. In rank order, the shards' parts of a parameter
-    # therefore join to the whole parameter.
-    return {
-        name: torch.cat([each[name].reshape(-1) for each in tensors if name in each])
-        for name in dict.fromkeys(name for each in tensors for name in each)
-    }
+    # A shard is a contiguous part of a bucket, so its parts join in rank order.
+    names = dict.fromkeys(name for each in tensors for name in each)
+    return {n: torch.cat([each[n].reshape(-1) for each in tensors if n in each]) for n in names}
 
 
-def _owned(state: State, ranks: int, rank: int) -> dict[str, tuple[int, int]]:
-    """Return the offset and the size of a rank's part of each parameter, by name."""
-    owned: dict[str, tuple[int, int]] = {}
+def _owned(state: State, ranks: int, rank: int) -> dict[str, slice]:
+    """Return a rank's part of each parameter, by name."""
+    owned: dict[str, slice] = {}
     for group in state["buckets"]:
         shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
         # Shards do not depend on the dtype.
         shard = BucketShape(tuple(group), shapes, torch.float32).shard(ranks, rank)
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
-            owned[name] = at, size
+            owned[name] = slice(at, at + size)
     return owned
 
 
@@ -283,9 +256,8 @@ def _complete(states: list[State]) -> list[list[State]]:
     if not isinstance(states, list | tuple) or not states:
         raise CheckpointError("states must be a non-empty list of the state dicts of all ranks")
     for i, state in enumerate(states):
-        checkpoint.HEADER(state, f"states[{i}]")
+        Place.of(state, f"states[{i}]")
         checkpoint.ENGINE(state, f"states[{i}]")
-        checkpoint.TWO_LEVELS(state.get("two_levels"), f"states[{i}].two_levels")
         checkpoint.flag(state.get(RECUT, False), f"states[{i}].{RECUT}")
     states = sorted(states, key=lambda state: state["rank"])
     first, ranks = states[0], [state["rank"] for state in states]
@@ -293,49 +265,42 @@ def _complete(states: list[State]) -> list[list[State]]:
     # The length first: a damaged world size must not make `range` huge.
     if len(ranks) != size or ranks != list(range(size)):
         raise CheckpointError(f"expected one state of each of {size} ranks, not of ranks {ranks}")
-    shared = ("version", "spec", "world_size", "step", "seed", "scale", "lrs", "flushing")
-    for name in (*shared, "parameters", "groups", "buckets"):
-        if any(state[name] != first[name] for state in states):
+    common = [_common(state) for state in states]
+    for name, value in common[0].items():
+        if any(each[name] != value for each in common):
             raise CheckpointError(f"the states are not of one run at one step: {name} differs")
     checkpoint.check_division("buckets", first)
     slots = [slot["tensors"] for state in states for slot in state["slots"].values()]
     if unknown := sorted({name for each in slots for name in each} - first["parameters"].keys()):
         raise CheckpointError(f"a damaged checkpoint: it lacks the shape of {listed(unknown)}")
-    by_position = _by_position(states)
-    kinds = [_kinds(state) for state in states]
-    if any(each != kinds[0] for each in kinds):
-        raise CheckpointError("the states have slots of different kinds or parameters")
-    return by_position
+    return _by_position(states)
 
 
-def _by_position(states: list[State]) -> list[list[State]]:
-    places = [Place.of(state) for state in states]
-    found = {(each.position, each.node): state for each, state in zip(places, states, strict=True)}
-    sections = [state.get("two_levels") or {} for state in states]
-    layouts, size = sections[0].get("parameters", {}), min(each.node_size for each in places)
-    equal = all(each.get("parameters", {}) == layouts for each in sections)
-    # Compared with the number of states first: a damaged size must not make `range` huge.
-    if equal and 0 < size <= len(states) and all(each.node_size == size for each in places):
-        nodes = range(len(states) // size)
-        grid = [[(position, node) for node in nodes] for position in range(size)]
-        if found.keys() == {key for row in grid for key in row}:
-            shapes = {name: list(each["shape"]) for name, each in states[0]["parameters"].items()}
-            pieces = {name: _piece_layout(each, size)["shape"] for name, each in layouts.items()}
-            if sections[0] and shapes != pieces:
-                problem = "its parameters are not pieces of the model's"
-                raise CheckpointError(f"a damaged checkpoint: {problem}")
-            return [[found[key] for key in row] for row in grid]
-    raise CheckpointError(
-        "the states are not of one run: their nodes have other sizes or parameters, or a rank of a "
-        "node is missing"
-    )
-
-
-def _kinds(state: Mapping[str, Any]) -> dict[str, Any]:
-    kinds: dict[str, Any] = {}
+def _common(state: State) -> dict[str, Any]:
+    """Return what the states of all ranks have in common, by name."""
+    section = state.get("two_levels") or {}
+    shared = ("version", "spec", "world_size", "step", "seed", "scale", "lrs", "flushing")
+    slots = {}
     for name, slot in state["slots"].items():
         # A shard has other parameters and sizes on each rank, and a cache is dropped.
         alike = not slot["sharded"] and slot["kind"] != Kind.CACHE.value
-        tensors = {n: (t.shape, t.dtype) for n, t in slot["tensors"].items()} if alike else None
-        kinds[name] = slot["kind"], slot["sharded"], tensors
-    return kinds
+        shapes = {n: (t.shape, t.dtype) for n, t in slot["tensors"].items() if alike}
+        slots[name] = slot["kind"], slot["sharded"], shapes
+    common = {name: state[name] for name in (*shared, "parameters", "groups", "buckets")}
+    nodes = section.get("node_size"), section.get("parameters")
+    return {**common, "nodes": nodes, "slots": slots}
+
+
+def _by_position(states: list[State]) -> list[list[State]]:
+    places, section = [Place.of(state) for state in states], states[0].get("two_levels")
+    found = {(each.position, each.node): state for each, state in zip(places, states, strict=True)}
+    # A damaged size must not make `range` huge.
+    size = min(places[0].node_size, len(states))
+    rows = [[(at, node) for node in range(len(states) // max(size, 1))] for at in range(size)]
+    if found.keys() != {key for row in rows for key in row}:
+        raise CheckpointError("the states are not of one run: a rank of a node is missing")
+    if section is not None:
+        shapes = {name: list(each["shape"]) for name, each in states[0]["parameters"].items()}
+        pieces = {n: _piece_layout(x, size)["shape"] for n, x in section["parameters"].items()}
+        require(pieces == shapes, "two_levels", "of pieces of the parameters", pieces)
+    return [[found[key] for key in row] for row in rows]

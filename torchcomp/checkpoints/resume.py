@@ -29,15 +29,13 @@ class Resumable(Steps):
     flushing: bool = False  # whether the residual of another method is sent before
 
     @abstractmethod
-    def settle(self) -> None:
-        """Decide whether the last step counts, and end what it leaves open."""
+    def settle(self) -> None: ...
 
     @abstractmethod
-    def _changed(self) -> None:
-        """Note that another method runs, or with another state."""
+    def _changed(self) -> None: ...
 
     def _compare_ranks(self, lrs: Mapping[str, float]) -> None:
-        """Raise RankMismatchError if the ranks differ in what must be the same, such as `lrs`."""
+        """Raise RankMismatchError if the ranks differ in what must be the same."""
         running, state, exchange = self.running, self.state, self.exchange
         # The scale that the state has, before it follows that of this step.
         values = {"spec": self.aggregator, "step": self.step, "seed": self.seed}
@@ -83,17 +81,12 @@ class Resumable(Steps):
     ) -> Callable[[], None]:
         """Check a state dict of this rank, and return a function that restores it, with its groups.
 
-        `advice` says what to do if "spec" or "world_size" differs. `aggregator` is the method of
-        the state, if the run changes to it.
-
-        Raises:
-            CheckpointError: if the state is damaged, or if it belongs to another model, method,
-                rank or world size.
+        `aggregator` is the method of the state, if the run changes to it. Raises CheckpointError.
         """
         chosen = aggregator or self.aggregator
         checkpoint.check_header(state, str(chosen), self.exchange, advice)
         checkpoint.check_engine(state, self.parameters)
-        groups, buckets = (checkpoint.groups_of(state[name]) for name in ("groups", "buckets"))
+        groups, buckets = (tuple(map(tuple, state[name])) for name in ("groups", "buckets"))
         # During a flush, the checkpoint has the slots of FLUSH and the spec of the next method.
         method = FLUSH if state["flushing"] else chosen
         declared = self.running.slots(self.exchange, method, buckets)
@@ -123,8 +116,6 @@ class Resumable(Steps):
             restore()
 
 
-# --- Slots, also for a model of another dtype or layout -------------------------------------------
-
 # By name of the slot: its kind, whether it is sharded, and its flat values by parameter name.
 LoadedSlots = dict[str, tuple[Kind, bool, dict[str, Tensor]]]
 
@@ -140,7 +131,7 @@ def save_slots(
         held = dict(state.items(slot.name))
         for name, size in zip(slot.names, slot.sizes, strict=True):
             parameter, part = parameters[name], held.get(name)
-            # What `State.open` would start with: no step has opened the slot, or the size changed.
+            # No step has opened the slot, or the size changed.
             if part is None or part.numel() != size:
                 part = _initial(slot, name, size, parameter.device)
             if size == parameter.numel() and not slot.sharded:
@@ -171,10 +162,8 @@ def load_slots(
     for name, saved in state["slots"].items():
         unknown = sorted(set(saved["tensors"]) - set(loaded[name][2] if name in loaded else ()))
         if unknown or name not in loaded:
-            raise CheckpointError(
-                f"a damaged checkpoint: slots['{name}'] has tensors that {spec} does not use: "
-                f"{listed(unknown)}"
-            )
+            problem = f"slots['{name}'] has tensors that {spec} does not use: {listed(unknown)}"
+            raise CheckpointError(f"a damaged checkpoint: {problem}")
     return loaded
 
 
@@ -204,9 +193,8 @@ def _load_slot(
             )
         if slot.sharded and value.numel() != size:
             raise CheckpointError(
-                f"the checkpoint has {value.numel()} elements of the server residual of '{name}', "
-                f"but this rank owns {size}: convert all ranks' state dicts with "
-                "torchcomp.redistribute(states, world_size)"
+                f"the server residual of '{name}' has {value.numel()} elements, not {size}: "
+                f"{checkpoint.ADVICE['world_size']}"
             )
         path = f"{where}.tensors['{name}']"
         # Any float will do: the model can be in another dtype than when it was saved.

@@ -230,7 +230,7 @@ class Managed(Buckets):
             # This rank has missed the message that says so.
             averager._end_flush()
         averager.units.rescale(averager.state, peer["scale"])
-        averager.running.groups = checkpoint.groups_of(peer["groups"])
+        averager.running.groups = tuple(map(tuple, peer["groups"]))
         averager.use(peer["spec"])
         averager._flush(peer["flushing"])
         averager.step, averager.seed = peer["step"], peer["seed"]

@@ -129,7 +129,6 @@ class Bandit:
         norms = np.where(kept, np.asarray(norms, dtype=np.float64), 0.0).clip(max=_LARGEST_NORM)
         self.largest = max(self.largest, float(norms.max()))
         exponent = self.rule.exponent(self, kept, norms)
-        # From the p that this step was drawn with.
         seen = math.fsum((norms**2 / self.p**2).tolist()) / self.budget
         self.p = kl_project(_log(self.p) + exponent, self.budget, self.p_min, self.costs)
         # After its use: within a step, lam must not depend on the layers that the step drew.
@@ -153,7 +152,7 @@ class Bandit:
         self._average, self._updates = state["average"], state["updates"]
 
     def probabilities(self, values: list[float], where: str) -> Vector:
-        """Return the probabilities of all layers in a checkpoint. Raise CheckpointError if bad."""
+        """Return probabilities of a checkpoint. Raise CheckpointError if they are bad."""
         require(len(values) == len(self.p), where, f"a list of {len(self.p)} entries", values)
         # Computed probabilities have relative errors far below 1e-9.
         valid = all(self.p_min * (1 - 1e-9) <= value <= 1 + 1e-9 for value in values)
@@ -170,10 +169,9 @@ def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:
 def kl_project(u: ArrayLike, budget: float, p_min: float, costs: ArrayLike | None = None) -> Vector:
     """Project the weights exp(u) onto the set {sum c q = budget, p_min <= q <= 1}.
 
-    It minimises the sum of c_d KL(q_d || exp(u_d)): with equal costs c, the divergence of
-    JointSpar's Algorithm 1. The minimiser q = clip(exp(u + tau), p_min, 1), float64 (D,), with one
-    tau for all entries, is exact, also at abs(u) = 1e5, and the same on all processors. The budget
-    is from p_min sum(c) to sum(c). With costs of 1, it is the expected number of layers S.
+    It minimises the sum of c_d KL(q_d || exp(u_d)), with costs c of 1 as in Algorithm 1. The
+    minimiser q = clip(exp(u + tau), p_min, 1), float64 (D,), with one tau for all entries, is
+    exact, also at abs(u) = 1e5, and the same on all processors.
     """
     u = np.asarray(u, dtype=np.float64)
     costs = np.ones(len(u)) if costs is None else np.asarray(costs, dtype=np.float64)

@@ -1,25 +1,24 @@
 """JointSpar: skip whole layers of a DDP model in every step, in its backward pass and exchange."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import replace
 from functools import partial
 from itertools import compress as selected
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.gathering import Gatherable
 from torchcomp.ddp.checks import OWNER, check_is_ddp, check_model, device_of, trained_parameters
-from torchcomp.ddp.register import Options, check_scaler, register_ddp
+from torchcomp.ddp.register import Options, register_ddp
 from torchcomp.engine.keys import Key, check_seed
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.jointspar.bandit import BASELINE, Baseline, Literal
-from torchcomp.jointspar.layers import Patterns, default_layers, layers_by_pattern
+from torchcomp.jointspar.layers import default_layers
 from torchcomp.jointspar.sampler import Sampled, Sampler, SamplingOptions, by_layer
 from torchcomp.jointspar.skip import Skipper
 from torchcomp.specs.component import Component
@@ -32,29 +31,7 @@ _ADVICE = {
 }
 
 
-@dataclass(frozen=True)
-class JointSparStats(Stats):
-    """The counters of :class:`torchcomp.Stats`, with committed steps only, and the layers.
-
-    Attributes:
-        kept: names of the layers whose gradients this rank computed in the last step.
-        p: probability of each layer in the next step, by name.
-        share: expected cost of the next step, as a share of that of all layers.
-    """
-
-    kept: tuple[str, ...]
-    p: Mapping[str, float]
-    share: float
-
-    def row(self) -> dict[str, Any]:
-        """Return the counters as plain values, for a line of ``metrics.jsonl``."""
-        return asdict(self)
-
-    def __str__(self) -> str:
-        return f"{super().__str__()}, {len(self.kept)} of {len(self.p)} layers in the last one"
-
-
-class JointSpar(Gatherable):
+class JointSpar(Skipper, Gatherable):
     """Keep a random set of layers in every step. Other gradients are neither computed nor sent.
 
     Source: Liu, Mozafari, "Communication-efficient distributed learning for large batch
@@ -73,25 +50,23 @@ class JointSpar(Gatherable):
         budget: expected cost of a step, as a share of that of all layers; above 0 and at most 1.
             Start with 0.6.
         costs: the unit of `budget`: "layers" (as in the paper) or "bytes". Start with "bytes".
-        layers: a mapping from layer names to shell-style patterns of parameter names. By default,
-            each module with weights is a layer, with its bias and its norm.
         compress: how the kept layers are exchanged, such as ``"ef(topk(0.01))"``.
         p_min: lowest probability of a layer, at most `budget`.
         rule: how p is learned: ``Baseline()``, ``Literal(...)``, or None for uniform dropping.
         selection: "shared" draws one set for all ranks, "per-rank" one for each, as in the paper.
             The ranks then exchange every layer that any of them keeps: on many ranks, almost all.
         seed: seed of the draws.
-        scaler: the ``GradScaler`` of the loop. It then accepts an optimizer without gradients.
 
     Attributes:
-        layers: maps the name of each layer to the names of its parameters.
+        layers: maps the name of each layer to the names of its parameters. A layer is a module with
+            weights, with its bias and its norm.
 
     Raises:
-        SpecError: if an option is out of its range, or if a parameter is not in exactly one layer.
+        SpecError: if an option is out of its range, or if the model has one layer.
         UnsupportedModelError: as for :func:`torchcomp.register`, and for ``static_graph``. From a
             forward pass: if the last loss was not computed from what the model returned.
         RankMismatchError: if arguments or models differ across ranks.
-        NonFiniteError: from ``backward``, without a scaler, if a gradient is not finite.
+        NonFiniteError: from ``backward``, if a gradient is not finite. There is no ``scaler=``.
     """
 
     def __init__(
@@ -100,13 +75,11 @@ class JointSpar(Gatherable):
         *,
         budget: float,
         costs: str = "layers",
-        layers: Patterns | None = None,
         compress: str | Component = "mean",
         p_min: float = 0.0125,
         rule: Baseline | Literal | None = BASELINE,
         selection: str = "shared",
         seed: int = 0,
-        scaler: "torch.amp.GradScaler | None" = None,
     ) -> None:
         check_is_ddp(model)
         self._exchange = ProcessGroupExchange(model.process_group, device_of(model))
@@ -115,17 +88,13 @@ class JointSpar(Gatherable):
 
         def make() -> tuple[Sampled, dict[str, Any]]:
             check_seed(seed)
-            check_scaler(scaler)
             check_model(model)
             if model.static_graph:
                 raise UnsupportedModelError(
-                    "with static_graph=True, DDP silently assumes that every step keeps the layers "
-                    "of the first step: build DistributedDataParallel without it"
+                    "with static_graph=True, DDP assumes that every step keeps the same layers"
                 )
             options = SamplingOptions(budget, costs, p_min, rule, selection)
             grouped = default_layers(trained.items())
-            if layers is not None:
-                grouped = layers_by_pattern(layers, list(trained))
             sizes = [sum(trained[name].nbytes for name in names) for names in grouped.values()]
             # Costs must be above 0, also of a layer without elements.
             each = np.maximum(sizes, 1.0) if costs == "bytes" else np.ones(len(grouped))
@@ -136,17 +105,13 @@ class JointSpar(Gatherable):
         method = self._exchange.build("torchcomp.JointSpar", {}, make)
         self._sampler = method.sampler
         self.layers = self._sampler.layers
-        self._handle = register_ddp(model, method, Options(seed=seed, scaler=scaler, check="now"))
+        self._handle = register_ddp(model, method, Options(seed=seed, check="now"))
         averager = self._handle.averager
         # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))
-        averager.on_finish(partial(setattr, self._sampler, "committed"))
-        if scaler is not None and scaler.is_enabled():
-            # Not a closure: a scaler must stay picklable.
-            scaler._unscale_grads_ = partial(_unscaled, scaler)  # type: ignore[method-assign]
-        callbacks = self._forward_begins, self._backward_done
-        self._skipper = Skipper(model.module, self._parameters, *callbacks)
-        self._skip()
+        averager.on_finish(partial(setattr, self._sampler, "exchanged"))
+        super().__init__(model.module)
+        self._skip_dropped()
         setattr(model, OWNER, f"torchcomp.JointSpar(budget={budget:g})")
         # The model keeps it alive if the user holds no reference to it.
         vars(model)["_torchcomp_jointspar"] = self
@@ -168,20 +133,15 @@ class JointSpar(Gatherable):
         return tuple(selected(self.layers, self._sampler.kept))
 
     @property
-    def stats(self) -> JointSparStats:
-        """Counters of this rank."""
-        costs, last = self._sampler.bandit.costs, tuple(selected(self.layers, self._sampler.last))
-        share = float(costs @ self._sampler.p) / float(costs.sum())
-        counters = {**vars(self._handle.stats), "steps": self._sampler.step}
-        return JointSparStats(**counters, kept=last, p=self.p, share=share)
+    def stats(self) -> Stats:
+        """Counters of this rank. A step counts also if no layer was exchanged in it."""
+        return replace(self._handle.stats, steps=self._sampler.step)
 
     def probability(self, parameter: Tensor) -> float:
         """Return the p that divided this parameter's gradient in the last step, for LARS."""
         if not self._sampler.shared:
-            raise SpecError(
-                'LARS needs selection="shared": with "per-rank", how often a mean has a gradient '
-                "depends on the probabilities of all ranks, and each rank has only its own"
-            )
+            # How often a mean has a gradient depends on the probabilities of all ranks.
+            raise SpecError('LARS needs selection="shared"')
         name = self._names.get(id(parameter))
         # LARS can also train parameters that are in no layer. These are not sampled.
         return 1.0 if name is None else float(self._sampler.applied[self._sampler.layer_of[name]])
@@ -209,7 +169,7 @@ class JointSpar(Gatherable):
         restored = self._sampler.restored(state)
         self._handle.load_state_dict(state)
         vars(self._sampler).update(vars(restored))
-        self._skip()
+        self._skip_dropped()
 
     @property
     def _gather_over(self) -> Exchange:
@@ -217,7 +177,7 @@ class JointSpar(Gatherable):
 
     def close(self) -> None:
         """Stop skipping layers. The model cannot train any further: DDP cannot remove a hook."""
-        self._skipper.close()
+        self._unhook()
         self._handle.close()
 
     def __enter__(self) -> "JointSpar":
@@ -228,39 +188,24 @@ class JointSpar(Gatherable):
 
     def _forward_begins(self) -> None:
         # Gradients were exchanged, but _backward_done was not called. Every rank finds the same.
-        if self._sampler.committed is not None:
+        if self._sampler.exchanged:
             raise UnsupportedModelError(
-                "the last loss was not computed from the output of the forward pass, so JointSpar "
-                "can drop no layer: return the loss, or what it is computed from, as a tensor or "
-                "in tuples, lists, dicts or dataclasses"
+                "the last loss was not computed from the output of the forward pass: return what "
+                "it is computed from, also in tuples, lists or dicts"
             )
 
     def _backward_done(self) -> None:
         sampler = self._sampler
-        committed, sampler.committed = sampler.committed, None
-        # Nothing was exchanged: a pass under no_sync, for gradients of inputs, or incomplete.
-        if committed is None:
+        exchanged, sampler.exchanged = sampler.exchanged, False
+        # Otherwise a pass under no_sync, for gradients of inputs, or incomplete.
+        if not exchanged:
             return
         # DDP has written zeros, or with find_unused_parameters has left the old gradient.
         for name in sampler.names(~sampler.union(self._exchange)):
             self._parameters[name].grad = None
-        # The optimizer skips a step that was rolled back. The next one keeps the same layers.
-        if not committed:
-            sampler.reset()
-            return
-        sampler.learn(self._handle.averager.units.scale)
+        sampler.learn()
         sampler.draw()
-        self._skip()
+        self._skip_dropped()
 
-    def _skip(self) -> None:
-        self._skipper.skip(self._sampler.names(~self._sampler.kept))
-
-
-def _unscaled(
-    scaler: torch.amp.GradScaler, optimizer: Any, inverse: Tensor, found: Tensor, fp16: bool
-) -> dict[torch.device, Tensor]:
-    # Without a device, the scaler would raise for an optimizer without a gradient. Gradients of
-    # zero would let momentum and weight decay change layers. PyTorch's own ShardedGradScaler
-    # overrides the same private method.
-    original = type(scaler)._unscale_grads_
-    return original(scaler, optimizer, inverse, found, fp16) or {found.device: found}
+    def _skip_dropped(self) -> None:
+        self._skip(self._parameters[name] for name in self._sampler.names(~self._sampler.kept))

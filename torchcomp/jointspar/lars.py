@@ -25,7 +25,6 @@ class Sampling(Protocol):
     """What LARS reads from JointSpar: the p that divided g in the last step, and the mean |g|."""
 
     def probability(self, parameter: Tensor) -> float: ...
-
     def norm(self, parameter: Tensor) -> float: ...
 
 
@@ -74,7 +73,7 @@ class LARS(Optimizer):
     ) -> None:
         if not isinstance(sampled, Sampling | None):
             raise SpecError(
-                f"LARS: sampled must be a torchcomp.JointSpar or None, not {sampled!r}", "sampled"
+                f"LARS: sampled must be a JointSpar or None, not {sampled!r}", "sampled"
             )
         defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
         defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
@@ -103,8 +102,7 @@ class LARS(Optimizer):
                     continue
                 if g.layout is not torch.strided:
                     raise UnsupportedModelError(
-                        f"LARS: a gradient of shape {tuple(g.shape)} is sparse ({g.layout}), but "
-                        "weight decay and momentum are dense: build its embedding with sparse=False"
+                        f"LARS: a gradient of shape {tuple(g.shape)} is sparse: use sparse=False"
                     )
                 excluded = group["exclude_vectors"] and x.dim() <= 1
                 kinds[number, excluded, x.device, x.dtype, g.dtype].append(x)

@@ -1,18 +1,11 @@
 """Layers: named groups of parameters that JointSpar keeps or drops together."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from fnmatch import fnmatchcase
+from collections.abc import Iterable
 
 from torch import nn
 
-from torchcomp.specs.component import nearest
-from torchcomp.specs.errors import SpecError
-
 Layers = dict[str, tuple[str, ...]]
 """Maps the name of each layer to the names of its parameters, in the model's order."""
-
-Patterns = Mapping[str, str | Sequence[str]]
-"""Maps the name of each layer to shell-style patterns of parameter names: ``"blocks.0.*"``."""
 
 
 def default_layers(parameters: Iterable[tuple[str, nn.Parameter]]) -> Layers:
@@ -52,33 +45,3 @@ def _layer_of(module: str, order: list[str], weighted: set[str]) -> str:
 
     # max returns the first of equals: the module before, as norms follow their convolution.
     return max([*before[-1:], *after[:1]], key=shared, default=module)
-
-
-def layers_by_pattern(patterns: Patterns, names: Sequence[str]) -> Layers:
-    """Group the trained parameters, in `names`, by the first layer that has a pattern for each."""
-    layers: Layers = {}
-    left = list(names)
-    for layer, entry in patterns.items() if isinstance(patterns, Mapping) else [(None, patterns)]:
-        # A str is a sequence of one-letter patterns to the code below.
-        listed = [entry] if isinstance(entry, str) else entry
-        if not (isinstance(listed, Sequence) and all(isinstance(p, str) for p in (layer, *listed))):
-            raise SpecError(
-                "layers must map names of layers to patterns of parameter names, such as "
-                f"{{'stem': 'conv1.*', 'rest': ['layer*', 'fc.*']}}, not {layer!r} to {entry!r}",
-                "layers",
-            )
-        for pattern in listed:
-            # fnmatchcase, because fnmatch ignores case on some systems.
-            if not any(fnmatchcase(name, pattern) for name in names):
-                hint = nearest(pattern, names)
-                raise SpecError(
-                    f"layer '{layer}': '{pattern}' matches no trained parameter; {hint}", "layers"
-                )
-        members = [n for n in left if any(fnmatchcase(n, pattern) for pattern in listed)]
-        layers[str(layer)] = tuple(members)
-        left = [name for name in left if name not in members]
-    unused = [f"layer '{layer}' has no parameter" for layer in layers if not layers[layer]]
-    unused += [f"parameter '{name}' is in no layer" for name in left]
-    if unused:
-        raise SpecError(f"{unused[0]}: change the patterns in layers={{...}}", "layers")
-    return layers

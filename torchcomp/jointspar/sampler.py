@@ -52,15 +52,11 @@ class SamplingOptions(Component):
         check_fraction("budget", self.budget)
         check_fraction("p_min", self.p_min)
         if self.p_min > self.budget:
-            raise SpecError(
-                f"p_min = {self.p_min:g} must be at most budget = {self.budget:g}: keeping every "
-                "layer with probability p_min would exceed the budget",
-                "p_min",
-            )
+            problem = f"p_min = {self.p_min:g} must be at most budget = {self.budget:g}"
+            raise SpecError(problem, "p_min")
         if not isinstance(self.rule, Baseline | Literal | None):
-            raise SpecError(
-                f"rule must be Baseline(), Literal(...) or None, not {self.rule!r}", "rule"
-            )
+            problem = f"rule must be Baseline(), Literal(...) or None, not {self.rule!r}"
+            raise SpecError(problem, "rule")
         if isinstance(self.rule, Literal) and self.costs != "layers":
             raise SpecError('Literal(...) counts layers: use Baseline(), or costs="layers"', "rule")
 
@@ -69,37 +65,24 @@ class Sampler:
     """Algorithms 1 and 2 of JointSpar on layers with these costs, shape (D,), above 0.
 
     The first step keeps all layers, so that DDP orders its buckets by a complete backward pass.
-
-    Attributes:
-        kept, p: the layers of the next step on this rank, as a mask, and the probabilities that
-            they were drawn with; last, applied: the same of the last committed step.
-        step: number of committed steps.
-        committed: whether the step that was just exchanged was committed or rolled back; None once
-            JointSpar has handled it.
-        layer_of: the number of each parameter's layer, by name.
     """
 
     def __init__(self, options: SamplingOptions, layers: Layers, costs: Vector, key: Key) -> None:
         if len(layers) < 2:
-            raise SpecError(
-                f"JointSpar needs two layers or more, not {list(layers)}: define smaller ones with "
-                "layers={...}, or compress the gradient instead",
-                "layers",
-            )
+            raise SpecError(f"JointSpar needs two layers or more, not {list(layers)}", "layers")
         self.options, self.layers = options, layers
         self.shared = options.selection == "shared"
         self.layer_of = {name: d for d, names in enumerate(layers.values()) for name in names}
         budget = float(options.budget) * float(costs.sum())
         self.bandit = bandit.Bandit(costs, budget, options.p_min, options.rule)
-        self.step = 0
-        self.committed: bool | None = None
-        self.last, self.applied = np.zeros(len(layers), dtype=bool), np.ones(len(layers))
+        self.step = 0  # number of committed steps
+        self.exchanged = False  # whether the gradients of the next step have been exchanged
+        self.applied = np.ones(len(layers))  # p of the last committed step; `p` is the next one's
         self._key = key
         self._averages: dict[str, list[float]] = {}
         self.draw()
 
     def draw(self) -> None:
-        """Draw the layers of the next step."""
         p = self.bandit.p if self.step else np.ones(len(self.layers))
         # A function of seed and step, so that a resumed run draws the same layers. The name makes
         # it independent of what compressors draw in the same step.
@@ -131,15 +114,14 @@ class Sampler:
         return self._exchanged
 
     def record_norms(self, parts: Mapping[str, Tensor]) -> None:
-        """Record norms to learn p from: of the means, or of this rank's gradients."""
         if parts:
             # In float64 a finite float32 gradient has a finite norm. learn() fetches all norms
             # together, and waits for the GPU only once.
             norms = torch._foreach_norm(list(parts.values()), 2, dtype=torch.float64)
             self._norms |= zip(parts, norms, strict=True)
 
-    def learn(self, scale: float) -> None:
-        """Update p and the averages after a committed step, whose loss scale was `scale`."""
+    def learn(self) -> None:
+        """Update p and the averages after a committed step."""
         held = list(self._norms.values())
         values = torch.stack(held).tolist() if held else []
         # The bandit ignores the layers that were not exchanged.
@@ -149,7 +131,7 @@ class Sampler:
             # Algorithm 1 takes norms before the division by p. The means were divided, so their
             # norms are multiplied by p again. A rank's own norms were recorded before the division.
             p = float(self.p[self.layer_of[name]]) if self.shared else 1.0
-            norms[name] = value * p / scale
+            norms[name] = value * p
             # The weights sum to less than 1 at first. norm() divides by their sum.
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
@@ -157,11 +139,10 @@ class Sampler:
         if self.step and self.options.rule is not None:
             by_layer = [math.hypot(*(norms[n] for n in names)) for names in self.layers.values()]
             self.bandit.update(self.kept, by_layer)
-        self.last, self.applied = self.kept, self.p
+        self.applied = self.p
         self.step += 1
 
     def norm(self, name: str) -> float:
-        """Return the running average of a parameter's |g|, or 0.0 before its first gradient."""
         total, weight = self._averages.get(name, [0.0, 0.0])
         return total / weight if weight else 0.0
 
@@ -175,17 +156,13 @@ class Sampler:
         }
 
     def restored(self, state: Mapping[str, Any]) -> "Sampler":
-        """Return what this sampler becomes with a state of JointSpar, or raise CheckpointError."""
+        """Return what this sampler becomes with a state of JointSpar; CheckpointError if bad."""
         record(seed=count, jointspar=_FORM)(state, "the state")
         section, found = state["jointspar"], copy.copy(self)
         # Also in another order, p would belong to other layers.
         if list(section["layers"].items()) != list(self.state_dict()["layers"].items()):
-            raise CheckpointError(
-                "the checkpoint groups parameters into other layers than this run: build JointSpar "
-                "with the same layers={...}"
-            )
-        found.step, found.committed = section["step"], None
-        found.bandit = copy.copy(self.bandit)
+            raise CheckpointError("the checkpoint groups parameters into other layers")
+        found.step, found.exchanged, found.bandit = section["step"], False, copy.copy(self.bandit)
         found.bandit.load_state_dict(section["bandit"])
         found.applied = found.bandit.probabilities(section["applied"], "jointspar.applied")
         for name, pair in section["averages"].items():
@@ -194,7 +171,6 @@ class Sampler:
         # With the checkpoint's seed, the run continues with the layers it would have drawn.
         found._key = Key(state["seed"], rank=self._key.rank)
         found.draw()
-        found._verified = False  # it is possible that only some ranks have loaded a checkpoint
         return found
 
 
@@ -216,9 +192,7 @@ class Sampled(Aggregator):
         check_kind(self, "inner", Aggregator)
         if self.inner.whole_model:
             raise SpecError(
-                f"{self.inner} selects from the gradients of the whole model, but dropped layers "
-                'have none: use scope="bucket" (here: one layer) or scope="tensor"',
-                "inner",
+                f'{self.inner}: dropped layers need scope="bucket" or "tensor"', "inner"
             )
 
     def __str__(self) -> str:
@@ -246,7 +220,6 @@ class Sampled(Aggregator):
         sampler, whole = self.sampler, Bucket(bucket.shape, g)
         parts = whole.parts()
         layers = {name: sampler.layer_of[name] for name in parts}
-        # The first bucket of a step runs the collective. The others reuse its result.
         exchanged = sampler.union(bucket.exchange)
         kept = {name: x for name, x in parts.items() if sampler.kept[layers[name]]}
         if not sampler.shared:
@@ -280,7 +253,7 @@ class Sampled(Aggregator):
 
 
 def by_layer(groups: Iterable[Group], layer_of: Mapping[str, int]) -> tuple[Group, ...]:
-    """Split groups of parameters, so that each new group has parameters of one layer only."""
+    """Split groups of parameters, so that each new group is of one layer."""
     divided: dict[tuple[int, int], list[str]] = {}
     for i, group in enumerate(groups):
         for name in group:

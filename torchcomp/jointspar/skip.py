@@ -1,16 +1,15 @@
 """Skipper: leave parameters out of the backward pass under DDP.
 
 Changing ``requires_grad`` after DDP was built gives wrong gradients. Instead, constants on the same
-memory replace the dropped parameters while the module runs. No kernel then computes their
-gradients. DDP still waits for the real parameters: one autograd function ties them to the output.
-Its backward pass returns None for them, which DDP takes for zeros.
+memory replace the dropped parameters while the module runs, so no kernel computes their gradients.
+DDP still waits for the real parameters: one autograd function ties them to the output, and returns
+None for them, which DDP takes for zeros.
 """
 
-import copy
 import weakref
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -23,48 +22,44 @@ from torchcomp.specs.errors import UnsupportedModelError
 Registration = tuple[nn.Module, str, nn.Parameter]  # a module, a name in it, and its parameter
 
 
-class Skipper:
-    """Skips parameters of the module inside DDP, by hooks that :meth:`close` removes.
+class Skipper(ABC):
+    """Skips parameters of the module inside DDP by hooks, until `_unhook` removes them."""
 
-    The bound method `on_forward`, which can raise, is called before a forward pass that records a
-    graph, and `on_backward` after DDP has written the gradients.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        parameters: dict[str, nn.Parameter],
-        on_forward: Callable[[], None],
-        on_backward: Callable[[], None],
-    ) -> None:
-        self._module, self._parameters = module, parameters
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
         # By the parameter's id. A shared parameter is registered in several modules.
         self._registrations: dict[int, list[Registration]] = defaultdict(list)
         for child in module.modules():
             for key, held in child.named_parameters(recurse=False, remove_duplicate=False):
                 self._registrations[id(held)].append((child, key, held))
-        # Weak, because the owner of these methods refers to this object.
-        self._on_forward, self._on_backward = _weakly(on_forward), _weakly(on_backward)
         self._skipped: list[nn.Parameter] = []
         self._replaced: list[Registration] = []
         self._outputs: set[int] = set()
         self._in_backward = False
-        self._selection = 0  # counts the calls of skip()
-        self._handles = [
+        self._selection = 0  # counts the calls of _skip()
+        self._hooks = [
             # First, because other forward pre-hooks can compute with parameters.
             module.register_forward_pre_hook(_weakly(self._before_forward), prepend=True),
             # Also after a forward pass that raised.
             module.register_forward_hook(_weakly(self._after_forward), always_call=True),
         ]
 
-    def skip(self, names: Iterable[str]) -> None:
-        self._skipped = [self._parameters[name] for name in names]
+    @abstractmethod
+    def _forward_begins(self) -> None:
+        """Before a forward pass that records a graph. This can raise."""
+
+    @abstractmethod
+    def _backward_done(self) -> None:
+        """After DDP has written the gradients."""
+
+    def _skip(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._skipped = list(parameters)
         self._selection += 1
 
-    def close(self) -> None:
+    def _unhook(self) -> None:
         self._restore()
-        for handle in self._handles:
-            handle.remove()
+        for hook in self._hooks:
+            hook.remove()
 
     def _before_forward(self, module: nn.Module, inputs: Any) -> None:
         if module is not self._module:
@@ -73,7 +68,7 @@ class Skipper:
         self._in_backward = False
         self._restore()
         if torch.is_grad_enabled():
-            self._on_forward()
+            self._forward_begins()
             self._replace()
 
     def _after_forward(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -85,7 +80,7 @@ class Skipper:
             return output
         return self._tied(output, replaced)
 
-    def begin_backward(self, selection: int) -> None:
+    def _begin_backward(self, selection: int) -> None:
         if selection != self._selection:
             raise UnsupportedModelError(
                 "this backward pass belongs to a forward pass of an earlier step, which kept other "
@@ -106,7 +101,7 @@ class Skipper:
 
     def _written(self) -> None:
         self._in_backward = False
-        self._on_backward()
+        self._backward_done()
 
     def _replace(self) -> None:
         for skipped in self._skipped:
@@ -123,14 +118,13 @@ class Skipper:
 
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
         """Return a copy of `output` whose backward pass also reaches the replaced parameters."""
-        leaves: list[Any] = []
-        _map_leaves(leaves.append, output)
+        leaves, structure = pytree.tree_flatten(output)
         found = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         floating = [i for i, x in found.items() if x.is_floating_point() or x.is_complex()]
         if not floating:
             raise UnsupportedModelError(
                 f"the output of the forward pass, of type {type(output).__name__}, has no floating-"
-                "point tensor: return one, also in tuples, lists, dicts and dataclasses"
+                "point tensor: return one, also in tuples, lists and dicts"
             )
         # Constants in the output must not require gradients. But with all layers dropped no output
         # requires any, so the ones that ever did are tied.
@@ -140,8 +134,7 @@ class Skipper:
         tensors = (*(leaves[i] for i in chosen), *replaced)
         tied = _Tie.apply(self, self._selection, len(chosen), *tensors)  # type: ignore[no-untyped-call]
         changed = dict(enumerate(leaves)) | dict(zip(chosen, tied, strict=True))
-        remaining = iter(changed.values())
-        return _map_leaves(lambda _: next(remaining), output)
+        return pytree.tree_unflatten(list(changed.values()), structure)
 
 
 class _Tie(torch.autograd.Function):
@@ -157,31 +150,11 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> Any:
-        ctx.skipper.begin_backward(ctx.selection)
+        ctx.skipper._begin_backward(ctx.selection)
         return (None, None, None, *gradients, *[None] * ctx.parameters)
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
-
-    def call(*arguments: Any) -> Any:
-        alive = reference()
-        return None if alive is None else alive(*arguments)
-
-    return call
-
-
-def _map_leaves(function: Callable[[Any], Any], value: Any) -> Any:
-    """Return a copy of pytrees and dataclasses with `function` applied to everything in them."""
-
-    def apply(leaf: Any) -> Any:
-        if not is_dataclass(leaf) or isinstance(leaf, type):
-            return function(leaf)
-        changed = copy.copy(leaf)
-        for name in (field.name for field in fields(leaf)):
-            # A frozen dataclass refuses plain assignment.
-            object.__setattr__(changed, name, _map_leaves(function, getattr(leaf, name)))
-        return changed
-
-    return pytree.tree_map(apply, value)
+    return lambda *arguments: alive(*arguments) if (alive := reference()) else None
