@@ -86,7 +86,6 @@ EXCEPTIONS = {
     "kernels/sparse.py Sparse.encode": "for indices that the host can read",
     "fsdp/units.py Unit.divisor": "an option",
     "local_sgd/local_steps.py LocalSteps._lrs": "a learning rate",
-    "local_sgd/rounds.py fragments_of": "sizes",
     "routes/sharded_load.py _down_load": "sizes",
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",

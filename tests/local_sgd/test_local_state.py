@@ -62,8 +62,6 @@ def around_the_averages(frozen=False, **options):
         (partial(around_the_averages, compress="ef(topk(0.1))", moments="average"), (2, 4)),
         (partial(around_the_averages, overlap=True), (2, 4)),
         (partial(around_the_averages, frozen=True), ()),
-        # With every(2), one of two fragments synchronises after each step.
-        (partial(around_the_averages, fragments=2), (1, 2, 3, 4)),
     ],
 )
 def test_running_statistics_are_averaged_whenever_a_part_of_the_model_is(run, averages):

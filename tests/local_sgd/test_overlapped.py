@@ -53,7 +53,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize(
     ("local", "build"),
-    [({"fragments": 3}, mlp), ({"moments": "average"}, mlp), ({}, Attention)],
+    [({"moments": "average"}, mlp), ({}, Attention)],
 )
 def test_it_is_the_plain_average_bit_for_bit(local, build):
     plain = on_threads(3, partial(run, local, build=build))

@@ -24,7 +24,6 @@ LOCAL = {
     "plain": ({}, 2, (1, 2, 4, 5, 6)),
     "overlap": ({"overlap": True}, 2, (1, 2, 4, 5, 6)),
     "moments": ({"moments": "average"}, 4, (1, 2, 4, 5, 6)),
-    "fragments": ({"fragments": 2}, 2, (2, 4, 6)),
     "slowmo": ({"outer": "slowmo(beta=0.7)"}, 2, (1, 2, 4, 5, 6)),
 }
 

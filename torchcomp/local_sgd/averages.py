@@ -2,7 +2,7 @@
 
 import weakref
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Number
@@ -33,9 +33,6 @@ AT_EXIT_SECONDS = 60.0
 """How long a process that ends, or has raised, waits for all-reduces that others may need."""
 
 Future = torch.futures.Future[Tensor]
-
-Due = Sequence[tuple[Group, float]]
-"""Groups of parameters to average, each with the mean learning rate of its round."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +76,20 @@ class Averages:
             parameters,
             groups,
             seed=method.seed,
-            # fragments_of() merges within a fragment. A bucket must not span two fragments, which
-            # synchronise at different steps.
-            merged=False,
             what="a parameter" if method.plain else "a pseudo-gradient",
             unchanged=UNCHANGED,
             client_slots=self._slots,
         )
 
-    def start(self, groups: Iterable[Group]) -> None:
-        """Prepare for local steps on these parameters, right before the first one."""
+    def start(self) -> None:
+        """Prepare for local steps, right before the first one."""
 
-    def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
-        """Average the `due` groups over the ranks; if this raises, on all, and nothing changes."""
-        results = [self._average(group, lr) for group, lr in due]
+    def synchronise(self, lr: float, step: int, dense_bytes: int) -> None:
+        """Average over the ranks; if this raises, on all, and nothing changes.
+
+        `lr` is the mean learning rate of the round.
+        """
+        results = [self._average(group, lr) for group in self.averager.buckets]
         where = f"the synchronisation after step {step}"
         self.averager.finish(dense_bytes=dense_bytes, where=where)
         # Only now: finish() raises if any group failed on any rank, and then no rank may write.
@@ -134,8 +131,8 @@ class PseudoGradients(Averages):
     away up to 1e-3 of them, which no residual keeps.
     """
 
-    def start(self, groups: Iterable[Group]) -> None:
-        for group in groups:
+    def start(self) -> None:
+        for group in self.averager.buckets:
             self._open(group)
         # Opening a slot stores its first value: x = the parameters before any local step. It also
         # begins a change, which no exchange will complete, so discard that.
@@ -190,10 +187,10 @@ class OverlappedAverages(Averages):
             self._executor.close()
             self.async_exchange.close()
 
-    def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
+    def synchronise(self, lr: float, step: int, dense_bytes: int) -> None:
         # The groups run from the last layers to the first. The next forward pass needs the first
         # layers first, so their all-reduce is issued first.
-        buckets = [self._read(group) for group, _ in reversed(due)]
+        buckets = [self._read(group) for group in reversed(self.averager.buckets)]
         where = f"the parameters after step {step}"
         # Check before sending: once optimizer.step() has returned, there is no call in which all
         # ranks could still raise together. NaN compares as false.

@@ -66,9 +66,6 @@ class LocalSGD(Gatherable):
             momentum=0.9)"``. None adds the mean pseudo-gradient to the parameters.
         moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
             alone, ``"average"`` averages it uncompressed, ``"reset"`` clears it.
-        fragments: P, the number of pieces that the parameters are cut into, as in Streaming DiLoCo;
-            try 4. They synchronise one after another: P times as often, 1/P of the bytes each time.
-            In most runs, ranks then have equal parameters only at the end.
         overlap: let the average overlap with the code after the optimizer step. Every layer waits
             for its own parameters, so results are the same bit for bit. Call :meth:`wait` before
             other code reads parameters, such as an EMA.
@@ -104,7 +101,6 @@ class LocalSGD(Gatherable):
         compress: str | Component = "mean",
         outer: str | OuterStep | None = None,
         moments: str = "local",
-        fragments: int = 1,
         overlap: bool = False,
         process_group: "ProcessGroup | None" = None,
         seed: int = 0,
@@ -112,7 +108,7 @@ class LocalSGD(Gatherable):
         check_is_ddp(model)
         options: dict[str, Any] = {
             **{"spec": spec, "total_steps": total_steps, "warmup_steps": warmup_steps},
-            **{"compress": compress, "outer": outer, "moments": moments, "fragments": fragments},
+            **{"compress": compress, "outer": outer, "moments": moments},
             **{"overlap": overlap, "seed": seed},
         }
         argument: Any = optimizer  # users also pass other types, which parsed() reports
@@ -138,8 +134,7 @@ class LocalSGD(Gatherable):
     def next_sync(self) -> int | None:
         """The step, counted from 1, at which the round in progress ends; None between rounds.
 
-        With ``fragments``, the earliest end. Between rounds, all ranks have the same parameters:
-        evaluate and save there.
+        Between rounds, all ranks have the same parameters: evaluate and save there.
         """
         return self._steps.clock.next_sync
 

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.checkpoints import checkpoint
 from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
 from torchcomp.engine import host
+from torchcomp.engine.bucket import partition
 from torchcomp.engine.profiling import label
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import sum_bytes
@@ -24,7 +25,7 @@ from torchcomp.local_sgd import averages
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
 from torchcomp.local_sgd.hooks import STEP, callers, creates_state, set_apart
 from torchcomp.local_sgd.method import LocalMethod, Optimizers
-from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of, restore
+from torchcomp.local_sgd.rounds import Clock, restore
 from torchcomp.specs.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 
 _log = logging.getLogger(__package__)
@@ -69,12 +70,11 @@ class LocalSteps:
         self._missing = 0  # steps without a forward pass before them
         self._stepped: set[int] = set()  # the optimizers that have taken this step, by index
         trained = dict(trained_parameters(model))
-        fragments = fragments_of(method, trained, bucket_caps(model))
-        self.clock = Clock(method.horizon.total_steps, fragments)
+        self.clock = Clock(method.horizon.total_steps)
         kind: type[averages.Averages] = averages.PseudoGradients
         if method.plain:
             kind = averages.OverlappedAverages if method.overlap else averages.Averages
-        groups = [group for fragment in fragments for group in fragment.groups]
+        groups = partition(trained.items(), bucket_caps(model))
         self.averages = kind(method, exchange, trained, groups)
         self.averager = self.averages.averager
         self.counters = self.averager.stats, 0
@@ -185,12 +185,13 @@ class LocalSteps:
                 *(step + 1, total),
             )
         if self._verified:
-            self._begin_rounds()
+            if self.clock.end == step:
+                self._begin_round()
         else:
             # build() exchanges messages, so it runs only at the first step and after a checkpoint.
             between, advice = self.averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
             between.build("the first local step", {}, self._first_step, advice)
-            self.averages.start(self.averager.groups)
+            self.averages.start()
             self._expected_weights, self._verified = None, True
 
     def end(self, index: int) -> None:
@@ -203,20 +204,15 @@ class LocalSteps:
         self._missing += not self._forward
         self._forward = False
         known, others = self._lrs()
-        largest = _largest(known, others) if others else max(known, default=0.0)
-        due = []
-        for fragment in self.clock.fragments:
-            fragment.lr_sum += largest
-            if fragment.end == self.clock.step:
-                due.append(fragment)
-        if not due:
+        self.clock.lr_sum += _largest(known, others) if others else max(known, default=0.0)
+        if self.clock.step < self.clock.end:
             self.counters = self.counters[0], self.clock.step
             return
         start = time.perf_counter()
         if self.proposing is not None:
             self.proposing.begin()
         try:
-            self._synchronise(due)
+            self._synchronise()
         finally:
             # Also of a synchronisation that failed: it has sent bytes, and its step counts.
             self.counters = self.averager.stats, self.clock.step
@@ -224,18 +220,17 @@ class LocalSteps:
         if self.proposing is not None:
             self.proposing.end()
 
-    def _begin_rounds(self, verifying: bool = False) -> None:
-        # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
-        for fragment in self.clock.fragments:
-            if fragment.end == self.clock.step:
-                lrs, others = self._lrs()
-                # Reading a learning rate on an accelerator waits for it. Without need, leave it
-                # out: a synchronisation compares the sum of the learning rates in any case.
-                if verifying or self.method.schedule.reads_lr:
-                    lrs += map(float, others)
-                fragment.begin_round(self.clock.step, lrs, self.method)
-                if self._logs and self.method.schedule.reads_lr:
-                    fragment.warn_if_long(self.clock.total_steps)
+    def _begin_round(self, verifying: bool = False) -> None:
+        # Not in end(): a scheduler sets the new learning rate after the optimizer's step.
+        lrs, others = self._lrs()
+        # Reading a learning rate on an accelerator waits for it. Without need, leave it out: a
+        # synchronisation compares the sum of the learning rates in any case.
+        reads_lr = self.method.schedule.reads_lr
+        if verifying or reads_lr:
+            lrs += map(float, others)
+        self.clock.begin_round(lrs, self.method)
+        if self._logs and reads_lr:
+            self.clock.warn_if_long()
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
         for found in callers(torch.amp.GradScaler.step.__code__):
@@ -260,10 +255,11 @@ class LocalSteps:
         # Inside a round the parameters differ between ranks by design.
         if must_be_equal and self.clock.next_sync is None:
             shared["checksum of the parameters"] = digest
-        self._begin_rounds(verifying=True)
-        shared["round"] = ", ".join(map(str, self.clock.fragments))
-        shared["last synchronisation"] = [each.synced for each in self.clock.fragments]
-        shared["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
+        if self.clock.end == self.clock.step:
+            self._begin_round(verifying=True)
+        shared["round"] = str(self.clock)
+        shared["last synchronisation"] = self.clock.synced
+        shared["learning rates at its start"] = self.clock.lrs
         return None, shared
 
     def _lrs(self) -> tuple[list[float], list[Tensor]]:
@@ -282,14 +278,13 @@ class LocalSteps:
     # --- A synchronisation ---
 
     @label("synchronise")
-    def _synchronise(self, due: list[Fragment]) -> None:
-        # If this raises, it raises on every rank and no round has ended.
-        step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
-        averager, held = self.averager, self.averager.parameters
-        exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
-        model = self._model()
+    def _synchronise(self) -> None:
+        # If this raises, it raises on every rank and the round has not ended.
+        clock, optimizers, policy = self.clock, self.optimizers, self.method.moments
+        exchange, parameters = self.averager.exchange, self.averager.parameters
+        model, step = self._model(), clock.step
         statistics = {} if model is None else statistics_of(updated_layers(model.module))
-        lr_sums = [float(each.lr_sum) for each in due]
+        lr_sum, steps = float(clock.lr_sum), step - clock.synced
 
         # 1. Verify that all ranks are at the same step with the same learning rates. A rank that
         #    was stepped once too often would otherwise average a different round.
@@ -300,38 +295,33 @@ class LocalSteps:
                 mine |= averages.state_to_average(parameters, optimizers)
             return mine, {
                 "steps": step,
-                "round": ", ".join(map(str, due)),
+                "round": str(clock),
                 "optimizer steps without forward passes in training mode": self._missing,
                 "BatchNorm statistics": ", ".join(statistics),
-                "learning rates at its start": [each.lrs for each in due],
-                "sum of the learning rates of its steps": lr_sums,
+                "learning rates at its start": clock.lrs,
+                "sum of the learning rates of its steps": lr_sum,
             }
 
         mine = exchange.build("synchronisation", {}, state_and_shared, _LOST_STEP)
-        averager.begin()
+        self.averager.begin()
         # 2. Compute the means of BatchNorm's statistics and the optimizers' state, which can raise.
         #    Nothing is written yet.
         means = {}
         if statistics or policy == "average":
             means = averages.mean_state(exchange, mine, step)
-        groups, dense_bytes = [], 0
-        for fragment, lr_sum in zip(due, lr_sums, strict=True):
-            steps = step - fragment.synced
-            groups += [(group, lr_sum / steps) for group in fragment.groups]
-            nbytes = sum(held[name].nbytes for name in fragment.names)
-            # Plain DDP would have reduced these gradients at each of the round's steps.
-            dense_bytes += steps * sum_bytes(nbytes, exchange.world_size)
-        # 3. Average the parameters. This raises on every rank, or on none.
-        self.averages.synchronise(groups, step, dense_bytes)
+        # 3. Average the parameters. This raises on every rank, or on none. Plain DDP would have
+        #    reduced these gradients at each of the round's steps.
+        nbytes = sum(parameter.nbytes for parameter in parameters.values())
+        dense_bytes = steps * sum_bytes(nbytes, exchange.world_size)
+        self.averages.synchronise(lr_sum / steps, step, dense_bytes)
         # 4. Now that every rank has succeeded, change the other state and close the rounds.
         if mine:
             torch._foreach_copy_(list(mine.values()), [means[name] for name in mine])
         for optimizer in optimizers if policy == "reset" else ():
             for parameter in parameters.values():
                 optimizer.state.pop(parameter, None)
-        for fragment in due:
-            fragment.synced, fragment.lr_sum = step, 0.0
-        if step >= self.clock.total_steps:
+        clock.synced, clock.lr_sum = step, 0.0
+        if step >= clock.total_steps:
             self.averages.wait()  # the run can end here, without a step that waits
 
     def _check_trained(self, model: DistributedDataParallel | None) -> None:

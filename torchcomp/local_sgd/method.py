@@ -19,7 +19,7 @@ from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.schedules import Every, Horizon, Schedule
 from torchcomp.specs.auto import Auto
-from torchcomp.specs.checks import check_choice, check_count, check_flag
+from torchcomp.specs.checks import check_choice, check_flag
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError, UnsupportedModelError
 from torchcomp.specs.spec import parse_aggregator, parse_local, parse_outer_step
@@ -39,7 +39,6 @@ class LocalMethod:
     outer: OuterStep | None
     two_levels: bool  # DDP continues to reduce gradients inside each node
     moments: str
-    fragments: int
     overlap: bool
     seed: int
     proposes: bool = False  # "auto": averages after each step, and a proposal
@@ -106,7 +105,7 @@ def parsed(
             )
     _check_optimizers(optimizers, model, two_levels)
     check_scaler(scaler)
-    method = _method(len(parameters), two_levels=two_levels, **options)
+    method = _method(two_levels=two_levels, **options)
     lrs = [group.get("lr") for optimizer in optimizers for group in optimizer.param_groups]
     for reader in (method.schedule, method.outer):
         if reader and reader.reads_lr and not all(isinstance(lr, Real | Tensor) for lr in lrs):
@@ -124,7 +123,6 @@ def parsed(
 
 
 def _method(
-    parameters: int,
     spec: str | Component,
     total_steps: int,
     warmup_steps: int,
@@ -132,7 +130,7 @@ def _method(
     outer: str | OuterStep | None,
     **others: Any,
 ) -> LocalMethod:
-    horizon, fragments = Horizon(total_steps, warmup_steps), others["fragments"]
+    horizon = Horizon(total_steps, warmup_steps)
     schedule = parse_local(spec)
     proposes = isinstance(schedule, Auto)
     if proposes and others["overlap"]:
@@ -141,17 +139,10 @@ def _method(
     chosen.check(horizon)
     check_seed(others["seed"])
     check_choice("moments", others["moments"], ("local", "average", "reset"))
-    check_count("fragments", fragments)
     check_flag("overlap", others["overlap"])
     if not isinstance(compress, str | Component):
         problem = f"compress must be a method such as 'ef(topk(0.01))', or 'mean', not {compress!r}"
         raise SpecError(problem, "compress")
-    if fragments > parameters:
-        raise SpecError(
-            f"fragments={fragments}, but the model has only {parameters} trained parameters, and "
-            "every fragment needs one: use fewer fragments",
-            "fragments",
-        )
     step = None if outer is None else parse_outer_step(outer)
     aggregator = parse_aggregator(compress)
     method = LocalMethod(chosen, horizon, aggregator, step, proposes=proposes, **others)
