@@ -52,7 +52,7 @@ EXCEPTIONS = {
     "local_sgd/batchnorm.py _reached": "after training",
     "exchange/collectives.py Collectives.same": "verifies settings",
     "exchange/process_group.py ProcessGroupExchange.gather_objects": "for errors and checkpoints",
-    "local_sgd/hooks.py creates_state": "once, for a step that passes closure=None",
+    "local_sgd/local_steps.py _creates_state": "once, for a step that passes closure=None",
     "local_sgd/local_sgd.py LocalSGD.backward": "whether to compute a micro-batch again",
     "engine/nonfinite.py FiniteWatch.error": "the step has failed",
     "exchange/base.py _problems": "the step has failed",

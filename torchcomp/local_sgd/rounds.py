@@ -49,33 +49,17 @@ class Clock:
             end = method.schedule.round_end(self.step, max(lrs, default=0.0), method.horizon)
         self.start, self.end, self.lrs = self.step, end, lrs
 
-    def warn_if_long(self) -> None:
-        """Log a warning if the round is more than half of the run."""
-        # A warm-up learning rate of 1e-6 in the paper's rule makes one round of the whole run.
-        if self.start < self.total_steps < 2 * (self.end - self.start):
-            _log.warning(
-                "the ranks do not average from step %s, more than half of the run (%d steps), "
-                "because the learning rate is %g: set warmup_steps if this is a warm-up learning "
-                "rate, or compare the schedule's coefficient with the peak",
-                *(self, self.total_steps, max(self.lrs, default=0.0)),
-            )
-
     def warn_inside_round(self) -> None:
         """Log a warning if a round is in progress, because then every rank has its own model."""
         if self.next_sync is not None:
             _log.warning(
                 "local steps ended at step %d of %d, inside the round from %s: the ranks' "
-                "parameters differ, so evaluating or saving on one rank uses only its own model",
+                "parameters differ",
                 *(self.step, self.total_steps, self),
             )
 
 
-# --- Checkpoints ----------------------------------------------------------------------------------
-
-_OTHER_RANKS = {
-    "world_size": "use torchcomp.redistribute(states, world_size) on states that were saved "
-    "between rounds",
-}
+_OTHER_RANKS = {"world_size": "use torchcomp.redistribute on states saved between rounds"}
 _ROUND = {
     **dict.fromkeys(("start", "end", "synced"), checkpoint.count),
     "lrs": checkpoint.list_of(checkpoint.number),
@@ -136,12 +120,12 @@ def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -
 
 def _fixed(method: LocalMethod) -> dict[str, Any]:
     return {
-        "schedule": method.spec,
+        "schedule": str(method.schedule),
         "total_steps": method.horizon.total_steps,
         "warmup_steps": method.horizon.warmup_steps,
         "compress": str(method.aggregator),
         "outer": str(method.outer),
-        "moments": method.moments,
+        "moments": "local",  # the options that averaged or cleared optimizer state are gone
     }
 
 
@@ -159,7 +143,6 @@ def _check_round(section: dict[str, Any], saved: dict[str, Any], between: Exchan
     # Inside a round, the local steps of the other ranks are in their own checkpoints only.
     if step > synced and saver != mine:
         raise CheckpointError(
-            "the checkpoint was saved by rank {} of {} inside a round, and contains only that "
-            "rank's local steps: load it on that rank. Only states saved between rounds "
-            "(sync.next_sync is None) fit another number of ranks".format(*saver)
+            "the checkpoint was saved by rank {} of {} inside a round: load it on that rank. Only "
+            "states saved where sync.next_sync is None fit another number".format(*saver)
         )
