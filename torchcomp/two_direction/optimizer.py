@@ -120,10 +120,10 @@ class TwoDirection(torch.optim.Optimizer):
         self._closure, self._raised = closure, None
         if not self._verified:  # different parameters or steps would give wrong results
             held = vars(self._method) if self._method else {}
-            # With what the server keeps, which every rank computes.
+            values = {name: held.get(name) for name in ("iterations", "rho", "second_is_due")}
             shared = {name: held[name] for name in VECTORS if name in held and name not in _OWN}
-            digest = {"checksum of parameters": checkpoint.digest_of(shared | {"x now": x})}
-            self._server.exchange.verify("TwoDirection", digest, _ADVICE)
+            values["checksum of parameters"] = checkpoint.digest_of(shared | {"x now": x})
+            self._server.exchange.verify("TwoDirection", values, _ADVICE)
             self._verified = True
         try:
             self._method = method = self._method or self._build(x)
