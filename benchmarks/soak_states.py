@@ -120,7 +120,6 @@ CLIENTS: dict[str, Callable[[], Client]] = {
     "states of a handle, dgc": lambda: _handle("dgc(topk(0.3), momentum=0.9)"),
     "states of LocalSGD": _local,
     "states of LocalSGD, compressed": lambda: _local(compress=TOPK, outer="slowmo(beta=0.7)"),
-    "states of LocalSGD, fragments": lambda: _local(fragments=2, compress=TOPK),
     "states of JointSpar": lambda: _jointspar(TOPK),
     "states of TwoDirection": _two_direction,
     "states of PerRank": lambda: _wrapped(torchcomp.PerRank, _handle(TOPK)),

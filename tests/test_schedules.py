@@ -1,7 +1,4 @@
-"""Schedules: the steps at which a run synchronises.
-
-They are compared with the paper's numbers, and with a reference that runs step by step.
-"""
+"""Schedules, compared with the paper's numbers and with a reference that runs step by step."""
 
 import math
 from functools import partial
@@ -16,8 +13,6 @@ import torchcomp
 from torchcomp import ScheduleError, SpecError, sync_steps
 from torchcomp.local_sgd.schedules import QSR, SCHEDULES, Every, Horizon, PostLocal, Power, Swap
 
-ERROR = ScheduleError
-
 
 def warmed_up(step, *, peak, total_steps, warmup_steps, final=1e-6):
     """The paper's learning rate: linear from `final` to `peak`, then a cosine back to `final`."""
@@ -30,14 +25,12 @@ def warmed_up(step, *, peak, total_steps, warmup_steps, final=1e-6):
 VIT = {"total_steps": 93_600, "warmup_steps": 10_000}
 VIT_LARGE_BATCH = {"total_steps": 23_400, "warmup_steps": 2_500}
 RESNET152 = {"total_steps": 62_400, "warmup_steps": 1_560}
-VIT_RATE = partial(warmed_up, peak=0.008, **VIT)
 
 
 def step_by_step(rule, lr, total_steps, warmup_steps=0):
-    """Reference: run one step at a time and count down the length of the round.
+    """Run one step at a time and count down the length of the round.
 
-    `rule` returns the length of the round that begins at a step, from the step and its learning
-    rate. During warm-up it is called with an infinite learning rate, at which no rule grows.
+    During warm-up, `rule` gets an infinite learning rate, at which no rule grows.
     """
     synchronised, left = [], 0
     for step in range(total_steps):
@@ -68,35 +61,28 @@ def round_lengths(steps):
 # --- The paper's settings -------------------------------------------------------------------------
 
 
-# The paper publishes 9,711. The other counts follow from its rule, T, W and learning rates.
+# The paper publishes 9,711. The other counts follow from its rule, T, W and learning rates. With
+# the last coefficients, the rules of exponents 1 to 3 reach H = 4 at about the same learning rate.
 @pytest.mark.parametrize(
-    ("run", "peak", "alpha", "h_base", "count"),
+    ("run", "peak", "schedule", "count"),
     [
-        (VIT, 0.008, 0.0175, 4, 9_711),
-        (VIT, 0.008, 0.0175, 8, 6_461),
-        (VIT_LARGE_BATCH, 0.016, 0.0175, 4, 3_771),
-        (VIT_LARGE_BATCH, 0.016, 0.0175, 8, 2_066),
-        (RESNET152, 0.8, 0.2, 2, 24_792),
-        (RESNET152, 0.8, 0.25, 4, 12_539),
+        (VIT, 0.008, QSR(0.0175, 4), 9_711),
+        (VIT, 0.008, QSR(0.0175, 8), 6_461),
+        (VIT_LARGE_BATCH, 0.016, QSR(0.0175, 4), 3_771),
+        (VIT_LARGE_BATCH, 0.016, QSR(0.0175, 8), 2_066),
+        (RESNET152, 0.8, QSR(0.2, 2), 24_792),
+        (RESNET152, 0.8, QSR(0.25, 4), 12_539),
+        (VIT, 0.008, Power(0.035, 1, 4), 13_002),
+        (VIT, 0.008, Power(0.0139, 3, 4), 7_834),
     ],
 )
-def test_qsr_of_the_papers_settings_equals_a_run_step_by_step(run, peak, alpha, h_base, count):
-    rate = partial(warmed_up, peak=peak, **run)
-    steps = sync_steps(QSR(alpha, h_base), lr=rate, **run)
+def test_the_papers_settings_equal_a_run_step_by_step(run, peak, schedule, count):
+    rate, h_base = partial(warmed_up, peak=peak, **run), schedule.h_base
+    steps = sync_steps(schedule, lr=rate, **run)
     assert len(steps) == count
-    assert steps == step_by_step(grows(alpha, 2, h_base), rate, **run)
+    power = (schedule.alpha, 2) if isinstance(schedule, QSR) else (schedule.coef, schedule.exponent)
+    assert steps == step_by_step(grows(*power, h_base), rate, **run)
     assert set(round_lengths(steps)[: run["warmup_steps"] // h_base]) == {h_base}
-
-
-@pytest.mark.parametrize(
-    ("exponent", "coef", "count"),
-    # With these coefficients all three rules reach H = 4 at about the same learning rate, 0.00875.
-    [(1, 0.035, 13_002), (2, 0.0175, 9_711), (3, 0.0139, 7_834)],
-)
-def test_linear_quadratic_and_cubic_rules_on_the_papers_vit(exponent, coef, count):
-    steps = sync_steps(Power(coef, exponent, 4), lr=VIT_RATE, **VIT)
-    assert len(steps) == count
-    assert steps == step_by_step(grows(coef, exponent, 4), VIT_RATE, **VIT)
 
 
 @pytest.mark.parametrize(
@@ -119,6 +105,7 @@ def test_linear_quadratic_and_cubic_rules_on_the_papers_vit(exponent, coef, coun
 )
 def test_the_ends_of_rounds_of_a_run_of_10_steps(schedule, expected):
     parsed = torchcomp.parse(schedule) if isinstance(schedule, str) else schedule
+    assert type(parsed) in SCHEDULES
     assert torchcomp.parse(str(parsed)) == parsed
     lr = (lambda step: 1.0) if parsed.reads_lr else None
     assert sync_steps(schedule, lr=lr, total_steps=10) == expected
@@ -129,18 +116,6 @@ def test_learning_rates_can_be_numbers_of_other_libraries(number):
     for rate in (0.25, 1e-30):
         length = QSR(alpha=1.0, h_base=2).round_end(0, number(rate), Horizon(100))
         assert (type(length), length) == (int, min(100, round(rate**-2)))
-
-
-def test_learning_rate_is_read_once_per_round():
-    calls = []
-
-    def lr(step):
-        calls.append(step)
-        return 0.5
-
-    steps = sync_steps(QSR(1.0, 2), lr=lr, total_steps=10)
-    assert steps == [4, 8, 10]
-    assert calls == [0, 4, 8]
 
 
 @st.composite
@@ -170,24 +145,6 @@ def test_rules_of_growth_equal_a_run_step_by_step(run, exponent, cap):
         assert steps == sync_steps(QSR(coef, h_base, cap), lr=lr, **run)
 
 
-ANY = [Every(1), Every(7), QSR(0.3, 1), QSR(5.0, 8), Power(0.3, 3, 2, cap=5), PostLocal(0, 3)]
-ANY += [Swap(0)]
-
-
-@settings(deadline=None, derandomize=True, max_examples=200)
-@given(st.sampled_from(ANY), st.integers(1, 500), st.floats(1e-300, 1e300))
-def test_run_ends_with_a_synchronisation_and_rounds_have_at_least_one_step(
-    schedule, total_steps, rate
-):
-    steps = sync_steps(schedule, lr=lambda step: rate, total_steps=total_steps)
-    assert steps[-1] == total_steps
-    assert min(round_lengths(steps)) >= 1
-
-
-def test_every_registered_schedule_is_tested_here():
-    assert {type(schedule) for schedule in ANY} == set(SCHEDULES)
-
-
 @pytest.mark.parametrize(
     ("spec", "field"),
     [
@@ -214,16 +171,11 @@ def at_step_4(lr):
 # What the error of sync_steps must contain; by default, lr is 1 and total_steps 9.
 REFUSED = [
     *(
-        (
-            {"schedule": schedule, "lr": lambda step, bad=bad: bad if step == 4 else 1.0},
-            ERROR,
-            repr(bad),
-        )
-        for bad in (-0.1, math.nan, -math.inf, None, "0.1", 10**400)
+        ({"schedule": schedule, "lr": at_step_4(bad)}, ScheduleError, repr(bad))
+        for bad in (-0.1, math.nan, None, 10**400)
         for schedule in (Every(2), QSR(0.1, 2))
     ),
-    ({"schedule": Power(0.1, 1, 2), "lr": at_step_4(0)}, ERROR, "warmup_steps"),
-    ({"schedule": QSR(0.1, 2), "lr": lambda step: math.nan, "warmup_steps": 5}, ERROR, "step 0"),
+    ({"schedule": Power(0.1, 1, 2), "lr": at_step_4(0)}, ScheduleError, "warmup_steps"),
     ({"schedule": Swap(3), "warmup_steps": 4}, SpecError, "switch=3"),
     ({"schedule": PostLocal(10, 2), "total_steps": 10}, SpecError, "switch=10"),
     ({"schedule": QSR(0.1, 2), "lr": None}, SpecError, "lr"),

@@ -41,8 +41,7 @@ FAMILIES: list[tuple[int, Make]] = [
     (4, registered(TOPK, nodes=2)),
     (2, local()),
     (2, local(overlap=True)),
-    (2, local(fragments=2, compress=TOPK, outer="slowmo(beta=0.7)")),
-    (2, local(moments="average")),
+    (2, local(compress=TOPK, outer="slowmo(beta=0.7)")),
     *((2, sampled(selection)) for selection in ("shared", "per-rank")),
 ]
 OVER_GLOO = [registered(BOTH), local(overlap=True)]

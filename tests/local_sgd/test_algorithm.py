@@ -1,6 +1,5 @@
 """Local steps equal Algorithm 2 of the paper and the outer steps of theirs, at every step."""
 
-import logging
 from functools import partial
 from types import SimpleNamespace
 
@@ -13,12 +12,11 @@ from tests.local_sgd.script import (
     Script,
     constant,
     cosine,
-    sgd,
     synchronised_steps,
     trained,
 )
 from tests.support.models import seeded
-from tests.support.outcomes import assert_close, equal_on_all
+from tests.support.outcomes import assert_close
 from tests.support.ranks import on_threads
 from torchcomp.local_sgd import Nesterov, SlowMo
 
@@ -87,14 +85,6 @@ def test_equals_the_float64_reference_at_every_step(name):
     assert len(lengths) > (2 if "qsr" in name else 1), "the setting does not exercise the rule"
 
 
-def test_a_round_of_one_step_equals_data_parallel_sgd():
-    options = {"total_steps": 10, "optimizer": sgd}
-    local = on_threads(4, partial(trained, 10, spec="every(1)", **options))
-    parallel = on_threads(4, partial(trained, 10, spec=None, **options))
-    for mine, wanted in zip(local, parallel, strict=True):
-        assert_close(torch.stack(mine), torch.stack(wanted))
-
-
 def test_slowmo_at_a_tiny_or_no_learning_rate_at_the_start_of_a_round():
     options = {"total_steps": 6, "local": {"outer": SlowMo()}}
     # Divided by 1e-9, the momentum would be 5e7.
@@ -104,19 +94,6 @@ def test_slowmo_at_a_tiny_or_no_learning_rate_at_the_start_of_a_round():
     start = seeded(reference.mlp()).parameters()
     assert torch.equal(weights[2], torch.cat([p.detach().flatten() for p in start]))
     assert not torch.equal(weights[5], weights[2])
-
-
-def test_the_average_happens_inside_optimizer_step():
-    def body():
-        """The weights that a user's hook sees at the end of a round's last optimizer step."""
-        script, seen = Script("every(3)"), []
-        script.sync = None  # the user need not keep it
-        script.train(0, 2)
-        script.optimizer.register_step_post_hook(lambda *_: seen.append(script.weights()))
-        script.train(2, 3)
-        return seen[0]
-
-    assert equal_on_all(on_threads(4, body))
 
 
 def test_next_sync_is_the_end_of_the_round_in_progress():
@@ -129,27 +106,3 @@ def test_next_sync_is_the_end_of_the_round_in_progress():
         return seen
 
     assert on_threads(1, body) == [[None, 3, 3, None, None]]
-
-
-@pytest.mark.parametrize(
-    ("lrs", "ends"),
-    # H = (0.2 / lr)^2: 4 at 0.1, 16 at 0.05, 40,000 at 0.001.
-    [([0.1, 0.001, 0.001, 0.001, 0.1], [4, 8, 12]), ([0.05, 0.1, 0.1, 0.1, 0.05], [16, 20])],
-)
-def test_round_length_is_frozen_while_the_learning_rate_changes(lrs, ends):
-    lr = lambda step: lrs[step % 4 if step > 4 else step]  # noqa: E731
-    options = {"spec": "qsr(alpha=0.2, h_base=2)", "total_steps": 20, "lr": lr}
-    assert synchronised_steps(on_threads(2, partial(trained, ends[-1], **options))) == ends
-
-
-@pytest.mark.parametrize(
-    ("spec", "warmup", "warnings"),
-    [("qsr(alpha=1.0, h_base=2)", 0, 1), ("qsr(alpha=1.0, h_base=2)", 12, 0), ("every(12)", 0, 0)],
-)
-def test_a_learning_rate_that_makes_one_round_of_the_run_logs_one_warning(
-    spec, warmup, warnings, caplog
-):
-    options = {"spec": spec, "total_steps": 12, "warmup_steps": warmup}
-    with caplog.at_level(logging.WARNING, "torchcomp.local_sgd"):
-        on_threads(2, partial(trained, 12, **options))
-    assert len([record for record in caplog.records if "warmup_steps" in record.msg]) == warnings

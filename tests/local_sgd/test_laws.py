@@ -30,17 +30,14 @@ TOPK = "ef(topk(0.1))"
 OPTIONS = {
     "plain": {},
     "overlap": {"overlap": True},
-    "reset": {"moments": "reset"},
     "slowmo": {"outer": "slowmo"},
     "topk": {"compress": TOPK, "outer": Nesterov(lr=0.8)},
-    "fragments": {"compress": TOPK, "outer": SlowMo(), "fragments": 3},
     "thresholds": {
         "compress": 'bidirectional(topk(0.2), topk(0.2), selection="exact")',
         "outer": Nesterov(),
     },
     "tensor": {"compress": 'ef(topk(k=3, scope="tensor"))'},
     "model": {"compress": 'ef(topk(0.1, values="int8", scope="model"))', "outer": SlowMo(beta=0.6)},
-    "average": {"compress": TOPK, "moments": "average"},
     "random": {"compress": 'ef(quantize("int4", rounding="stochastic"))'},
     "randk": {"compress": "ef(randk(0.2))"},
     "bf16": {"compress": 'ef(cast("bf16"), exchange="gather", memory_dtype="bf16")'},
@@ -59,7 +56,7 @@ ENDS = {
     "swap(switch=3)": [1, 2, 3, 11],
 }
 # Every schedule with the plain average, and every option with one schedule.
-OFTEN = ("plain", "overlap", "slowmo", "topk", "fragments", "thresholds", "model", "shards")
+OFTEN = ("plain", "overlap", "slowmo", "topk", "thresholds", "model", "shards")
 CASES = [(spec, "plain") for spec in ENDS if spec != EVERY]
 CASES += [
     pytest.param(EVERY, name, marks=() if name in OFTEN else pytest.mark.thorough)
@@ -73,11 +70,10 @@ def test_every_schedule_and_every_outer_step_is_in_the_matrix():
     assert set(map(type, map(parse_outer_step, outer))) == set(OUTER_STEPS)
 
 
-def ends_of(spec, name):
+def ends_of(spec):
     ends = torchcomp.sync_steps(spec, lr=constant, total_steps=STEPS)
     assert ends == ENDS[spec]
-    # Three fragments, one of which synchronises after each step, are equal only at the end.
-    return ends[-1:] if name == "fragments" else ends
+    return ends
 
 
 def weights_of(spec, name, build):
@@ -100,15 +96,15 @@ def half():
 
 @pytest.mark.parametrize(("spec", "name"), CASES)
 def test_ranks_are_equal_after_a_synchronisation_and_differ_within_a_round(spec, name):
-    runs, ends = on_threads(3, weights_of, spec, name, half), ends_of(spec, name)
+    runs, ends = on_threads(3, weights_of, spec, name, half), ends_of(spec)
     assert synchronised_steps(runs) == ends
     for step in {*range(1, STEPS + 1)} - {*ENDS[spec]}:
         assert len({tuple(run[step - 1].tolist()) for run in runs}) == 3
 
 
 def test_the_same_over_gloo():
-    for name, runs in zip(OPTIONS, zip(*on_processes(2, of_all_options), strict=True), strict=True):
-        assert synchronised_steps(list(runs)) == ends_of(EVERY, name)
+    for runs in zip(*on_processes(2, of_all_options), strict=True):
+        assert synchronised_steps(list(runs)) == ends_of(EVERY)
 
 
 # --- Errors ---------------------------------------------------------------------------------------

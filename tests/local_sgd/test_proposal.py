@@ -55,13 +55,6 @@ def test_a_slow_average_is_proposed_to_run_less_often():
         assert found_here.schedule == "every(64)"
 
 
-def test_training_is_that_of_every_1_and_there_is_no_proposal_before_enough_steps():
-    auto, every = (on_threads(2, train, spec, STEPS - 1) for spec in ("auto", "every(1)"))
-    for mine, wanted in zip(auto, every, strict=True):
-        assert torch.equal(mine[0], wanted[0])
-        assert mine[1] is wanted[1] is None
-
-
 @pytest.mark.parametrize(
     ("alone", "average", "h"), [(1.0, 0.05, 1), (1.0, 0.11, 2), (1.0, 0.41, 8), (1e-3, 10.0, 64)]
 )

@@ -22,8 +22,6 @@ OTHERS = [
     ({"warmup_steps": 3}, "3", "1"),
     ({"local": {"compress": "ef(topk(0.1))"}}, "ef(topk(0.1))", "compress=mean"),
     ({"local": {"outer": Nesterov(lr=0.5)}}, "nesterov(lr=0.5)", "outer=None"),
-    ({"local": {"moments": "reset"}}, "moments=reset", "moments=local"),
-    ({"local": {"fragments": 2}}, "fragments=2", "fragments=1"),
     ({"build": partial(convnet, 5)}, "0.weight", "[5, 3, 3, 3]", "[4, 3, 3, 3]"),
     ({"spec": None}, "local_sgd"),
 ]

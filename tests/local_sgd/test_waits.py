@@ -18,15 +18,7 @@ PACKAGE = str(Path(torchcomp.__file__).parent)
 SMALL = 0.0002
 """A bucket_cap_mb at which every layer fills a bucket."""
 
-# Options, waits of a synchronisation (to compare the ranks, to average further state, to check the
-# values), and indices of steps without one.
-LOCAL = {
-    "plain": ({}, 2, (1, 2, 4, 5, 6)),
-    "overlap": ({"overlap": True}, 2, (1, 2, 4, 5, 6)),
-    "moments": ({"moments": "average"}, 4, (1, 2, 4, 5, 6)),
-    "fragments": ({"fragments": 2}, 2, (2, 4, 6)),
-    "slowmo": ({"outer": "slowmo(beta=0.7)"}, 2, (1, 2, 4, 5, 6)),
-}
+LOCAL = [{}, {"overlap": True}, {"outer": "slowmo(beta=0.7)"}]
 
 grouped = partial(torch.optim.SGD, lr=1.0, momentum=0.9, foreach=True)
 
@@ -51,11 +43,11 @@ def of_a_local_step():
     return files
 
 
-def test_a_local_step_makes_at_most_9_calls_in_2_files():
+def test_a_local_step_makes_at_most_15_calls_in_a_file():
     # In processes of their own: hooks of DDP models, of other tests, would be counted as well.
     for files in on_processes(2, of_a_local_step):
-        assert 0 < len(files) <= 9
-        assert set(files) <= {"local_sgd/hooks.py", "local_sgd/local_steps.py"}
+        assert 0 < len(files) <= 15
+        assert set(files) == {"local_sgd/local_steps.py"}
 
 
 def deep(layers=4):
@@ -63,21 +55,19 @@ def deep(layers=4):
     return nn.Sequential(nn.Linear(6, 8), *hidden, nn.Linear(8, 3)).double()
 
 
-def steps(local, layers=4, spec="every(4)", optimizer=grouped, **options):
-    """What each of 8 optimizer steps launches and waits for; the weights, and a state before."""
-    options |= {"build": partial(deep, layers), "optimizer": optimizer, "local": local}
-    script, found = Script(spec, 16, **options), []
+def steps(layers=4, **options):
+    """What each of 8 optimizer steps launches and waits for."""
+    script = Script("every(4)", 16, build=partial(deep, layers), optimizer=grouped, **options)
+    found = []
     for step in range(8):
         script.optimizer.zero_grad()
         script.backward(step)
-        if step == 6:
-            state = script.sync.state_dict()["local_sgd"]
         with counted() as counts:
             script.optimizer.step()
         found.append(counts)
         script.scheduler.step()
     script.sync.close()
-    return found, script.weights(), state
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -92,24 +82,22 @@ def optimizer_alone():
     return counts
 
 
-@pytest.mark.parametrize("name", LOCAL)
-def test_a_local_step_launches_and_waits_for_nothing(name, optimizer_alone):
-    options, _, quiet = LOCAL[name]
-    found, *_ = with_fake_ranks(2, steps, options)
-    for step in quiet:
+@pytest.mark.parametrize("options", LOCAL)
+def test_a_local_step_launches_and_waits_for_nothing(options, optimizer_alone):
+    found = with_fake_ranks(2, partial(steps, local=options))
+    for step in (1, 2, 4, 5, 6):
         assert found[step].launches == optimizer_alone.launches
         assert not found[step].waits
 
 
-@pytest.mark.parametrize("name", some(LOCAL, of=2))
-def test_a_synchronisation_waits_and_launches_equally_often_for_any_number_of_layers(name):
-    options, waits, _ = LOCAL[name]
-    few, many = (with_fake_ranks(2, steps, options, layers)[0] for layers in (4, 8))
+@pytest.mark.parametrize("options", some(LOCAL, of=2))
+def test_a_synchronisation_waits_and_launches_equally_often_for_any_number_of_layers(options):
+    few, many = (with_fake_ranks(2, partial(steps, layers, local=options)) for layers in (4, 8))
     assert few[-1].launches == many[-1].launches
     # Also with several buckets.
-    small, *_ = with_fake_ranks(2, partial(steps, options, 8, bucket_cap_mb=SMALL))
+    small = with_fake_ranks(2, partial(steps, 8, local=options, bucket_cap_mb=SMALL))
     for found in (few, many, small):
-        assert found[-1].waits.total() == waits
+        assert found[-1].waits.total() == 2  # to compare the ranks, and to check the values
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0])

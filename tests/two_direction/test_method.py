@@ -7,7 +7,6 @@ import torch
 
 from recipes.two_direction.theory import lbar, priced_probabilities
 from tests.support import codecs
-from tests.support.cases import thorough
 from tests.support.codecs import decoded, fields_of, message_of
 from tests.two_direction.quadratics import quadratics
 from torchcomp.compressors import Identity, RandK, TopK
@@ -33,20 +32,6 @@ def run(method, iterations):
     for _ in range(iterations):
         method.step()
     return method
-
-
-@pytest.mark.parametrize("iterations", [50, *thorough([200, 500])])
-def test_it_is_as_fast_as_its_theory(iterations):
-    both = {"p": 1 / (OMEGA + 1), "tau": 1 / (OMEGA + 1)}
-    # The bound of the proof's potential. It is true even with a constant of 1 instead of 660508.
-    sizes = {"n": F.n, "alpha": ALPHA, "omega": OMEGA, "constant": 1.0}
-    scale = lbar(F.smoothness, F.lmax, **sizes, **both)
-    runs = [run(two_direction(Simulated(F.n, s), lbar=scale, **both), iterations) for s in range(3)]
-    energy = F.gap(F.x0) + (scale + F.mu) / 2 * float(F.solution @ F.solution)
-    assert sum(F.gap(each.solution) for each in runs) / 3 <= energy * runs[0].rho
-    # Gamma grows at least as fast as in the theory: by a factor of 1 + 1/Q per iteration.
-    pace = min(runs[0].constants.theta_min, math.sqrt(F.mu / (4 * both["p"] * scale)))
-    assert runs[0].gamma >= math.exp(both["p"] * pace * iterations / 2)
 
 
 LONG = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -152,25 +137,22 @@ def test_probabilities():
 
 # In each case another term is the maximum: L/a; L p/(a tau); both square roots; both Lmax.
 TERMS = [
-    ({"omega": 0.0, "alpha": 0.5, "p": 0.1, "tau": 1.0}, 2.0 / 0.5),
-    ({"omega": 0.0, "alpha": 0.5, "p": 1.0, "tau": 0.1}, 2.0 / (0.5 * 0.1)),
-    ({"omega": 3.0, "alpha": 0.1, "p": 1.0, "tau": 1.0}, math.sqrt(10 * 3) / (0.1 * 0.25 * 2)),
-    (
-        {"omega": 30.0, "alpha": 0.1, "p": 0.01, "tau": 1.0},
-        math.sqrt(10 * 0.01 * 30) / (0.1 * math.sqrt(4 / 31)),
-    ),
-    ({"omega": 30.0, "alpha": 1.0, "p": 1.0, "tau": 0.1}, 5.0 * 30 * 31**2 / 4),
-    ({"omega": 30.0, "alpha": 1.0, "p": 0.001, "tau": 0.001}, 5.0 * 30 / 4),
+    ((0.0, 0.5, 0.1, 1.0), 2.0 / 0.5),
+    ((0.0, 0.5, 1.0, 0.1), 2.0 / (0.5 * 0.1)),
+    ((3.0, 0.1, 1.0, 1.0), math.sqrt(10 * 3) / (0.1 * 0.25 * 2)),
+    ((30.0, 0.1, 0.01, 1.0), math.sqrt(10 * 0.01 * 30) / (0.1 * math.sqrt(4 / 31))),
+    ((30.0, 1.0, 1.0, 0.1), 5.0 * 30 * 31**2 / 4),
+    ((30.0, 1.0, 0.001, 0.001), 5.0 * 30 / 4),
 ]
 
 
 @pytest.mark.parametrize(("case", "expected"), TERMS)
 def test_lbar_is_the_largest_of_its_terms(case, expected):
-    assert lbar(2.0, 5.0, n=4, **case) == pytest.approx(660508 * expected)
+    options = dict(zip(("omega", "alpha", "p", "tau"), case, strict=True))
+    assert lbar(2.0, 5.0, n=4, **options) == pytest.approx(660508 * expected)
 
 
 REFUSED = [
-    ({"mu": -0.1}, "mu"),
     ({"mu": 40.0}, "mu"),
     ({"lbar": math.inf}, "lbar"),
     ({"p": 1.5}, "p"),
@@ -178,7 +160,6 @@ REFUSED = [
     ({"gamma0": 1e-300}, "gamma0"),
     ({"up": TopK(k=3)}, "up"),
     ({"up": "randk"}, "up"),
-    ({"up": RandK(k=13, unbiased=True)}, "up"),
     ({"down": UP}, "down"),
     ({"down": TopK(k=3, scope="tensor")}, "down"),
     ({"down": TopK(k=13)}, "down"),

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.cases import thorough
 from tests.support.outcomes import assert_refused
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
@@ -60,9 +59,8 @@ def assert_worker_of(simulated, rank, real):
         assert torch.equal(real[name], expected), (name, rank)
 
 
-@pytest.mark.parametrize("case", [("randk", 100), ("quantised", 25), *thorough([("randk", 1000)])])
-def test_ranks_equal_the_simulation_bit_for_bit(case):
-    up, iterations = case
+@pytest.mark.parametrize(("up", "iterations"), [("randk", 100), ("quantised", 25)])
+def test_ranks_equal_the_simulation_bit_for_bit(up, iterations):
     simulated, expected = run(Simulated(4, seed=5), up, iterations)
     ranks = on_processes(4, on_a_rank, up, iterations, timeout=PATIENCE)
     for rank, (real, traffic, exchanged) in enumerate(ranks):

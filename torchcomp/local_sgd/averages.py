@@ -1,41 +1,37 @@
-"""Averages: how a synchronisation makes the parameters of all ranks equal, and further state."""
+"""Averages: how a synchronisation makes the parameters of all ranks equal."""
 
 import weakref
-import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from numbers import Number
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._dynamo import OptimizedModule
+from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.aggregators import Mean
+from torchcomp.ddp.checks import bucket_caps, trained_parameters
 from torchcomp.ddp.executors import transport
 from torchcomp.engine.averager import Averager
-from torchcomp.engine.bucket import Bucket, BucketShape, Group
+from torchcomp.engine.bucket import Bucket, BucketShape, Group, partition
 from torchcomp.engine.keys import Key
-from torchcomp.engine.means import average_in_place, exact_mean
-from torchcomp.engine.nonfinite import FiniteWatch, all_finite, largest_magnitudes
+from torchcomp.engine.means import average_in_place
+from torchcomp.engine.nonfinite import FiniteWatch, largest_magnitudes
 from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.profiling import span
 from torchcomp.engine.state import Kind, Slot
 from torchcomp.exchange import Exchange, ProcessGroupExchange
 from torchcomp.exchange.traffic import Load
-from torchcomp.local_sgd.method import LocalMethod, Optimizers, Parameters
-from torchcomp.specs.errors import RankFailureError, SpecError
+from torchcomp.local_sgd.method import LocalMethod
+from torchcomp.specs.errors import RankFailureError
 
 UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged."
 
-AT_EXIT_SECONDS = 60.0
-"""How long a process that ends, or has raised, waits for all-reduces that others may need."""
+AT_EXIT_SECONDS = 60.0  # a process that ends, or has raised, waits so long for all-reduces
 
 Future = torch.futures.Future[Tensor]
-
-Due = Sequence[tuple[Group, float]]
-"""Groups of parameters to average, each with the mean learning rate of its round."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +40,7 @@ class ExactMean(Mean):
 
     @property
     def transparent(self) -> bool:
-        # Plain DDP passes a NaN gradient on, and the user can skip the step. A NaN in an averaged
-        # parameter would stay for the rest of the run, so the averager has to check for it.
-        return False
+        return False  # check for NaN, which would stay in the parameters for the rest of the run
 
     def aggregate(self, g: Tensor, bucket: Prepared, key: Key) -> None:
         average_in_place(bucket.exchange, g)
@@ -56,8 +50,7 @@ def require_finite(
     exchange: Exchange, finite: Tensor, where: str, tensors: Mapping[str, Tensor]
 ) -> None:
     """Raise NonFiniteError on every rank unless `finite`, a bool on the device, holds on all."""
-    # conclude() skips its collective if no message was received in this step.
-    exchange.must_conclude = True
+    exchange.must_conclude = True  # also if no message was received in this step
     if not exchange.conclude(finite, where, UNCHANGED):
         raise FiniteWatch(exchange).error(where, UNCHANGED, sorted(tensors.items()))
 
@@ -69,47 +62,43 @@ class Averages:
         self,
         method: LocalMethod,
         exchange: ProcessGroupExchange,
-        parameters: Parameters,
-        groups: Sequence[Group],
+        model: DistributedDataParallel,
     ) -> None:
-        self._outer = method.outer
+        self._outer, parameters = method.outer, dict(trained_parameters(model))
         self.averager = Averager(
             ExactMean() if method.aggregator.transparent else method.aggregator,
             exchange,
             parameters,
-            groups,
+            partition(parameters.items(), bucket_caps(model)),
             seed=method.seed,
-            # fragments_of() merges within a fragment. A bucket must not span two fragments, which
-            # synchronise at different steps.
-            merged=False,
             what="a parameter" if method.plain else "a pseudo-gradient",
             unchanged=UNCHANGED,
             client_slots=self._slots,
         )
 
-    def start(self, groups: Iterable[Group]) -> None:
-        """Prepare for local steps on these parameters, right before the first one."""
+    def start(self) -> None:
+        """Prepare for local steps, right before the first one."""
 
-    def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
-        """Average the `due` groups over the ranks; if this raises, on all, and nothing changes."""
-        results = [self._average(group, lr) for group, lr in due]
+    def synchronise(self, lr: float, step: int, dense_bytes: int) -> None:
+        """Average after a round with the mean learning rate `lr`; raise on all ranks or none."""
+        results = [self._average(group, lr) for group in self.averager.buckets]
         where = f"the synchronisation after step {step}"
         self.averager.finish(dense_bytes=dense_bytes, where=where)
-        # Only now: finish() raises if any group failed on any rank, and then no rank may write.
+        # Only now: if any group failed on any rank, no rank may write.
         for bucket in results:
             bucket.write(self.averager.parameters)
 
     def wait(self, names: set[str] | None = None) -> None:
         """Wait until the named parameters (by default all) have their averages."""
 
-    def stop(self) -> None:
-        """End after an error: wait for averages, but not for a rank that never joins them."""
+    def close(self, timeout: float | None = None) -> None:
+        """Wait for averages, at most `timeout` seconds, and end their thread and connections."""
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
         return ()
 
     def _read(self, group: Group) -> Bucket:
-        # In float32 or wider: a sum in a narrower dtype would be rounded once for each rank.
+        # Wide: a sum in a narrower dtype than float32 would be rounded once for each rank.
         return Bucket.read(self.averager.shape_of(group).wide(), self.averager.parameters)
 
     def _average(self, group: Group, lr: float) -> Bucket:
@@ -128,17 +117,15 @@ class PseudoGradients(Averages):
     2. x <- x + m, or the outer step from x along m, rounded to the dtype of the parameters
     3. y <- x
 
-    m and x are the same on all ranks, bit for bit. Nothing is lost: the sum of all m plus the mean
-    residual (plus the server residual) is the sum of all mean pseudo-gradients, up to rounding in
-    float32 or wider. Only an all-reduce in a narrower dtype, as in ``ef(cast("bf16"))``, rounds
-    away up to 1e-3 of them, which no residual keeps.
+    Nothing is lost: the sum of all m plus the mean residual (plus the server residual) is the sum
+    of all mean pseudo-gradients. Only an all-reduce in a narrower dtype than float32 rounds.
     """
 
-    def start(self, groups: Iterable[Group]) -> None:
-        for group in groups:
+    def start(self) -> None:
+        for group in self.averager.buckets:
             self._open(group)
         # Opening a slot stores its first value: x = the parameters before any local step. It also
-        # begins a change, which no exchange will complete, so discard that.
+        # begins a change, which no exchange will complete.
         self.averager.state.rollback()
 
     def _average(self, group: Group, lr: float) -> Bucket:
@@ -154,8 +141,7 @@ class PseudoGradients(Averages):
             x.copy_(before)
             for momentum, u in momenta:
                 outer.apply(x, m.flat, u.copy_(momentum), lr)
-        # Round x to what the parameters can store. Otherwise the next y - x would contain this
-        # rounding error as if local steps had made it. synchronise() then does 3., y <- x.
+        # Otherwise the next y - x would contain the rounding of x as if local steps had made it.
         x.copy_(x.to(self.averager.shape_of(group).dtype))
         return Bucket(m.shape, x)
 
@@ -178,35 +164,24 @@ class OverlappedAverages(Averages):
 
     def __init__(self, method: LocalMethod, exchange: ProcessGroupExchange, *rest: Any) -> None:
         super().__init__(method, exchange, *rest)
-        # With gloo it has its own process group: DDP and the user issue collectives meanwhile.
         self.async_exchange, self._executor = transport(exchange.group, exchange.device)
         self._running: list[tuple[Bucket, Future]] = []
         self._stopped = False
         self._finalizer = weakref.finalize(self, self._executor.close, AT_EXIT_SECONDS)
 
-    def close(self) -> None:
-        """End the thread and the connections of the all-reduces, after all of them."""
-        if self._finalizer.detach() is not None:
-            self._executor.close()
-            self.async_exchange.close()
-
-    def synchronise(self, due: Due, step: int, dense_bytes: int) -> None:
-        # The groups run from the last layers to the first. The next forward pass needs the first
-        # layers first, so their all-reduce is issued first.
-        buckets = [self._read(group) for group, _ in reversed(due)]
-        where = f"the parameters after step {step}"
-        # Check before sending: once optimizer.step() has returned, there is no call in which all
-        # ranks could still raise together. NaN compares as false.
-        exchange = self.averager.exchange
+    def synchronise(self, lr: float, step: int, dense_bytes: int) -> None:
+        # The groups run from the last layers to the first, and a forward pass needs these first.
+        buckets = [self._read(group) for group in reversed(self.averager.buckets)]
+        where, exchange = f"the parameters after step {step}", self.averager.exchange
+        # Check before sending: later, there is no call in which all ranks raise together. As many
+        # values of at most this size as there are ranks cannot overflow. NaN compares as false.
         small = [
-            # world_size values of at most this size cannot overflow when they are added up.
             largest_magnitudes([each.flat], exchange.device)
             <= torch.finfo(each.flat.dtype).max / exchange.world_size
             for each in buckets
         ]
         values = {name: part for each in buckets for name, part in each.parts().items()}
         require_finite(exchange, torch.cat(small).all(), where, values)
-        # Counted now, although they move later: the counters of a step do not change after it.
         exchange.count(Load(summed=sum(bucket.flat.nbytes for bucket in buckets)))
         self.averager.finish(dense_bytes=dense_bytes, where=where)
         self._running = [(bucket, self._mean(i, bucket)) for i, bucket in enumerate(buckets)]
@@ -219,27 +194,25 @@ class OverlappedAverages(Averages):
                 continue
             if self._stopped and not mean.done():
                 raise RankFailureError(
-                    "an exception has ended the local steps while the parameters were being "
-                    "averaged, and another rank did not join. Restart all ranks from their last "
+                    "another rank did not join an average: restart all ranks from their last "
                     "checkpoint"
                 )
             with span("wait"):
                 mean.wait()
             bucket.write(self.averager.parameters)
-        # Only now: if an average failed, later calls must raise as well.
+        # Not before: if an average failed, later calls must raise as well.
         self._running = left
 
-    def stop(self) -> None:
-        if self._finalizer.detach() is None:
-            return
-        self._stopped = True
-        self._executor.close(AT_EXIT_SECONDS)
-        with suppress(Exception):  # the error of the caller is on its way
-            self.wait()
-            self.async_exchange.close()
+    def close(self, timeout: float | None = None) -> None:
+        if self._finalizer.detach() is not None:
+            self._executor.close(timeout)
+            self._stopped = True
+            with suppress(Exception):  # later calls of wait() raise it
+                self.wait()
+                self.async_exchange.close()
 
     def _mean(self, number: int, bucket: Bucket) -> Future:
-        # A future with a device records CUDA events: wait() then blocks the stream, not the host.
+        # With a device, wait() blocks the stream, not the host.
         device = bucket.flat.device
         future: Future = torch.futures.Future(devices=[device] if bucket.flat.is_cuda else [])
 
@@ -248,8 +221,7 @@ class OverlappedAverages(Averages):
                 with span("average", number):
                     average_in_place(self.async_exchange, bucket.flat)
                 future.set_result(bucket.flat)
-            except Exception as error:
-                # An uncaught error would end the executor's thread, and wait() would hang.
+            except Exception as error:  # uncaught, wait() would hang
                 future.set_exception(error)  # type: ignore[arg-type]
 
         self._executor.submit(make)
@@ -260,18 +232,17 @@ def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[
     """Make every layer, and ``state_dict``, wait for what they read; yield the hooks' handles."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     for module in model.modules():
-        everything = _waiter(module, averages, None)
+        everything = _waiter(averages, None)
         yield module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
     for layer in _layers(model):
-        # With those of its children, which it can read without calling the children. torch.compile
-        # adds this prefix, and the averager's names do not have it.
+        # With those of its children, which it can read without calling them. torch.compile adds
+        # this prefix, and the averager's names do not have it.
         needed = {names[id(p)].replace("_orig_mod.", "") for p in layer.parameters()}
-        yield layer.register_forward_pre_hook(_waiter(layer, averages, needed))
+        yield layer.register_forward_pre_hook(_waiter(averages, needed))
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    # Wait in front of a whole compiled module. A hook inside it would break its graph. If
-    # torch.compile(module) has already compiled it, the hook is not even called (torch 2.13).
+    # Wait in front of a whole compiled module: a hook inside would break its graph.
     compiled = isinstance(module, OptimizedModule) or module._compiled_call_impl is not None
     if compiled or any(True for _ in module.parameters(recurse=False)):
         yield module
@@ -280,55 +251,8 @@ def _layers(module: nn.Module) -> Iterator[nn.Module]:
         yield from _layers(child)
 
 
-def _waiter(module: nn.Module, averages: OverlappedAverages, names: set[str] | None) -> Any:
-    owner = weakref.ref(module)
-
-    def wait(module: nn.Module, *args: Any) -> None:
-        # copy.deepcopy copies hooks, and a copy of the module has its own parameters.
-        if module is owner():
-            averages.wait(names)
+def _waiter(averages: OverlappedAverages, names: set[str] | None) -> Any:
+    def wait(*args: Any) -> None:
+        averages.wait(names)
 
     return torch.compiler.disable(wait)  # type: ignore[no-untyped-call]
-
-
-# --- Further state: the optimizers' and BatchNorm's -----------------------------------------------
-
-
-def state_to_average(parameters: Mapping[str, Tensor], optimizers: Optimizers) -> dict[str, Tensor]:
-    """The tensors of the optimizers' state that ``moments="average"`` averages, by name and key."""
-    found = {}
-    for index, optimizer in enumerate(optimizers):
-        # Two optimizers can train the same parameter.
-        suffix = f" (optimizer {index})" if index else ""
-        for name, parameter in parameters.items():
-            for key, value in optimizer.state.get(parameter, {}).items():
-                if not isinstance(value, Tensor | Number | str | None):
-                    raise SpecError(
-                        f"moments='average' cannot average the optimizer's state '{name} {key}': "
-                        f"it is a {type(value).__name__}, not a tensor or number. Use "
-                        "moments='local' or 'reset'",
-                        "moments",
-                    )
-                # Adam's bias correction needs the rank's own count of steps.
-                if isinstance(value, Tensor) and value.is_floating_point() and key != "step":
-                    found[f"{name}{suffix} {key}"] = value
-    return found
-
-
-def mean_state(exchange: Exchange, mine: Mapping[str, Tensor], step: int) -> dict[str, Tensor]:
-    """The mean over the ranks, in float32 or wider, of every tensor that at least one rank has."""
-    # A rank has no optimizer state for a parameter that it has not used, or while a GradScaler
-    # skips every step: it adds zeros, and continues without.
-    tensors, device = dict(mine), exchange.device
-    layout = {name: (tensor.shape, tensor.dtype) for name, tensor in mine.items()}
-    # Compare a checksum first: usually all ranks have the same tensors, and gathering the names of
-    # all of them costs more than one small collective.
-    if not exchange.same(zlib.crc32(repr(sorted(layout.items())).encode())):
-        for theirs in exchange.gather_objects(layout):
-            for name, (shape, dtype) in theirs.items():
-                tensors.setdefault(name, torch.zeros(shape, dtype=dtype, device=device))
-    # Sorted, because the order in which an optimizer creates state can differ between ranks.
-    means = exact_mean(exchange, dict(sorted(tensors.items())))
-    where = f"the averages of optimizer state or BatchNorm statistics after step {step}"
-    require_finite(exchange, all_finite(means.values(), device), where, tensors)
-    return means

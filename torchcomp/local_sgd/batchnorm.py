@@ -1,9 +1,8 @@
 """reestimate_batchnorm: BatchNorm statistics for averaged weights."""
 
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from torchcomp.engine.nonfinite import all_finite
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.errors import NonFiniteError, SpecError
-
-_log = logging.getLogger(__name__)
 
 Layers = dict[str, _BatchNorm]
 
@@ -38,17 +35,13 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
 
     1. runs `model` in training mode, without gradients, on batches of its own shard of the
        training set, augmented as in training;
-    2. takes the mean of the batches' statistics (momentum 1/(1+i) at batch i = 0, 1, ..., so the
-       first batch replaces the previous statistics);
+    2. takes the mean of the batches' statistics;
     3. averages running mean and variance over the ranks, in float32 or wider.
 
     Without torch.distributed, step 3 is skipped. With it, all ranks must call this function
-    together, between rounds (``sync.next_sync is None``). They end with the same statistics.
-
-    Modes and momenta are restored; ``num_batches_tracked`` becomes the number of batches of this
-    estimate. The statistics do not change in layers that ``model.train()`` leaves in evaluation
-    mode (frozen layers), in layers that no batch reaches, and in any layer if there is an error. A
-    model without running statistics stays as it is, with one warning per process.
+    together, between rounds (``sync.next_sync is None``). The statistics do not change in layers
+    that ``model.train()`` leaves in evaluation mode (frozen layers), in layers that no batch
+    reaches, and in any layer if there is an error.
 
     Args:
         model: the module, or the DDP model around it. The process group is that of the DDP model,
@@ -74,29 +67,19 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
         module, group = inner.module, inner.process_group
     with _fresh_statistics(module) as layers:
         if not layers:
-            # No collective: a rank can call this without the others.
-            _warn_that_nothing_is_done()
             return
         statistics = statistics_of(layers)
-        exchange = None
-        if dist.is_initialized():
-            exchange = ProcessGroupExchange(group, next(iter(statistics.values())).device)
-        batches = _batches(loader, images, exchange.world_size if exchange else 1)
-        passes = partial(_forward_passes, module, layers, batches)
-        if exchange is None:
-            passes()
+        device = next(iter(statistics.values())).device
+        if not dist.is_initialized():
+            _forward_passes(module, layers, device, _batches(loader, images, 1))
             return
-        # `build` raises on every rank if a rank fails. Otherwise the ranks would hang in the
-        # average below.
+        exchange = ProcessGroupExchange(group, device)
+        batches = _batches(loader, images, exchange.world_size)
+        # `build` raises on every rank if one fails, so that no rank waits for it in the average.
+        passes = partial(_forward_passes, module, layers, device, batches)
         exchange.build("torchcomp.reestimate_batchnorm", {"images": images}, passes, _ADVICE)
         for name, mean in exact_mean(exchange, statistics).items():
             statistics[name].copy_(mean)
-
-
-# Cached, so that it warns once and not at every evaluation.
-@cache
-def _warn_that_nothing_is_done() -> None:
-    _log.warning("reestimate_batchnorm did nothing: no BatchNorm layer has running statistics")
 
 
 @contextmanager
@@ -104,8 +87,7 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     """Switch to training mode without gradients, reset all statistics, and restore the rest."""
     # Saved for each module, because a model can be partly in evaluation mode.
     modes = [(each, each.training) for each in module.modules()]
-    module.train()
-    layers = updated_layers(module)
+    layers = updated_layers(module.train())
     # Clones, because the buffers are reset in place.
     before = {
         name: (layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
@@ -115,8 +97,7 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     try:
         for layer in layers.values():
             layer.reset_running_stats()
-            # In PyTorch, None means a cumulative average: 1 / num_batches_tracked.
-            layer.momentum = None
+            layer.momentum = None  # a cumulative average: 1 / num_batches_tracked
         with torch.no_grad():
             yield layers
         reached = _reached(layers)
@@ -130,19 +111,17 @@ def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
 
 
 def _forward_passes(
-    module: nn.Module, layers: Layers, batches: Iterator[Tensor]
+    module: nn.Module, layers: Layers, device: torch.device, batches: Iterator[Tensor]
 ) -> tuple[None, dict[str, Any]]:
-    device = next(iter(statistics_of(layers).values())).device
     for inputs in batches:
         module(inputs.to(device))
     reached = _reached(layers)
     statistics = statistics_of(reached)
     if not all_finite(statistics.values(), device):
-        found = [name for name, values in statistics.items() if not values.isfinite().all()]
-        bad = list(dict.fromkeys(name.rpartition(".")[0] for name in found))
+        bad = [name for name, values in statistics.items() if not values.isfinite().all()]
         raise NonFiniteError(
-            f"NaN or infinity in the statistics of {len(bad)} BatchNorm layers ({listed(bad)}): "
-            "check the images and the weights; all layers keep their previous statistics"
+            f"NaN or infinity in BatchNorm statistics ({listed(bad)}): check the images and the "
+            "weights; all layers keep their previous statistics"
         )
     # Equal parameters show that the ranks are between rounds.
     parameters = digest_of(dict(module.named_parameters()))
@@ -151,24 +130,21 @@ def _forward_passes(
 
 def _reached(layers: Layers) -> Layers:
     counts = [layer.get_buffer("num_batches_tracked") for layer in layers.values()]
-    # Together, because a test of each on the host would wait for each.
+    # Together, for one wait.
     seen = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
     return {name: layers[name] for name, count in zip(layers, seen, strict=True) if count}
 
 
 def _batches(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Tensor]:
     check_count("images", images)
-    # Python also iterates over objects with only __getitem__, such as many data sets.
     if not any(hasattr(loader, method) for method in ("__iter__", "__getitem__")):
         raise SpecError(f"loader must be an iterable of batches, not {type(loader).__name__}")
     share, seen = -(-images // world_size), 0
     for batch in loader:
         inputs = batch[0] if isinstance(batch, tuple | list) and batch else batch
         if not isinstance(inputs, Tensor):
-            raise SpecError(
-                "a batch must be a tensor of images, or a tuple or list that begins with one, not "
-                f"{type(inputs).__name__}"
-            )
+            found = type(inputs).__name__
+            raise SpecError(f"a batch must be a tensor of images, or begin with one, not {found}")
         yield inputs
         seen += len(inputs)
         if seen >= share:

@@ -13,6 +13,7 @@ from torchcomp.ddp.checks import check_is_ddp
 from torchcomp.engine.nonfinite import all_finite
 from torchcomp.engine.stats import Stats
 from torchcomp.exchange import Exchange
+from torchcomp.local_sgd import averages
 from torchcomp.local_sgd.local_steps import LocalSteps
 from torchcomp.local_sgd.method import ProcessGroup, parsed, ranks_of
 from torchcomp.local_sgd.outer_steps import OuterStep
@@ -26,56 +27,45 @@ from torchcomp.specs.errors import NonFiniteError, SpecError, UnsupportedModelEr
 class LocalSGD(Gatherable):
     """Train with local steps and average the parameters at the end of each round.
 
-    This is Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024 (arXiv 2310.14423), with the
-    synchronization period H of the schedule. Each rank steps its own optimizer on its own
-    gradients, which are not exchanged.
+    This is Algorithm 2 ("Local OPT") of Gu et al., ICLR 2024 (arXiv 2310.14423). Each rank steps
+    its own optimizer on its own gradients, which are not exchanged.
 
     1. At the first step of a round, read the learning rate and fix the round's length H.
     2. Take H local steps.
-    3. Average the parameters over the ranks, in float32 or wider. Then begin the next round. The
-       last round is cut to end with an average at exactly ``total_steps``.
+    3. Average the parameters over the ranks, in float32 or wider. The last round is cut to end
+       with an average at exactly ``total_steps``.
 
     ``compress`` averages *pseudo-gradients* instead: what a rank's parameters have moved since the
-    last synchronisation. ``outer`` applies an outer optimizer to their mean. Both store the
-    parameters of the last synchronisation, in float32 or wider. After every synchronisation, all
-    ranks have the same parameters, bit for bit. BatchNorm's running statistics are averaged with
-    them (see :func:`torchcomp.reestimate_batchnorm`); other buffers stay local until :meth:`close`.
+    last synchronisation. ``outer`` applies an outer optimizer to their mean. After every
+    synchronisation, all ranks have the same parameters, bit for bit. BatchNorm's running statistics
+    are averaged with them (see :func:`torchcomp.reestimate_batchnorm`); other buffers and the
+    optimizer's state stay local.
 
-    The training loop stays as it is: hooks on the model and the optimizer do the work. They count
-    calls of ``optimizer.step()``, or of ``scaler.step(optimizer)`` whether it skips or not, because
-    a GradScaler can skip on one rank and not on another. The average happens inside that call. A
-    rank that drops a batch without such a call is not found: its batches differ from then on.
+    The training loop stays as it is: hooks count calls of ``optimizer.step()``, or of
+    ``scaler.step(optimizer)`` whether it skips or not. The average happens inside that call. A rank
+    that takes more or fewer steps is not found.
 
     Args:
         model: a DDP model. :func:`torchcomp.register` may be called on it only before this, and
             only with ``process_group``.
         optimizer: any torch optimizer over the model's parameters, or a list of all optimizers that
             train it. With a list, a step counts when each has been stepped once. Learning rates
-            must be the same on all ranks; this is checked at the first step and at every average.
-        spec: the schedule. Try ``"every(8)"`` first, then ``"qsr(alpha=0.0175, h_base=4)"``, which
-            reads the largest learning rate of the parameter groups. ``"auto"`` averages after each
-            step, measures 50 steps, and logs which schedule it proposes.
-        total_steps: T, the optimizer steps of the run, or those that remain if it continues without
-            :meth:`load_state_dict`. Beyond T, the ranks average after every step, with a warning.
+            must be the same on all ranks.
+        spec: the schedule. Try ``"every(8)"`` first, then ``"qsr(alpha=0.0175, h_base=4)"``.
+            ``"auto"`` averages after each step, measures 50, and logs which schedule it proposes.
+        total_steps: T, the optimizer steps of the run. Beyond it, the ranks average after every
+            step, with a warning.
         warmup_steps: W, steps of learning-rate warm-up.
-        scaler: the loop's ``GradScaler``. The first step raises if it is taken by an enabled scaler
-            that was not passed.
+        scaler: the loop's ``GradScaler``.
         compress: how pseudo-gradients are averaged: any method for :func:`torchcomp.register`. Try
             ``"ef(topk(0.01))"``. ``"mean"`` is the exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
             momentum=0.9)"``. None adds the mean pseudo-gradient to the parameters.
-        moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
-            alone, ``"average"`` averages it uncompressed, ``"reset"`` clears it.
-        fragments: P, the number of pieces that the parameters are cut into, as in Streaming DiLoCo;
-            try 4. They synchronise one after another: P times as often, 1/P of the bytes each time.
-            In most runs, ranks then have equal parameters only at the end.
-        overlap: let the average overlap with the code after the optimizer step. Every layer waits
-            for its own parameters, so results are the same bit for bit. Call :meth:`wait` before
-            other code reads parameters, such as an EMA.
+        overlap: let the average overlap with the code after the optimizer step, with the same
+            results. Call :meth:`wait` before other code than layers reads parameters.
         process_group: for two levels, a group that contains one rank of each node, or a mesh of one
             dimension, such as ``mesh["node"]``. Parameters are averaged over it, and DDP reduces
-            gradients at every step in its own group, the node. To compress them there, call
-            :func:`torchcomp.register` on the model first; a GradScaler goes to both.
+            gradients at every step in its own group, the node.
         seed: seed of the random choices of ``compress``, an integer of at least 0.
 
     Raises:
@@ -83,13 +73,11 @@ class LocalSGD(Gatherable):
             GradScaler that was not passed as ``scaler``.
         UnsupportedModelError: as for :func:`torchcomp.register`. At a synchronisation, if an
             optimizer trains a parameter that was frozen or not in the model or optimizer before.
-        RankMismatchError: if the arguments differ between ranks. At the first step, if learning
-            rates differ, or, with ``compress``, ``outer`` or ``process_group``, parameters. At a
-            synchronisation, if the ranks have taken different steps.
+        RankMismatchError: if the arguments, learning rates or rounds differ between ranks; at the
+            first step, with ``compress``, ``outer`` or ``process_group``, if parameters do.
         ScheduleError: from ``optimizer.step()``, at a learning rate that the schedule cannot use.
         NonFiniteError, WireError: on every rank, at a synchronisation, if a rank's parameters are
-            not finite or a message is damaged. No parameter has been averaged then, and the
-            residual is unchanged.
+            not finite or a message is damaged. Nothing has changed then.
     """
 
     def __init__(
@@ -103,8 +91,6 @@ class LocalSGD(Gatherable):
         scaler: "torch.amp.GradScaler | None" = None,
         compress: str | Component = "mean",
         outer: str | OuterStep | None = None,
-        moments: str = "local",
-        fragments: int = 1,
         overlap: bool = False,
         process_group: "ProcessGroup | None" = None,
         seed: int = 0,
@@ -112,22 +98,21 @@ class LocalSGD(Gatherable):
         check_is_ddp(model)
         options: dict[str, Any] = {
             **{"spec": spec, "total_steps": total_steps, "warmup_steps": warmup_steps},
-            **{"compress": compress, "outer": outer, "moments": moments, "fragments": fragments},
-            **{"overlap": overlap, "seed": seed},
+            **{"compress": compress, "outer": outer, "overlap": overlap, "seed": seed},
         }
-        argument: Any = optimizer  # users also pass other types, which parsed() reports
+        argument: Any = optimizer  # parsed() reports other types
         optimizers = list(argument) if isinstance(argument, list | tuple) else [argument]
         exchange, two_levels = ranks_of(model, process_group), process_group is not None
         # Inside build(), because an error on one rank alone would leave the others waiting.
         method = exchange.build(
             "torchcomp.LocalSGD",
             {**options, "process_group": "set" if two_levels else "none"},
-            lambda: parsed(model, optimizers, scaler, two_levels, options),
+            lambda: parsed(model, optimizers, scaler, two_levels, **options),
         )
         self._steps = LocalSteps(model, optimizers, method, exchange, scaler)
 
     def __repr__(self) -> str:
-        return f"<LocalSGD '{self._steps.method.spec}': {self.stats}>"
+        return f"<LocalSGD '{self.schedule}': {self.stats}>"
 
     @property
     def schedule(self) -> Schedule:
@@ -138,8 +123,7 @@ class LocalSGD(Gatherable):
     def next_sync(self) -> int | None:
         """The step, counted from 1, at which the round in progress ends; None between rounds.
 
-        With ``fragments``, the earliest end. Between rounds, all ranks have the same parameters:
-        evaluate and save there.
+        Between rounds, all ranks have the same parameters: evaluate and save there.
         """
         return self._steps.clock.next_sync
 
@@ -168,19 +152,16 @@ class LocalSGD(Gatherable):
         self._steps.averages.wait()
 
     def backward(self, compute: Callable[[], Tensor], tries: int = 24) -> Tensor:
-        """Add a micro-batch's gradients to ``.grad``; compute them again as long as they overflow.
+        """Add a micro-batch's gradients to ``.grad``, and return its loss, without the scale.
 
-        This is the paper's remedy for float16: no rank ever skips an optimizer step. Call it in
-        place of ``scaler.scale(loss).backward()``, once for each micro-batch. The gradients in
-        ``.grad`` are then unscaled: clip them directly, and call ``optimizer.step()``. A repeated
-        forward pass draws new dropout masks and updates BatchNorm's statistics again.
+        This is the paper's remedy for float16: gradients that overflow are computed again, so that
+        no rank ever skips an optimizer step. Call it in place of ``scaler.scale(loss).backward()``,
+        once for each micro-batch. The gradients in ``.grad`` are then unscaled: clip them directly,
+        and call ``optimizer.step()``.
 
         Args:
             compute: the forward pass of a micro-batch; returns its loss, a scalar.
             tries: the maximum number of computations, at ever smaller scales.
-
-        Returns:
-            The loss, without the scale.
 
         Raises:
             SpecError: without a scaler.
@@ -192,9 +173,8 @@ class LocalSGD(Gatherable):
             raise SpecError("sync.backward needs torchcomp.LocalSGD(..., scaler=scaler)", "scaler")
         if self._steps.method.two_levels:
             raise UnsupportedModelError(
-                "sync.backward repeats a backward pass on one rank, and with process_group the "
-                "ranks of a node reduce gradients together: use scaler.step(optimizer), which "
-                "skips on all ranks of a node or on none"
+                "sync.backward repeats a backward pass on one rank, which process_group does not "
+                "allow: use scaler.step(optimizer)"
             )
         check_count("tries", tries)
         groups = [group for each in optimizers for group in each.param_groups]
@@ -206,8 +186,7 @@ class LocalSGD(Gatherable):
         if aside:
             torch._foreach_copy_(aside, [p.grad for p in earlier])
         finite = False
-        # A disabled scaler has no scale to lower, so a second try would give the same result.
-        tries = tries if scaler.is_enabled() else 1
+        tries = tries if scaler.is_enabled() else 1  # without a scale to lower
         try:
             for _ in range(tries):
                 for parameter in parameters:
@@ -216,7 +195,6 @@ class LocalSGD(Gatherable):
                 scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 for optimizer in optimizers:
                     scaler.unscale_(optimizer)
-                # One flag for all gradients, and a single wait for the device.
                 found = [p.grad for p in parameters if p.grad is not None]
                 finite = not found or bool(all_finite(found, found[0].device))
                 # After every try: unscale_() can be called again only after update().
@@ -234,23 +212,19 @@ class LocalSGD(Gatherable):
                 if parameter.grad is None:
                     parameter.grad = gradient
         if not finite:
-            raise NonFiniteError(
-                f"the gradients of a micro-batch were not finite in {tries} tries, and the scale "
-                f"is now {scaler.get_scale():g}: check the loss and the data"
-            )
+            problem = f"the gradients of a micro-batch were not finite in {tries} tries"
+            raise NonFiniteError(f"{problem}, and the scale is now {scaler.get_scale():g}")
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's step count, rounds, residual and outer momentum.
+        """Return this rank's step count, round, residual and outer momentum.
 
-        Inside a round, weights and optimizer state differ between ranks: save the model, the
-        optimizer and this on every rank. A state saved between rounds fits another number of ranks
-        after :func:`torchcomp.redistribute`. torch.distributed.checkpoint needs different names on
-        every rank: ``dcp.save({f"rank{rank}": {"sync": sync.state_dict(), ...}}, ...)``.
-        :class:`torchcomp.Gathered` gathers the states of all ranks with weights and optimizers.
+        Inside a round, weights differ between ranks: save the model, the optimizer and this on
+        every rank, or use :class:`torchcomp.Gathered`. A state saved between rounds fits another
+        number of ranks after :func:`torchcomp.redistribute`.
 
         Raises:
-            RuntimeError: if some of several optimizers have been stepped and others have not.
+            RuntimeError: if only some of several optimizers have been stepped.
         """
         self._steps.require_whole_step("state_dict")
         return state_of(self._steps.method, self._steps.clock, self._steps.averager)
@@ -259,13 +233,11 @@ class LocalSGD(Gatherable):
         """Restore what :meth:`state_dict` of this rank returned; on error, nothing changes.
 
         Load the rank's own weights after ``DistributedDataParallel(...)``, because its constructor
-        copies rank 0's weights to all ranks. The next optimizer step verifies that the weights are
-        those of the checkpoint.
+        copies rank 0's to all ranks. The next optimizer step verifies them.
 
         Raises:
-            CheckpointError: if the state is damaged, or belongs to another model, schedule, run or
-                rank.
-            RuntimeError: if some of several optimizers have been stepped and others have not.
+            CheckpointError: if the state is damaged, or that of another model, run or rank.
+            RuntimeError: if only some of several optimizers have been stepped.
         """
         self._steps.load(state)
 
@@ -281,8 +253,8 @@ class LocalSGD(Gatherable):
     def close(self) -> None:
         """Remove every hook and restore plain DDP; a second call does nothing.
 
-        Closing inside a round logs a warning: replicas then differ. To continue with plain DDP, use
-        ``moments="average"`` or a new optimizer, or the replicas drift apart.
+        Closing inside a round logs a warning: replicas then differ. To continue with plain DDP,
+        build a new optimizer, because the ranks' momentum differs.
         """
         try:
             self.wait()
@@ -295,6 +267,6 @@ class LocalSGD(Gatherable):
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         if kind is None:
             self.close()
-        else:
-            self._steps.averages.stop()
+        else:  # another rank may never join an average
+            self._steps.averages.close(averages.AT_EXIT_SECONDS)
             self._steps.remove()

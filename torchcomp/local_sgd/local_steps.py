@@ -6,35 +6,42 @@ import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import partial
+from inspect import currentframe
 from numbers import Real
+from types import CodeType
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checkpoints import checkpoint
-from torchcomp.ddp.checks import bucket_caps, check_not_joined, trained_parameters
+from torchcomp.ddp.checks import OWNER, check_not_joined, trained_parameters
 from torchcomp.engine import host
+from torchcomp.engine.means import exact_mean
+from torchcomp.engine.nonfinite import all_finite, largest_magnitudes
 from torchcomp.engine.profiling import span
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import sum_bytes
 from torchcomp.local_sgd import averages
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
-from torchcomp.local_sgd.hooks import STEP, callers, creates_state, set_apart
 from torchcomp.local_sgd.method import LocalMethod, Optimizers
-from torchcomp.local_sgd.rounds import Clock, Fragment, fragments_of, restore
+from torchcomp.local_sgd.rounds import Clock, restore
 from torchcomp.specs.errors import CheckpointError, ScheduleError, SpecError, UnsupportedModelError
 
 _log = logging.getLogger(__package__)
 
 _SAME_LR = "The learning rate must be the same function of the step on all ranks."
 _LOST_STEP = (
-    "Every rank must call optimizer.step() once for each step. A rank that calls it more or less "
-    "often gets different batches from then on. If a GradScaler skips steps, use "
+    "Every rank must call optimizer.step() once for each step. If a GradScaler skips steps, use "
     f"torchcomp.LocalSGD(..., scaler=scaler). {_SAME_LR}"
 )
+
+# What torch puts around the step of every class of optimizers; it runs the hooks.
+_STEP: CodeType = torch.optim.Optimizer.profile_hook_step(print).__code__
+# With these attributes, DDP would make every rank wait for all others at every step.
+_QUIET = ("require_backward_grad_sync", "require_forward_param_sync", "broadcast_buffers")
 
 
 class LocalSteps:
@@ -42,12 +49,6 @@ class LocalSteps:
 
     The optimizers' hooks own it: local steps go on if the user keeps no reference. It refers to
     model and optimizers weakly: a cycle would keep gloo's threads alive after the interpreter ends.
-
-    Attributes:
-        proposing: measures steps for the schedule "auto".
-        counters: traffic and steps. Assigned together, because other threads can read them.
-        first_in_node: whether this rank stands for its node; always, with one level.
-        scaling: whether the scaler's ``step`` is running.
     """
 
     def __init__(
@@ -61,31 +62,23 @@ class LocalSteps:
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
-        self.scaling, self.seconds_waited = False, 0.0
+        self.seconds_waited = 0.0
         self._counts = False  # whether the hooks count the current step
-        # Whether a forward pass in training has begun since the last step. Ranks can run different
-        # numbers of them per step, but a step without any had no batch.
-        self._forward = False
-        self._missing = 0  # steps without a forward pass before them
         self._stepped: set[int] = set()  # the optimizers that have taken this step, by index
-        trained = dict(trained_parameters(model))
-        fragments = fragments_of(method, trained, bucket_caps(model))
-        self.clock = Clock(method.horizon.total_steps, fragments)
+        self.clock = Clock(method.horizon.total_steps)
         kind: type[averages.Averages] = averages.PseudoGradients
         if method.plain:
             kind = averages.OverlappedAverages if method.overlap else averages.Averages
-        groups = [group for fragment in fragments for group in fragment.groups]
-        self.averages = kind(method, exchange, trained, groups)
+        self.averages = kind(method, exchange, model)
         self.averager = self.averages.averager
+        # Traffic and steps: assigned together, because other threads can read them.
         self.counters = self.averager.stats, 0
         self._expected_weights: int | None = None  # checksum of a loaded checkpoint's parameters
-        # Whether the ranks have been compared. Also False at the start of a run: if only some ranks
-        # load a checkpoint, the others must take part in the comparison that finds this.
+        # Whether the ranks have been compared; if only some load a checkpoint, that finds it.
         self._verified = False
         self.first_in_node = not method.two_levels or dist.get_rank(model.process_group) == 0
-        # On one rank only: with two levels, each rank of a node is in another exchange.
         self._logs = self.first_in_node and exchange.rank == 0
-        self.proposing: Any = None
+        self.proposing: Any = None  # measures steps for the schedule "auto"
         if method.proposes:
             from torchcomp.advisor.proposal import Proposing
 
@@ -100,15 +93,17 @@ class LocalSteps:
         """The optimizers that still exist."""
         return [each for held in self._optimizers if (each := held()) is not None]
 
-    # --- Hooks ---
+    @property
+    def counted(self) -> int:
+        """The number of steps of all optimizers."""
+        return self.clock.step * len(self._optimizers) + len(self._stepped)
 
     def _install(self, model: DistributedDataParallel) -> None:
         undo = self._undo.callback
         # With two levels, DDP continues to reduce gradients and broadcast buffers inside the node.
-        undo(set_apart(model, self.method.spec, quiet=not self.method.two_levels))
-        undo(model.register_forward_pre_hook(self._before_forward(model)).remove)
+        undo(_set_apart(model, str(self.method.schedule), quiet=not self.method.two_levels))
         for index, optimizer in enumerate(self.optimizers):
-            # Not traced: the step of an optimizer can be compiled.
+            # Not traced, because the step of an optimizer can be compiled.
             before, after = (
                 torch.compiler.disable(partial(hook, index))  # type: ignore[no-untyped-call]
                 for hook in (self._before_step, self._after_step)
@@ -124,74 +119,48 @@ class LocalSteps:
 
     def remove(self) -> None:
         """Remove every hook and restore plain DDP; log a warning if a round is in progress."""
-        # A finalizer runs once, so the warning is not repeated.
-        self.finalizer()
+        self.finalizer()  # runs once
         self._undo.close()
-
-    def _before_forward(self, model: DistributedDataParallel) -> Any:
-        # copy.deepcopy of the model (for an EMA, say) copies its hooks. Weak references keep it
-        # from copying this object with its process group. The copy's forward passes must not count.
-        model_ref, steps_ref = weakref.ref(model), weakref.ref(self)
-
-        def hook(module: nn.Module, args: Any) -> None:
-            steps = steps_ref()
-            # Not for evaluation, which often runs on rank 0 alone.
-            if steps is not None and module is model_ref():
-                steps._forward |= module.training and torch.is_grad_enabled()
-
-        # Otherwise a compiled model would be compiled again at every step.
-        return torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
 
     def _before_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        # During scaler.step(), _count_scaled() counts: a skipped step calls no optimizer hook.
-        self._counts = not (self.scaling or (kwargs and creates_state(optimizer, kwargs)))
+        self._counts = not (kwargs and _creates_state(optimizer, kwargs))
         if self._counts:
             self.begin(index)
 
     def _after_step(
         self, index: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> None:
-        # A subclass can call super().step(), for which torch runs the hooks again: it is one step.
-        # It begins as often as torch says, and ends with the outermost call.
-        if self._counts and callers(STEP).count(optimizer) <= 1:
+        # A subclass can call super().step(), for which torch runs the hooks again. It is one step,
+        # and ends with the outermost call.
+        if self._counts and _callers(_STEP).count(optimizer) <= 1:
             self._counts = False
             self.end(index)
-
-    # --- A step ---
 
     def begin(self, index: int) -> None:
         """Prepare for the step that the optimizer of this index is about to take."""
         if index in self._stepped:
-            waiting = min(set(range(len(self._optimizers))) - self._stepped)
-            raise ScheduleError(
-                f"optimizer {index} was stepped twice before optimizer {waiting} was stepped once: "
-                "step every optimizer once in each step"
-            )
-        # The first optimizer of the step has prepared it for all.
-        if self._stepped:
+            raise ScheduleError(f"optimizer {index} was stepped twice before the others once")
+        if self._stepped:  # the first optimizer of the step has prepared it for all
             return
-        # Layers that the forward pass did not use have not waited for their averages yet.
-        if self.method.overlap:
+        if self.method.overlap:  # layers that the forward pass did not use have not waited
             self.averages.wait()
-        model, step, total = self._model(), self.clock.step, self.clock.total_steps
+        model, clock = self._model(), self.clock
         if model is not None and model._join_config.enable:
             check_not_joined(model)
-        if step == total and self._logs:
+        if clock.step == clock.total_steps and self._logs:
             _log.warning(
-                "optimizer step %d is beyond total_steps=%d: from here on, the ranks average after "
-                "every step. Pass a larger total_steps if the run is longer",
-                *(step + 1, total),
+                "beyond total_steps=%d, from step %d on, the ranks average after every step",
+                *(clock.total_steps, clock.step + 1),
             )
-        if self._verified:
-            self._begin_rounds()
-        else:
-            # build() exchanges messages, so it runs only at the first step and after a checkpoint.
+        if not self._verified:
             between, advice = self.averager.exchange, f"{checkpoint.ONE_STEP} {_SAME_LR}"
             between.build("the first local step", {}, self._first_step, advice)
-            self.averages.start(self.averager.groups)
+            self.averages.start()
             self._expected_weights, self._verified = None, True
+        else:
+            self._begin_round()
 
     def end(self, index: int) -> None:
         """Count the step that the optimizer of this index took or skipped, and synchronise."""
@@ -200,78 +169,68 @@ class LocalSteps:
             return
         self._stepped.clear()
         self.clock.step += 1
-        self._missing += not self._forward
-        self._forward = False
         known, others = self._lrs()
-        largest = _largest(known, others) if others else max(known, default=0.0)
-        due = []
-        for fragment in self.clock.fragments:
-            fragment.lr_sum += largest
-            if fragment.end == self.clock.step:
-                due.append(fragment)
-        if not due:
+        largest: float | Tensor = max(known, default=0.0)
+        if others:
+            # In float64, in which the host adds learning rates up as well.
+            values = torch.stack([lr.detach().double().reshape(()) for lr in others])
+            largest = values.amax().clamp(min=largest)
+        self.clock.lr_sum += largest
+        if self.clock.step < self.clock.end:
             self.counters = self.counters[0], self.clock.step
             return
         start = time.perf_counter()
         if self.proposing is not None:
             self.proposing.begin()
         try:
-            self._synchronise(due)
+            self._synchronise()
         finally:
-            # Also of a synchronisation that failed: it has sent bytes, and its step counts.
+            # Also if it failed: it has sent bytes, and its step counts.
             self.counters = self.averager.stats, self.clock.step
             self.seconds_waited += time.perf_counter() - start
         if self.proposing is not None:
             self.proposing.end()
 
-    def _begin_rounds(self, verifying: bool = False) -> None:
-        # Here, not in end(): a scheduler sets the new learning rate after the optimizer's step.
-        for fragment in self.clock.fragments:
-            if fragment.end == self.clock.step:
-                lrs, others = self._lrs()
-                # Reading a learning rate on an accelerator waits for it. Without need, leave it
-                # out: a synchronisation compares the sum of the learning rates in any case.
-                if verifying or self.method.schedule.reads_lr:
-                    lrs += map(float, others)
-                fragment.begin_round(self.clock.step, lrs, self.method)
-                if self._logs and self.method.schedule.reads_lr:
-                    fragment.warn_if_long(self.clock.total_steps)
+    def _begin_round(self, verifying: bool = False) -> None:
+        # Not in end(): a scheduler sets the new learning rate after the optimizer's step.
+        if self.clock.step < self.clock.end:
+            return
+        lrs, others = self._lrs()
+        # Reading one on an accelerator waits for it. A synchronisation compares their sum.
+        if verifying or self.method.schedule.reads_lr:
+            lrs += map(float, others)
+        self.clock.begin_round(lrs, self.method)
 
     def _first_step(self) -> tuple[None, dict[str, Any]]:
-        for found in callers(torch.amp.GradScaler.step.__code__):
+        for found in _callers(torch.amp.GradScaler.step.__code__):
             if found is not self.scaler and found.is_enabled():
                 raise SpecError(
-                    "a GradScaler that was not passed to LocalSGD takes this optimizer step. It "
-                    "can skip steps on some ranks only: use torchcomp.LocalSGD(..., scaler=scaler)",
+                    "a GradScaler, which can skip steps on some ranks only, takes this step: use "
+                    "torchcomp.LocalSGD(..., scaler=scaler)",
                     "scaler",
                 )
         # The plain average makes any parameters equal. Pseudo-gradients are applied to x, and ranks
         # of a node reduce gradients: both need equal parameters at the start.
         must_be_equal = self.method.two_levels or not self.method.plain
-        digest = None
-        if self._expected_weights is not None or must_be_equal:
-            digest = checkpoint.digest_of(self.averager.parameters)
+        compared = must_be_equal or self._expected_weights is not None
+        digest = checkpoint.digest_of(self.averager.parameters) if compared else None
         if self._expected_weights not in (None, digest):
             raise CheckpointError(
                 "the parameters are not those of the checkpoint: load each rank's own weights "
-                "after DistributedDataParallel(...), whose constructor copies rank 0's to all ranks"
+                "after DistributedDataParallel(...), which copies rank 0's to all ranks"
             )
         shared: dict[str, Any] = {"step": self.clock.step}
-        # Inside a round the parameters differ between ranks by design.
-        if must_be_equal and self.clock.next_sync is None:
+        if must_be_equal and self.clock.next_sync is None:  # inside a round, they differ
             shared["checksum of the parameters"] = digest
-        self._begin_rounds(verifying=True)
-        shared["round"] = ", ".join(map(str, self.clock.fragments))
-        shared["last synchronisation"] = [each.synced for each in self.clock.fragments]
-        shared["learning rates at its start"] = [each.lrs for each in self.clock.fragments]
-        return None, shared
+        self._begin_round(verifying=True)
+        shared |= {"round": str(self.clock), "last synchronisation": self.clock.synced}
+        return None, shared | {"learning rates at its start": self.clock.lrs}
 
     def _lrs(self) -> tuple[list[float], list[Tensor]]:
         """The learning rates of all groups; last, those that only a wait could read."""
         known, others = list[float](), list[Tensor]()
-        for held in self._optimizers:
-            optimizer = held()
-            for group in optimizer.param_groups if optimizer is not None else ():
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
                 lr = group.get("lr")
                 if isinstance(lr, Tensor) and not host.can_read(lr):
                     others.append(lr)
@@ -279,128 +238,153 @@ class LocalSteps:
                     known.append(float(lr))
         return known, others
 
-    # --- A synchronisation ---
-
     @span("synchronise")
-    def _synchronise(self, due: list[Fragment]) -> None:
-        # If this raises, it raises on every rank and no round has ended.
-        step, optimizers, policy = self.clock.step, self.optimizers, self.method.moments
-        averager, held = self.averager, self.averager.parameters
-        exchange, parameters = averager.exchange, {n: held[n] for each in due for n in each.names}
-        model = self._model()
+    def _synchronise(self) -> None:
+        """Average over the ranks; if this raises, on all of them, and the round has not ended."""
+        exchange, clock = self.averager.exchange, self.clock
+        model, step = self._model(), clock.step
         statistics = {} if model is None else statistics_of(updated_layers(model.module))
-        lr_sums = [float(each.lr_sum) for each in due]
+        lr_sum, steps = float(clock.lr_sum), step - clock.synced
 
-        # 1. Verify that all ranks are at the same step with the same learning rates. A rank that
-        #    was stepped once too often would otherwise average a different round.
-        def state_and_shared() -> tuple[dict[str, Tensor], dict[str, Any]]:
+        def shared() -> tuple[None, dict[str, Any]]:
             self._check_trained(model)
-            mine = dict(statistics)
-            if policy == "average":
-                mine |= averages.state_to_average(parameters, optimizers)
-            return mine, {
+            return None, {
                 "steps": step,
-                "round": ", ".join(map(str, due)),
-                "optimizer steps without forward passes in training mode": self._missing,
+                "round": str(clock),
                 "BatchNorm statistics": ", ".join(statistics),
-                "learning rates at its start": [each.lrs for each in due],
-                "sum of the learning rates of its steps": lr_sums,
+                "learning rates at its start": clock.lrs,
+                "sum of the learning rates of its steps": lr_sum,
             }
 
-        mine = exchange.build("synchronisation", {}, state_and_shared, _LOST_STEP)
-        averager.begin()
-        # 2. Compute the means of BatchNorm's statistics and the optimizers' state, which can raise.
-        #    Nothing is written yet.
-        means = {}
-        if statistics or policy == "average":
-            means = averages.mean_state(exchange, mine, step)
-        groups, dense_bytes = [], 0
-        for fragment, lr_sum in zip(due, lr_sums, strict=True):
-            steps = step - fragment.synced
-            groups += [(group, lr_sum / steps) for group in fragment.groups]
-            nbytes = sum(held[name].nbytes for name in fragment.names)
-            # Plain DDP would have reduced these gradients at each of the round's steps.
-            dense_bytes += steps * sum_bytes(nbytes, exchange.world_size)
-        # 3. Average the parameters. This raises on every rank, or on none.
-        self.averages.synchronise(groups, step, dense_bytes)
-        # 4. Now that every rank has succeeded, change the other state and close the rounds.
-        if mine:
-            torch._foreach_copy_(list(mine.values()), [means[name] for name in mine])
-        for optimizer in optimizers if policy == "reset" else ():
-            for parameter in parameters.values():
-                optimizer.state.pop(parameter, None)
-        for fragment in due:
-            fragment.synced, fragment.lr_sum = step, 0.0
-        if step >= self.clock.total_steps:
+        exchange.build("synchronisation", {}, shared, _LOST_STEP)
+        self.averager.begin()
+        # BatchNorm's statistics first, because this can raise. Nothing is written yet.
+        means = exact_mean(exchange, dict(sorted(statistics.items())))
+        if statistics:
+            where = f"the averages of BatchNorm's statistics after step {step}"
+            finite = all_finite(means.values(), exchange.device)
+            averages.require_finite(exchange, finite, where, statistics)
+        # Plain DDP would have reduced these gradients at each of the round's steps.
+        nbytes = sum(parameter.nbytes for parameter in self.averager.parameters.values())
+        dense_bytes = steps * sum_bytes(nbytes, exchange.world_size)
+        self.averages.synchronise(lr_sum / steps, step, dense_bytes)
+        if statistics:
+            torch._foreach_copy_(list(statistics.values()), [means[name] for name in statistics])
+        clock.synced, clock.lr_sum = step, 0.0
+        if step >= clock.total_steps:
             self.averages.wait()  # the run can end here, without a step that waits
 
     def _check_trained(self, model: DistributedDataParallel | None) -> None:
-        """Raise if an optimizer trains a parameter of the model that is not averaged."""
         groups = [group for each in self.optimizers for group in each.param_groups]
         held = {id(p) for group in groups for p in group["params"]}
         for name, parameter in trained_parameters(model) if model is not None else ():
             if name not in self.averager.parameters and id(parameter) in held:
                 raise UnsupportedModelError(
-                    f"parameter '{name}' is trained, but was frozen, or not in the model or its "
-                    "optimizer, when LocalSGD was built, and is not averaged: call sync.close() "
-                    "between rounds, and build LocalSGD (with process_group=, also "
+                    f"parameter '{name}' is trained, but was not when LocalSGD was built: call "
+                    "sync.close() between rounds, and build LocalSGD (with process_group=, also "
                     "DistributedDataParallel) again"
                 )
 
-    # --- Checkpoints ---
-
     def require_whole_step(self, call: str) -> None:
-        """Raise RuntimeError if only some optimizers have been stepped; wait for averages."""
+        """Raise RuntimeError inside a step of several optimizers; wait for averages."""
         if self._stepped:
             raise RuntimeError(
-                f"{call} was called after only optimizers {sorted(self._stepped)} of "
-                f"{len(self._optimizers)} were stepped: call it when each has been stepped once"
+                f"{call}: only optimizers {sorted(self._stepped)} of {len(self._optimizers)} have "
+                "been stepped: call it when each has been"
             )
-        # The parameters, and their checksum, must be those after the average.
-        self.averages.wait()
+        self.averages.wait()  # the checksum must be that of the averaged parameters
 
     def load(self, state: Any) -> None:
         """Restore a state of these local steps; on error, nothing changes."""
         self.require_whole_step("load_state_dict")
-        # Checked at the next step: users load the weights before or after this state.
+        # Compared at the next step: users load the weights before or after this state.
         self._expected_weights = restore(state, self.method, self.clock, self.averager)
         self._verified = False
         self.counters = self.averager.stats, self.clock.step
 
 
-def _largest(known: list[float], others: list[Tensor]) -> Tensor:
-    # In float64, in which the host adds learning rates up as well.
-    values = torch.stack([lr.detach().double().reshape(()) for lr in others])
-    return values.amax().clamp(min=max(known, default=0.0))
-
-
 def _count_scaled(scaler: torch.amp.GradScaler, steps: LocalSteps) -> Callable[[], None]:
     """Count every ``scaler.step(optimizer)``, skipped or not; return what undoes it."""
     # The scaler often outlives local steps, and must not keep them alive.
-    owner, before = weakref.ref(steps), vars(scaler).get("step")
+    owner, own = weakref.ref(steps), vars(scaler).get("step")
     step = scaler.step
 
     def counted(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         steps = owner()
         if steps is None or not steps.finalizer.alive or optimizer not in steps.optimizers:
             return step(optimizer, *args, **kwargs)
-        index = steps.optimizers.index(optimizer)
-        # Around the call, because a skipped step runs none of the optimizer's hooks.
-        steps.begin(index)
-        steps.scaling = True
-        try:
-            result = step(optimizer, *args, **kwargs)
-        finally:
-            steps.scaling = False
-        steps.end(index)
+        before = steps.counted
+        result = step(optimizer, *args, **kwargs)
+        if steps.counted == before:  # a skipped step runs none of the optimizer's hooks
+            index = steps.optimizers.index(optimizer)
+            steps.begin(index)
+            steps.end(index)
         return result
 
     def undo() -> None:
         # Another LocalSGD can have wrapped it since. This wrapper then passes its calls through.
         if vars(scaler).get("step") is counted:
             del scaler.step
-            if before is not None:
-                scaler.step = before  # type: ignore[method-assign]
+            if own is not None:
+                scaler.step = own  # type: ignore[method-assign]
 
     scaler.step = counted  # type: ignore[method-assign]
     return undo
+
+
+def _creates_state(optimizer: torch.optim.Optimizer, kwargs: Mapping[str, Any]) -> bool:
+    """Whether torch.distributed.checkpoint takes this step only to create the optimizer's state."""
+    if kwargs.get("closure", ...) is not None or optimizer.state:
+        return False
+    groups = optimizer.param_groups
+    gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
+    still = all(float(group.get("lr", 0.0)) == 0.0 for group in groups)
+    return still and not largest_magnitudes(gradients, torch.device("cpu")).any()
+
+
+class _IdleReducer:
+    """DDP's reducer, except that it never prepares for a backward pass, so it reduces nothing."""
+
+    # Scripts set require_backward_grad_sync, and Accelerate calls the reducer directly.
+
+    def __init__(self, reducer: Any) -> None:
+        self.reducer = reducer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.reducer, name)
+
+    def prepare_for_backward(self, outputs: Any) -> None: ...
+
+
+def _set_apart(model: Any, spec: str, *, quiet: bool) -> Callable[[], None]:
+    """Name LocalSGD as the owner of `model`, and make DDP `quiet`; return what undoes it."""
+    before = {name: getattr(model, name) for name in _QUIET if quiet}
+    before |= {OWNER: vars(model)[OWNER]} if OWNER in vars(model) else {}
+    for name in _QUIET if quiet else ():
+        setattr(model, name, False)
+    if quiet:
+        model.reducer = _IdleReducer(model.reducer)
+    setattr(model, OWNER, f"torchcomp.LocalSGD('{spec}')")
+    model_ref = weakref.ref(model)
+
+    def undo() -> None:  # must not refer to the reducer, which keeps the parameters alive
+        model = model_ref()
+        if model is not None:
+            delattr(model, OWNER)
+            for name, value in before.items():
+                setattr(model, name, value)
+            if quiet:
+                model.reducer = model.reducer.reducer
+
+    return undo
+
+
+def _callers(code: CodeType) -> list[Any]:
+    """Return the `self` of each running call of the method with this code, innermost first."""
+    # No caller may keep a frame: it would keep all tensors of the script's functions alive.
+    frame, found = currentframe(), []
+    while frame is not None:
+        if frame.f_code is code:
+            found.append(frame.f_locals.get("self"))
+        frame = frame.f_back
+    return found

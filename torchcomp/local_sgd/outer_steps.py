@@ -1,7 +1,7 @@
 """Outer steps: update the shared parameters x with the mean pseudo-gradient m of a round.
 
-A plain average is x + m. An outer step uses -m as the gradient of an outer optimizer. Its momentum
-u starts at 0 and is the same on all ranks.
+A plain average is x + m. An outer step uses -m as the gradient of an outer optimizer, whose
+momentum u starts at 0.
 """
 
 from abc import abstractmethod
@@ -24,13 +24,9 @@ class OuterStep(Component):
 
     @abstractmethod
     def apply(self, x: Tensor, m: Tensor, u: Tensor, lr: float) -> None:
-        """Update `x` and `u` in place for the next round. `m` is overwritten.
+        """Update `x` and `u`, 1-D, in place for the next round. `m` is overwritten.
 
-        Args:
-            x: parameters at the start of the round, 1-D.
-            m: mean pseudo-gradient of the round, 1-D.
-            u: momentum, 1-D.
-            lr: mean learning rate of the round's local steps; meaningful only with `reads_lr`.
+        `lr` is the mean learning rate of the round's local steps.
         """
 
 
@@ -45,9 +41,8 @@ class SlowMo(OuterStep):
     2. x <- x - alpha gamma u
 
     In the paper gamma is constant within a round. Here it is the mean learning rate of the round's
-    steps (that at the start of warm-up would make m / gamma huge), the largest of all parameter
-    groups. beta = 0 and alpha = 1 give the plain average. The local momentum is not changed (the
-    paper's "maintain").
+    steps, the largest of all parameter groups. beta = 0 and alpha = 1 give the plain average. The
+    local momentum is not changed (the paper's "maintain").
 
     Attributes:
         beta: slow momentum, from 0 to below 1.

@@ -38,14 +38,11 @@ from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction.parameter_server import DENSE, ParameterServer
 from torchcomp.two_direction.theory import constants, learning_rates
 
-Gradients = Callable[[Tensor], Tensor]
-"""Maps a point, (d,), to the exact gradients of the f_i of this process's workers, one row each."""
+Gradients = Callable[[Tensor], Tensor]  # see Method
+Coin = Callable[[int], bool]  # from the number of an iteration, from 0; True is heads
 
-Coin = Callable[[int], bool]
-"""A function that maps the number of an iteration, from 0, to its coin; True is heads."""
-
+# Attributes with the vectors of a run. The last two belong to workers, and grad_z can be None.
 VECTORS = ("x", "u", "v", "h", "w", "z", "k", "h_i", "grad_z")
-"""Attributes with the vectors of a run. The last two belong to workers, and grad_z can be None."""
 
 
 @dataclass(eq=False, repr=False)
@@ -62,10 +59,6 @@ class Method(ABC):
         x: the current iterate; (d,).
         iterations: number of iterations done.
         evaluations: number of gradients that each worker has computed.
-
-    Raises:
-        SpecError: if x0 is not a vector of finite floating-point numbers, or an option is out of
-            range.
     """
 
     gradients: Gradients
@@ -74,14 +67,9 @@ class Method(ABC):
 
     def __post_init__(self, x0: Tensor) -> None:
         vector = isinstance(x0, Tensor) and x0.dim() == 1 and x0.numel() > 0
-        if not (vector and x0.is_floating_point()):
-            raise SpecError(
-                f"x0 must be a vector of floating-point numbers, not {_described(x0)}", "x0"
-            )
-        if not x0.isfinite().all():
-            raise SpecError("x0 contains a NaN or an infinity; start at a finite point", "x0")
-        # Copy: the caller might change x0 in place later.
-        self.x = x0.detach().clone()
+        if not (vector and x0.is_floating_point() and x0.isfinite().all()):
+            raise SpecError(f"x0 must be a vector of finite floats, not {_described(x0)}", "x0")
+        self.x = x0.detach().clone()  # the caller might change x0 later
         self.iterations = self.evaluations = 0
 
     @property
@@ -90,15 +78,9 @@ class Method(ABC):
         return self.x
 
     def step(self) -> None:
-        """Do one iteration.
-
-        Raises:
-            SpecError: if `gradients` returns a wrong shape or dtype.
-            NonFiniteError: on all ranks, if a worker's gradient contains a NaN or an infinity.
-        """
+        """Do one iteration. Raise NonFiniteError on all ranks if a gradient is not finite."""
         self._iterate(self.iterations)
-        # Not reached if the iteration raises: it can then be repeated with the same random draws.
-        self.iterations += 1
+        self.iterations += 1  # not if it raises: it can then be repeated with the same draws
 
     @abstractmethod
     def _iterate(self, t: int) -> None:
@@ -109,13 +91,10 @@ class Method(ABC):
         rows = self.gradients(point)
         wanted = (len(self.server.mine), point.numel())
         if not isinstance(rows, Tensor) or rows.shape != wanted or rows.dtype != point.dtype:
-            raise SpecError(
-                f"gradients(point) must return a {point.dtype} tensor of shape {wanted}, one row "
-                f"for each worker of this process, not {_described(rows)}"
-            )
+            expected = f"a {point.dtype} tensor of shape {wanted}, one row for each worker"
+            raise SpecError(f"gradients(point) must return {expected}, not {_described(rows)}")
         self.evaluations += 1
-        # Copy: the user's function might write its next result to the same memory.
-        return rows.detach().clone()
+        return rows.detach().clone()  # the next result might be in the same memory
 
 
 def _described(value: object) -> str:
@@ -132,21 +111,15 @@ class TwoDirectionMethod(Method):
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         coin: replaces the coin that is drawn from the server's seed.
-        state: state of an earlier run, which replaces the start at x0: :data:`VECTORS`,
-            iterations, evaluations, rho and second_is_due.
+        state: attributes of an earlier run, which replace the start at x0.
         theory: lbar and mu, and optionally p, tau and gamma0; see
             :func:`~torchcomp.two_direction.theory.constants`.
 
     Attributes:
-        u, v, h: vectors of the server; (d,).
-        w, z, k: vectors of the server that workers rebuild from downlink messages; (d,).
-        h_i: the workers' shifts; (workers of this process, d).
-        grad_z: gradients at z, shaped like h_i. None after z has moved, until they are computed.
+        u, v, h, w, z, k: vectors of the server; (d,).
+        h_i, grad_z: the workers' shifts and gradients at z, None until they are computed; rows.
         rho: 1/Gamma.
         second_is_due: whether lines (12) to (15) of the last iteration have not run yet.
-
-    Raises:
-        SpecError: if a parameter is out of range, or a compressor has the wrong kind.
     """
 
     def __init__(
@@ -171,16 +144,11 @@ class TwoDirectionMethod(Method):
         if state is not None:
             vars(self).update(state)
             return
-        # Start: h_i = grad f_i(x0), h = mean h_i, w = z = u = x0, k = v = h. One dense exchange.
+        # Start: h_i = grad f_i(x0), h = mean h_i, w = z = u = x0, k = v = h.
         self.h_i, self.h = self.server.uplink(self.gradients_at(self.x), DENSE, 0)
         self.grad_z = self.h_i
         self.u = self.w = self.z = self.x
         self.v, self.k = self.h, server.down(self.h)
-
-    @property
-    def gamma(self) -> float:
-        """Gamma. It is infinite when it exceeds the range of float64."""
-        return 1.0 / self.rho if self.rho else float("inf")
 
     def _iterate(self, t: int) -> None:
         server = self.server
@@ -198,7 +166,7 @@ class TwoDirectionMethod(Method):
         self.rho, self.second_is_due = lr.rho, True
 
     def finish_iteration(self) -> None:
-        """Run lines (12) to (15) of the last iteration now, not in the next one; on all ranks."""
+        """Run lines (12) to (15) of the last iteration now, not in the next one."""
         if self.second_is_due:
             self._uplinks(None, self.iterations)
 
@@ -206,14 +174,13 @@ class TwoDirectionMethod(Method):
         """Run (12) to (15) of `t` - 1 if due, (3) if `y` is not None; return the last mean."""
         c, h_i, grad_z, messages = self.constants, self.h_i, self.grad_z, []
         if self.second_is_due:
-            # z moves only on heads, so most iterations can use the cached gradients.
             grad_z = self.gradients_at(self.z) if grad_z is None else grad_z
             # Message numbers: 2t for y of iteration t, 2t + 1 for z. This is z of t - 1.
             m_z = self.server.encode(grad_z - h_i, self.up, 2 * t - 1)  # (12)
             h_i = h_i + c.beta * m_z.decoded  # (13)
             messages.append(m_z)
         if y is not None:
-            # With the h_i of line (13). On the server, line (15) updates h before line (4) uses it.
+            # With the h_i of line (13). On the server, line (15) runs before line (4).
             messages.append(self.server.encode(self.gradients_at(y) - h_i, self.up, 2 * t))  # (3)
         # This can raise. The method must be unchanged then, so assign attributes only below.
         means = self.server.up(*messages)

@@ -25,10 +25,6 @@ from torchcomp.two_direction.theory import constants
 Closure = Callable[[], Tensor | float]
 
 _ADVICE = "Use the same model and arguments on all ranks."
-_MISMATCH_ADVICE = {
-    "spec": "build the optimizer with the arguments of the run that saved it",
-    "world_size": "load it on the same number of ranks",
-}
 
 # The section of a checkpoint that only this optimizer has: attribute of the method -> its check.
 _SECTION = {
@@ -44,10 +40,9 @@ _OWN = ("h_i", "grad_z")  # the vectors of this rank's worker
 class TwoDirection(torch.optim.Optimizer):
     """2Direction for convex losses with exact local gradients, with one worker per rank.
 
-    The method has no guarantee with mini-batches or dropout: it sends differences of gradients,
-    which then do not become small. All ranks must call ``step`` together. Do not wrap the model in
-    DDP. All parameters form one flat vector. After a step they contain the method's x, and the next
-    step overwrites any other change to them.
+    The method has no guarantee with mini-batches or dropout. All ranks must call ``step`` together.
+    Do not wrap the model in DDP. All parameters form one flat vector. After a step they contain the
+    method's x, and the next step overwrites any other change to them.
 
     Args:
         params: the model's parameters, equal on all ranks; one floating-point dtype, one device.
@@ -55,15 +50,13 @@ class TwoDirection(torch.optim.Optimizer):
         down: contractive compressor of the server, or its spec.
         lbar: inverse of the step size, to be tuned; above 0.
         mu: strong convexity of the mean of all ranks' losses, at least 0.
-        p: probability of the coin; 1/(omega + 1) by default.
-        tau: momentum of v; 1/(omega + 1) by default.
+        p, tau: probability of the coin and momentum of v; 1/(omega + 1) by default.
         gamma0: the initial Gamma.
         group: the process group; None is the default group.
         seed: the run's seed, the same on all ranks.
 
     Raises:
-        SpecError: if a parameter is out of range, a compressor has the wrong kind, or
-            torch.distributed is not initialized.
+        SpecError: if an argument is wrong, or torch.distributed is not initialized.
         RankMismatchError: on all ranks, if the arguments differ between ranks.
     """
 
@@ -86,34 +79,25 @@ class TwoDirection(torch.optim.Optimizer):
             raise SpecError("TwoDirection needs torch.distributed; call init_process_group first")
         first = self.param_groups[0]
         self._params: list[Tensor] = first["params"]
-        # Built from `named_parameters()`, the group has names. Otherwise number the parameters.
+        # The group has names if it is built from `named_parameters()`.
         names = first.get("param_names") or map(str, range(len(self._params)))
         self._named = dict(zip(names, self._params, strict=True))
         device = self._params[0].device
         options = dict(up=up, down=down, lbar=lbar, mu=mu, p=p, tau=tau, gamma0=gamma0)
-        # `build` raises on every rank if one rank's arguments are invalid or differ.
         self._options = ProcessGroupExchange(group, device).build(
             "TwoDirection", {**options, "seed": seed}, lambda: self._checked(options, seed), _ADVICE
         )
         self._spec = f"2direction({', '.join(f'{k}={v}' for k, v in self._options.items())})"
         self._server = Ranks(group, seed, device)
-        # Lets the error on all ranks describe why this rank's closure failed.
-        self._server.explain = lambda: self._fault
-        # Built in the first step: its constructor evaluates gradients, which needs the closure.
-        self._method: TwoDirectionMethod | None = None
+        self._server.explain = lambda: f"closure: {self._raised!r}" if self._raised else ""
+        self._method: TwoDirectionMethod | None = None  # built in the first step, with its closure
         self._verified = False
-        self._loss: Tensor | float = math.nan
-        self._fault = ""  # of this step's closure
-        self._raised: Exception | None = None
+        self._raised: Exception | None = None  # by this step's closure
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise SpecError, because all parameters form one vector from the start."""
-        # torch.optim.Optimizer calls this for the first group, before `_server` exists.
-        if hasattr(self, "_server"):
-            raise SpecError(
-                "TwoDirection cannot add a parameter group: all parameters form one vector. Pass "
-                "them all to the constructor"
-            )
+        if hasattr(self, "_server"):  # not in torch's constructor
+            raise SpecError("TwoDirection cannot add parameters: pass all to the constructor")
         super().add_param_group(param_group)
 
     @property
@@ -122,33 +106,23 @@ class TwoDirection(torch.optim.Optimizer):
         return self._server.traffic
 
     def step(self, closure: Closure) -> Tensor | float:  # type: ignore[override]
-        """Do one iteration.
+        """Do one iteration, and return this rank's loss at y, not at x.
 
         Args:
-            closure: as for :class:`torch.optim.LBFGS`, over all of this rank's samples. It is
-                called twice if z moved in the last iteration, which has probability p.
-
-        Returns:
-            The closure's last result: this rank's loss at y, not at x.
+            closure: as for :class:`torch.optim.LBFGS`, over all samples; called once or twice.
 
         Raises:
             NonFiniteError: on all ranks, if a closure raised, or did not produce a finite loss and
-                a finite gradient. The message lists the workers. The step has changed nothing.
+                a finite gradient. The step has changed nothing.
             RankMismatchError: on all ranks, in the first step, if the parameters differ.
         """
         x = _flat(self._params)
-        self._closure, self._fault, self._raised = closure, "", None
-        # In the first step after construction or loading: different parameters or steps would not
-        # raise later, they would only give wrong results.
-        if not self._verified:
+        self._closure, self._raised = closure, None
+        if not self._verified:  # different parameters or steps would give wrong results
             held = vars(self._method) if self._method else {}
-            # What the server keeps, which every rank computes.
+            values = {name: held.get(name) for name in ("iterations", "rho", "second_is_due")}
             shared = {name: held[name] for name in VECTORS if name in held and name not in _OWN}
-            values = {
-                "parameters": checkpoint.digest_of({"x": x}),
-                "server": checkpoint.digest_of(shared),
-                **{name: held.get(name) for name in ("iterations", "rho", "second_is_due")},
-            }
+            values["checksum of parameters"] = checkpoint.digest_of(shared | {"x now": x})
             self._server.exchange.verify("TwoDirection", values, _ADVICE)
             self._verified = True
         try:
@@ -156,12 +130,9 @@ class TwoDirection(torch.optim.Optimizer):
             method.step()
             x = method.x
         except NonFiniteError as error:
-            # Show the traceback of the closure's own exception on the rank where it failed.
-            raise error from self._raised
+            raise error from self._raised  # the closure's own, on the rank where it failed
         finally:
-            # Evaluating gradients moved the parameters to y and z. After an error this restores
-            # the old x.
-            self._write(x)
+            self._write(x)  # evaluating gradients has moved the parameters to y and z
         return self._loss
 
     def state_dict(self) -> dict[str, Any]:
@@ -174,7 +145,6 @@ class TwoDirection(torch.optim.Optimizer):
             if (vector := held.get(name)) is not None:
                 tensors = dict(zip(names, self._parts(vector), strict=True))
                 slots[name] = {**_kind(name), "tensors": tensors}
-        # The algorithm's own messages: its ranks do not count control messages.
         dense = step * sum(p.nbytes for p in self._params)
         return {
             **checkpoint.header(self._spec, self._server.exchange),
@@ -189,8 +159,7 @@ class TwoDirection(torch.optim.Optimizer):
         """Load a state and its parameters. The run continues bit for bit.
 
         Raises:
-            CheckpointError: if the state is damaged, or comes from another rank, other arguments,
-                another model or another number of ranks. The optimizer has then not changed.
+            CheckpointError: if the state is damaged or does not fit; nothing has changed then.
         """
         self._check(state_dict)  # before the first assignment
         section = state_dict["two_direction"]
@@ -203,14 +172,12 @@ class TwoDirection(torch.optim.Optimizer):
         for name, slot in state_dict["slots"].items():
             vector = _flat(slot["tensors"][each] for each in self._named)
             vector = vector.to(self._params[0].device)
-            # The workers' vectors are rows, of which this process has one.
-            held[name] = vector[None] if name in _OWN else vector
+            held[name] = vector[None] if name in _OWN else vector  # one row for each worker
         self._method = self._build(held["x"], held)
         self._write(held["x"])
 
     def _check(self, state: Any) -> None:
-        """Require a complete and consistent state of this run and rank."""
-        checkpoint.check_header(state, self._spec, self._server.exchange, _MISMATCH_ADVICE)
+        checkpoint.check_header(state, self._spec, self._server.exchange, {})
         checkpoint.check_engine(state, self._named)
         section = checkpoint.optional(checkpoint.record(**_SECTION))
         checkpoint.record(two_direction=section)(state, "the state dict")
@@ -221,55 +188,41 @@ class TwoDirection(torch.optim.Optimizer):
         forms = {name: checkpoint.tensor(tuple(p.shape), p.dtype) for name, p in named}
         slot = checkpoint.record(tensors=checkpoint.record(**forms))
         checkpoint.dict_of(slot, kept)(slots, "slots")
-        wrong = {f"slot '{name}'": each | _kind(name) != each for name, each in slots.items()}
-        wrong[f"seed {state['seed']}"] = state["seed"] != self._server.seed
-        if saved:
-            # rho starts at 1/gamma0 and never grows.
-            rho = saved["rho"]
-            wrong[f"rho {rho}"] = not 0 <= rho <= 1 / self._options["gamma0"]
-        if found := [problem for problem, is_wrong in wrong.items() if is_wrong]:
-            raise CheckpointError(
-                f"the checkpoint does not match this run: {', '.join(found)}; load the state that "
-                "this rank saved, with the arguments of that run"
-            )
+        wrong = [f"slot '{name}'" for name, each in slots.items() if each | _kind(name) != each]
+        if state["seed"] != self._server.seed:
+            wrong.append(f"seed {state['seed']}")
+        if saved and not 0 <= saved["rho"] <= 1 / self._options["gamma0"]:
+            wrong.append(f"rho {saved['rho']}")
+        if wrong:
+            raise CheckpointError(f"the checkpoint does not match this run: {', '.join(wrong)}")
 
     def _build(self, x: Tensor, state: dict[str, Any] | None = None) -> TwoDirectionMethod:
         return TwoDirectionMethod(self._gradients, x, self._server, **self._options, state=state)
 
     def _gradients(self, point: Tensor) -> Tensor:
         """Return the gradient of this rank's loss at `point`, or NaN if the closure fails."""
-        # After a fault, do not call the closure again in this step.
-        if not self._fault:
+        if self._raised is None:  # after a fault, do not call the closure again
             self._write(point)
-            # Otherwise a closure without backward() would return the gradient of an earlier point.
             for parameter in self._params:
                 parameter.grad = None
             try:
-                with torch.enable_grad():
-                    self._loss = self._closure()
-                problem = self._wrong_with(self._loss)
+                return self._evaluated()[None]
             except Exception as error:
-                problem, self._raised = f"raised {error!r}", error
-            self._fault = problem and f"its closure {problem}"
-        if self._fault:
-            # Do not raise here: the other ranks wait for this rank's message. A NaN in the message
-            # makes all ranks raise.
-            return torch.full_like(point, torch.nan)[None]
-        # A parameter that the loss does not touch has no gradient, which means zero.
-        return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)[None]
+                self._raised = error
+        # The others wait for this rank's message. A NaN in it makes all ranks raise.
+        return torch.full_like(point, torch.nan)[None]
 
-    def _wrong_with(self, loss: Tensor | float | None) -> str:
-        if loss is None:
-            return "returned None instead of the loss"
+    @torch.enable_grad()
+    def _evaluated(self) -> Tensor:
+        self._loss = loss = self._closure()
         value = float(loss.detach() if isinstance(loss, Tensor) else loss)
         grads = [p.grad for p in self._params if p.grad is not None]
-        if not math.isfinite(value):
-            return f"returned {value:g}"
-        if not grads:
-            return "left no gradient; it must call loss.backward()"
-        if any(grad.layout != torch.strided for grad in grads):
-            return "left a sparse gradient, but TwoDirection needs dense gradients"
-        return ""
+        dense = grads and all(grad.layout == torch.strided for grad in grads)
+        if not (dense and math.isfinite(value)):
+            expected = "a finite loss, and call loss.backward() for dense gradients"
+            raise SpecError(f"closure must return {expected}; it returned {value:g}")
+        # A parameter that the loss does not touch has no gradient, which means zero.
+        return _flat(torch.zeros_like(p) if p.grad is None else p.grad for p in self._params)
 
     @torch.no_grad()
     def _write(self, x: Tensor) -> None:
@@ -284,21 +237,21 @@ class TwoDirection(torch.optim.Optimizer):
 
     def _checked(self, options: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the options with compressors, and the values that must match across ranks."""
-        first, problem = self.param_groups[0], ""
+        dtype = self._params[0].dtype
+        options_of_group = self.param_groups[0].keys() - {"params", "param_names"}
         kinds = {(str(p.dtype), str(p.device)) for p in self._params}
-        if len(self.param_groups) > 1:
-            problem = f"one parameter group, not {len(self.param_groups)}"
-        elif unknown := first.keys() - {"params", "param_names"}:
-            problem = f"no options of its parameter group, but has {', '.join(unknown)}"
-        elif len(kinds) > 1 or not self._params[0].is_floating_point():
-            problem = f"parameters of one floating-point dtype on one device, not {sorted(kinds)}"
-        if problem:
-            raise SpecError(f"TwoDirection takes {problem}: all parameters form one vector")
+        single = len(self.param_groups) == len(kinds) == 1 and dtype.is_floating_point
+        if not single or options_of_group:
+            raise SpecError(
+                "TwoDirection takes parameters of one floating-point dtype on one device, in one "
+                f"group without options, not {len(self.param_groups)} groups with the options "
+                f"{sorted(options_of_group)}, of {sorted(kinds)}"
+            )
         check_seed(seed)
         built = {**options, **{role: _compressor(options[role], role) for role in ("up", "down")}}
         d = sum(p.numel() for p in self._params)
         constants(d, **built)  # only for its checks
-        return built, {"coordinates": d, "dtype": self._params[0].dtype, **built, "seed": seed}
+        return built, {"coordinates": d, "dtype": dtype, **built, "seed": seed}
 
 
 def _flat(tensors: Iterable[Tensor]) -> Tensor:
@@ -306,14 +259,12 @@ def _flat(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _compressor(spec: Compressor | str, role: str) -> Compressor:
-    # A spec such as "topk(0.1)" parses as an aggregator: `mean` of the compressor.
-    method = parse_aggregator(spec)
+    method = parse_aggregator(spec)  # "topk(0.1)" is the `mean` of the compressor
     if isinstance(method, Mean):
         return method.compressor
     raise SpecError(f"{role} must be a compressor, such as topk or randk, not '{method}'", role)
 
 
 def _kind(slot: str) -> dict[str, Any]:
-    # The gradients at z can be computed again.
     kind = Kind.CACHE if slot == "grad_z" else Kind.ESTIMATE
     return {"kind": kind.value, "sharded": False}

@@ -25,37 +25,23 @@ from torchcomp.specs.errors import NonFiniteError
 
 DENSE = Identity()
 
-_ADVICE = (
-    "No part of this iteration was applied. Verify that all ranks run the same code, and that the "
-    "network is reliable."
-)
+_ADVICE = "No part of this iteration was applied. Verify that all ranks run the same code."
 
 
 @dataclass
 class ServerTraffic:
-    """The traffic between the server and one worker. It is the same for every worker.
+    """The traffic between the server and one worker. It is the same for every worker."""
 
-    Attributes:
-        up_coordinates, down_coordinates: number of values, without indices, scales and headers.
-        up_bytes, down_bytes: bytes of the frames, with all of these.
-        round_trips: number of times that a worker waited for the server.
-    """
-
-    up_coordinates: int = 0
+    up_coordinates: int = 0  # values, without indices, scales and headers
     down_coordinates: int = 0
-    up_bytes: int = 0
+    up_bytes: int = 0  # of the frames, with all of these
     down_bytes: int = 0
-    round_trips: int = 0
+    round_trips: int = 0  # how often a worker waited for the server
 
     @property
     def coordinates(self) -> int:
         """Values sent in both directions."""
         return self.up_coordinates + self.down_coordinates
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes sent in both directions."""
-        return self.up_bytes + self.down_bytes
 
 
 @dataclass(frozen=True)
@@ -68,27 +54,25 @@ class Uplink:
     decoded: Tensor  # the values that the server decodes; (workers of this process, d)
     faulty: list[int]  # workers whose vector contains a NaN or an infinity
 
+    @property
+    def layout(self) -> Layout:
+        return self.compressor.layout(self.decoded.shape[1], self.decoded.dtype)
 
-Messages = tuple[Uplink, ...]
+
 Faults = dict[int, str]  # worker -> description of its fault
 Decoded = Sequence[Iterable[Tensor]]  # for each message, the vectors of all n workers in order
 
 
 class ParameterServer(ABC):
-    """The messages of a method between a server and its workers.
+    """The messages of a method between a server and its n workers, `mine` in this process.
 
-    Attributes:
-        n: total number of workers.
-        mine: workers of this process.
-        seed: the run's seed, the same on all ranks. All randomness of messages derives from it.
-        traffic: what has been sent since the start.
-        explain: returns a description of a fault of this process's workers, or "" if unknown.
+    All randomness of messages derives from `seed`. `traffic` is what has been sent.
     """
 
     def __init__(self, n: int, mine: range, seed: int) -> None:
         self.n, self.mine, self.seed = n, mine, check_seed(seed)
         self.traffic = ServerTraffic()
-        self.explain: Callable[[], str] = lambda: ""
+        self.explain: Callable[[], str] = lambda: ""  # describes a fault of these workers
 
     def encode(self, vectors: Tensor, compressor: Compressor, call: int) -> Uplink:
         """Compress one row per worker here; `call`, unique within the run, seeds the randomness."""
@@ -100,24 +84,17 @@ class ParameterServer(ABC):
     def up(self, *messages: Uplink) -> list[Tensor]:
         """Send uplink messages in one frame. Return the mean of each over all n workers; 1-D.
 
-        Raises:
-            NonFiniteError: on all ranks, if a worker's vector contains a NaN or an infinity. The
-                message has the number of the worker.
-            WireError: on all ranks, if a frame was damaged in transit.
+        Raises NonFiniteError on all ranks if a worker's vector is not finite, or WireError.
         """
-        layouts: list[Layout] = []
-        for message in messages:
-            decoded, compressor = message.decoded, message.compressor
-            layouts.append(compressor.layout(decoded.shape[1], decoded.dtype))
-            self.traffic.up_coordinates += compressor.kept(decoded.shape[1])
-        nbytes = sum(map(wire.nbytes, layouts))
+        nbytes = sum(wire.nbytes(message.layout) for message in messages)
         self.traffic.up_bytes += wire.framed(nbytes) if nbytes else 0
+        for each in messages:
+            self.traffic.up_coordinates += each.compressor.kept(each.decoded.shape[1])
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
-        delivered = self._deliver(messages, layouts, faults)
         # Add one worker after another: a sum over an axis can add in another order on other
         # hardware, and all ranks must get the same bits.
-        return [reduce(torch.add, rows) / self.n for rows in delivered]
+        return [reduce(torch.add, rows) / self.n for rows in self._deliver(messages, faults)]
 
     def uplink(self, vectors: Tensor, compressor: Compressor, call: int) -> tuple[Tensor, Tensor]:
         """Send one uplink message. Return this process's decoded rows, and the mean of all n."""
@@ -125,52 +102,38 @@ class ParameterServer(ABC):
         return message.decoded, self.up(message)[0]
 
     def down(self, vector: Tensor, compressor: Compressor = DENSE, call: int = 0) -> Tensor:
-        """Send a vector in a downlink message. Return the vector that the workers decode; 1-D."""
-        # Nothing is sent: every process computes the server's vectors itself. This method only
-        # counts the traffic, and compresses the vector as a message would.
+        """Count a downlink message, and return what the workers decode; nothing is sent."""
         d, dtype = vector.numel(), vector.dtype
         self.traffic.down_coordinates += compressor.kept(d)
         self.traffic.down_bytes += wire.framed(wire.nbytes(compressor.layout(d, dtype)))
         return compressor.round_trips(vector[None], ["downlink"], [Key(self.seed, call)])[0]
 
     @abstractmethod
-    def _encode(
-        self, vectors: Tensor, compressor: Compressor, call: int
-    ) -> tuple[Encoded | None, Tensor]:
+    def _encode(self, rows: Tensor, c: Compressor, call: int) -> tuple[Encoded | None, Tensor]:
         """Return the message if this process sends one, and what the server decodes; (mine, d)."""
 
     @abstractmethod
-    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
+    def _deliver(self, messages: Sequence[Uplink], faults: Faults) -> Decoded:
         """Return the decoded vectors of all n workers. Raise on all ranks if any has a fault."""
 
     def _uplink(self, worker: int, call: int) -> tuple[str, Key]:
-        """Return the name of a worker's vector, and the key of a message."""
-        # RandK draws with `Key.shared`, which ignores the rank. A different name per worker makes
-        # the workers' draws independent.
+        # The name makes the workers' draws independent: RandK draws with `Key.shared`, which
+        # ignores the rank.
         return f"uplink of worker {worker}", Key(self.seed, call, rank=worker)
 
 
 class Simulated(ParameterServer):
-    """All `n` workers in this process. Messages are not sent, but their traffic is counted.
-
-    This is faster than a thread per worker: ``Ranks(exchange)`` in
-    :func:`torchcomp.run_in_process`.
-
-    Raises:
-        SpecError: if n or the seed is not an integer in its range.
-    """
+    """All `n` workers in this process. Messages are not sent, but their traffic is counted."""
 
     def __init__(self, n: int, seed: int = 0) -> None:
         check_count("n", n)
         super().__init__(n, range(n), seed)
 
-    def _encode(
-        self, vectors: Tensor, compressor: Compressor, call: int
-    ) -> tuple[Encoded | None, Tensor]:
+    def _encode(self, rows: Tensor, c: Compressor, call: int) -> tuple[None, Tensor]:
         names, keys = zip(*(self._uplink(worker, call) for worker in self.mine), strict=True)
-        return None, compressor.round_trips(vectors, names, keys)
+        return None, c.round_trips(rows, names, keys)
 
-    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
+    def _deliver(self, messages: Sequence[Uplink], faults: Faults) -> Decoded:
         if faults:
             raise _unusable(faults)
         return [message.decoded for message in messages]
@@ -179,19 +142,14 @@ class Simulated(ParameterServer):
 class Ranks(ParameterServer):
     """One worker per rank. Every rank also computes the server's part.
 
-    Every rank all-gathers the uplink messages of all workers and decodes them in the order of the
-    workers. Downlink messages are therefore never sent, but every rank receives n - 1 uplink
-    messages. All ranks must make the same calls in the same order.
+    Every rank gathers and decodes all uplink messages, in the order of the workers. Downlink
+    messages are never sent. All ranks must make the same calls.
 
     Args:
         group: the process group, in which rank i is worker i; None is the default group. Can also
             be an exchange, such as an :class:`torchcomp.InProcessExchange`.
         seed: the run's seed, the same on all ranks.
         device: device of the process group's messages; "cuda" for NCCL.
-
-    Raises:
-        SpecError: if the seed is not an integer in its range.
-        RankMismatchError: if the seed differs between ranks.
     """
 
     def __init__(
@@ -200,35 +158,29 @@ class Ranks(ParameterServer):
         seed: int = 0,
         device: torch.device | str = "cpu",
     ) -> None:
-        self.exchange: Exchange = (
-            group if isinstance(group, Exchange) else ProcessGroupExchange(group, device)
-        )
-        rank = self.exchange.rank
+        if not isinstance(group, Exchange):
+            group = ProcessGroupExchange(group, device)
+        self.exchange, rank = group, group.rank
         super().__init__(self.exchange.world_size, range(rank, rank + 1), seed)
         self.exchange.verify("the seed of compressed messages", {"seed": seed})
 
-    def _encode(
-        self, vectors: Tensor, compressor: Compressor, call: int
-    ) -> tuple[Encoded | None, Tensor]:
+    def _encode(self, rows: Tensor, c: Compressor, call: int) -> tuple[Encoded, Tensor]:
         name, key = self._uplink(self.exchange.rank, call)
-        own = _one(compressor, vectors[0], name)
-        encoded = compressor.encode(vectors[0], own, key)
-        # A worker needs the value that the server decodes, for example to update its h_i.
-        decoded = torch.empty_like(vectors)
-        compressor.mean((encoded.parts,), decoded[0], own, key, 1)
+        own, decoded = _one(c, rows[0], name), torch.empty_like(rows)
+        encoded = c.encode(rows[0], own, key)
+        c.mean((encoded.parts,), decoded[0], own, key, 1)
         return encoded, decoded
 
-    def _deliver(self, messages: Messages, layouts: Sequence[Layout], faults: Faults) -> Decoded:
+    def _deliver(self, messages: Sequence[Uplink], faults: Faults) -> Decoded:
+        layouts = [message.layout for message in messages]
         frames = Frames(layouts, self.exchange.device, self.exchange.checksum, [len(layouts)])
         parts = [own for message in messages if message.encoded for own in message.encoded.parts]
         received = self.exchange.all_gather_rows(frames.pack(parts))
         self.exchange.check(frames, received, range(self.n))
-        # A rank with a fault has also sent its frame, so that no rank waits forever. The collective
-        # in conclude() reports the fault to all ranks, and all of them raise.
+        # A rank with a fault has also sent its frame, so that no rank waits forever.
         if not self.exchange.conclude(torch.tensor(not faults), "the uplink", _ADVICE):
             by_rank = self.exchange.gather_objects(faults)
             raise _unusable({i: why for own in by_rank for i, why in own.items()})
-        # From the parts of each rank's messages to the parts of each message on all ranks.
         by_message = zip(*frames.unpack(received), strict=True)
         return [self._decoded(*each) for each in zip(messages, by_message, strict=True)]
 
@@ -247,9 +199,6 @@ def _one(compressor: Compressor, like: Tensor, name: str) -> Vectors:
 
 def _unusable(faults: Faults) -> NonFiniteError:
     workers = [f"worker {i} ({why or 'NaN or infinity'})" for i, why in sorted(faults.items())]
-    # The advice does not apply if every fault has its own description.
-    advice = ". Use a smaller step size, and check that the function is finite at this point"
     return NonFiniteError(
         f"cannot use the gradient of {', '.join(workers)}, so no part of this step was applied"
-        f"{'' if all(faults.values()) else advice}"
     )

@@ -24,40 +24,18 @@ from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.specs.checks import check_fraction, check_positive, is_number
 from torchcomp.specs.errors import SpecError
 
-# Kind of a compressor -> the method that returns its constant, and advice for the error.
-_KINDS = {
-    "unbiased": (
-        "omega",
-        "the expectation of this message must be the vector itself, because no residual corrects "
-        "it later. Use, for example, randk(0.1, unbiased=True)",
-    ),
-    "contractive": (
-        "alpha",
-        "later messages send what this one leaves out, and that converges only if "
-        "|C(x) - x| < |x|. Use, for example, topk(0.1)",
-    ),
-}
-
 
 def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
     """Return omega or alpha of an "unbiased" or "contractive" compressor for `d` elements."""
     if not isinstance(compressor, Compressor):
         raise SpecError(f"{role} must be a compressor such as TopK(k=65), not {compressor!r}", role)
-    constant, advice = _KINDS[kind]
+    constant = {"unbiased": "omega", "contractive": "alpha"}[kind]
     declared: float | None = getattr(compressor, constant)(d)
-    if len(compressor.stages) > 1:
-        problem = (
-            "changes during a run, and the theory is for one compressor; leave out warmup(...)"
-        )
-    elif compressor.scope == "tensor":
-        problem = (
-            "compresses each parameter separately, but here all parameters are one vector; remove "
-            'scope="tensor"'
-        )
-    elif isinstance(compressor, Sparsifier) and compressor.k is not None and compressor.k > d:
-        problem = f"keeps {compressor.k} entries, and there are only {d} coordinates"
+    too_many = isinstance(compressor, Sparsifier) and (compressor.k or 0) > d
+    if too_many or compressor.scope == "tensor" or len(compressor.stages) > 1:
+        problem = f'must suit one vector of {d} values, without warmup(...) and scope="tensor"'
     elif declared is None:
-        problem = f"is not {kind} (it declares no {constant}); {advice}"
+        problem = f"is not {kind} (it declares no {constant})"
     else:
         return declared
     raise SpecError(f"{role}: '{compressor}' {problem}", role)
@@ -81,17 +59,10 @@ class Constants:
         for name in ("lbar", "gamma0"):
             check_positive(name, getattr(self, name))
         if not is_number(self.mu) or not 0 <= self.mu <= self.lbar:
-            raise SpecError(
-                f"mu must be at least 0 and at most lbar = {self.lbar:g}, because the strong "
-                f"convexity of a function cannot exceed its smoothness; got {self.mu!r}",
-                "mu",
-            )
+            raise SpecError(f"mu must be from 0 to lbar = {self.lbar:g}, not {self.mu!r}", "mu")
         if not 1e-100 <= float(self.gamma0) <= 1e100:
-            raise SpecError(
-                "gamma0 must be from 1e-100 to 1e100, because the learning rates square it; got "
-                f"{self.gamma0!r}",
-                "gamma0",
-            )
+            problem = f"gamma0 must be from 1e-100 to 1e100, not {self.gamma0!r}"
+            raise SpecError(problem, "gamma0")
 
     @property
     def theta_min(self) -> float:
