@@ -61,6 +61,9 @@ class LocalSGD(Gatherable):
             ``"ef(topk(0.01))"``. ``"mean"`` is the exact mean of the parameters.
         outer: an outer step, ``"slowmo(beta=0.7, alpha=1.0)"`` or ``"nesterov(lr=0.7,
             momentum=0.9)"``. None adds the mean pseudo-gradient to the parameters.
+        moments: what a synchronisation does with the optimizers' state: ``"local"`` leaves it
+            alone, ``"average"`` averages it uncompressed, ``"reset"`` clears it. An optimizer that
+            keeps weights in its state, such as a schedule-free one, needs ``"average"``.
         overlap: let the average overlap with the code after the optimizer step, with the same
             results. Call :meth:`wait` before other code than layers reads parameters.
         process_group: for two levels, a group that contains one rank of each node, or a mesh of one
@@ -91,6 +94,7 @@ class LocalSGD(Gatherable):
         scaler: "torch.amp.GradScaler | None" = None,
         compress: str | Component = "mean",
         outer: str | OuterStep | None = None,
+        moments: str = "local",
         overlap: bool = False,
         process_group: "ProcessGroup | None" = None,
         seed: int = 0,
@@ -98,7 +102,8 @@ class LocalSGD(Gatherable):
         check_is_ddp(model)
         options: dict[str, Any] = {
             **{"spec": spec, "total_steps": total_steps, "warmup_steps": warmup_steps},
-            **{"compress": compress, "outer": outer, "overlap": overlap, "seed": seed},
+            **{"compress": compress, "outer": outer, "moments": moments, "overlap": overlap},
+            "seed": seed,
         }
         argument: Any = optimizer  # parsed() reports other types
         optimizers = list(argument) if isinstance(argument, list | tuple) else [argument]

@@ -24,7 +24,7 @@ from torchcomp.engine.nonfinite import all_finite, largest_magnitudes
 from torchcomp.engine.profiling import span
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import sum_bytes
-from torchcomp.local_sgd import averages
+from torchcomp.local_sgd import averages, moments
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
 from torchcomp.local_sgd.method import LocalMethod, Optimizers
 from torchcomp.local_sgd.rounds import Clock, restore
@@ -241,14 +241,17 @@ class LocalSteps:
     @span("synchronise")
     def _synchronise(self) -> None:
         """Average over the ranks; if this raises, on all of them, and the round has not ended."""
-        exchange, clock = self.averager.exchange, self.clock
+        exchange, clock, policy = self.averager.exchange, self.clock, self.method.moments
+        parameters = self.averager.parameters
         model, step = self._model(), clock.step
         statistics = {} if model is None else statistics_of(updated_layers(model.module))
         lr_sum, steps = float(clock.lr_sum), step - clock.synced
 
-        def shared() -> tuple[None, dict[str, Any]]:
+        def shared() -> tuple[dict[str, Tensor], dict[str, Any]]:
             self._check_trained(model)
-            return None, {
+            averaged = policy == "average"
+            own = moments.state_to_average(parameters, self.optimizers) if averaged else {}
+            return own, {
                 "steps": step,
                 "round": str(clock),
                 "BatchNorm statistics": ", ".join(statistics),
@@ -256,20 +259,24 @@ class LocalSteps:
                 "sum of the learning rates of its steps": lr_sum,
             }
 
-        exchange.build("synchronisation", {}, shared, _LOST_STEP)
+        mine = statistics | exchange.build("synchronisation", {}, shared, _LOST_STEP)
         self.averager.begin()
-        # BatchNorm's statistics first, because this can raise. Nothing is written yet.
-        means = exact_mean(exchange, dict(sorted(statistics.items())))
-        if statistics:
-            where = f"the averages of BatchNorm's statistics after step {step}"
+        # These first, because this can raise. Nothing is written yet.
+        everyones = moments.with_missing(exchange, mine) if policy == "average" else mine
+        means = exact_mean(exchange, dict(sorted(everyones.items())))
+        if means:
+            where = f"the averages of optimizer state or BatchNorm statistics after step {step}"
             finite = all_finite(means.values(), exchange.device)
-            averages.require_finite(exchange, finite, where, statistics)
+            averages.require_finite(exchange, finite, where, everyones)
         # Plain DDP would have reduced these gradients at each of the round's steps.
-        nbytes = sum(parameter.nbytes for parameter in self.averager.parameters.values())
+        nbytes = sum(parameter.nbytes for parameter in parameters.values())
         dense_bytes = steps * sum_bytes(nbytes, exchange.world_size)
         self.averages.synchronise(lr_sum / steps, step, dense_bytes)
-        if statistics:
-            torch._foreach_copy_(list(statistics.values()), [means[name] for name in statistics])
+        if mine:
+            torch._foreach_copy_(list(mine.values()), [means[name] for name in mine])
+        for optimizer in self.optimizers if policy == "reset" else ():
+            for parameter in parameters.values():
+                optimizer.state.pop(parameter, None)
         clock.synced, clock.lr_sum = step, 0.0
         if step >= clock.total_steps:
             self.averages.wait()  # the run can end here, without a step that waits

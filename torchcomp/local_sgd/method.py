@@ -16,10 +16,11 @@ from torchcomp.ddp.checks import OWNER, check_model, device_of, trained_paramete
 from torchcomp.ddp.register import check_scaler
 from torchcomp.engine.keys import check_seed
 from torchcomp.exchange import Exchange, ProcessGroupExchange
+from torchcomp.local_sgd.moments import CHOICES
 from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.schedules import Every, Horizon, Schedule
 from torchcomp.specs.auto import Auto
-from torchcomp.specs.checks import check_flag
+from torchcomp.specs.checks import check_choice, check_flag
 from torchcomp.specs.component import Component
 from torchcomp.specs.errors import SpecError, UnsupportedModelError
 from torchcomp.specs.spec import parse_aggregator, parse_local, parse_outer_step
@@ -38,6 +39,7 @@ class LocalMethod:
     aggregator: Aggregator
     outer: OuterStep | None
     two_levels: bool  # DDP continues to reduce gradients inside each node
+    moments: str
     overlap: bool
     seed: int
 
@@ -87,6 +89,7 @@ def parsed(
     warmup_steps: int,
     compress: Any,
     outer: str | OuterStep | None,
+    moments: str,
     overlap: bool,
     seed: int,
 ) -> tuple[LocalMethod, dict[str, Any]]:
@@ -98,6 +101,7 @@ def parsed(
     schedule, proposes = (Every(1), True) if isinstance(found, Auto) else (found, False)
     schedule.check(horizon)
     check_flag("overlap", overlap)
+    check_choice("moments", moments, CHOICES)
     if proposes and overlap:
         raise SpecError("'auto' cannot measure averages that overlap: leave out overlap", "spec")
     if not isinstance(compress, str | Component):
@@ -105,7 +109,9 @@ def parsed(
         raise SpecError(problem, "compress")
     aggregator, seed = parse_aggregator(compress), check_seed(seed)
     step = None if outer is None else parse_outer_step(outer)
-    method = LocalMethod(schedule, proposes, horizon, aggregator, step, two_levels, overlap, seed)
+    method = LocalMethod(
+        *(schedule, proposes, horizon, aggregator, step, two_levels, moments, overlap, seed)
+    )
     # A pseudo-gradient is measured from the averaged parameters, which must be complete by then.
     if overlap and not method.plain:
         raise SpecError("overlap=True needs compress='mean' and outer=None", "overlap")

@@ -125,7 +125,7 @@ def _fixed(method: LocalMethod) -> dict[str, Any]:
         "warmup_steps": method.horizon.warmup_steps,
         "compress": str(method.aggregator),
         "outer": str(method.outer),
-        "moments": "local",  # the options that averaged or cleared optimizer state are gone
+        "moments": method.moments,
     }
 
 
