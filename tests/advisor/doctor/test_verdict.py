@@ -18,7 +18,7 @@ ALONE = 0.05
 def on(mbit, parameters=PARAMETERS, budget=100.0, gather=lambda *row: [row[1]] * 4):
     """The predicted rows of a rank of four, whose others report the same."""
     job = SimpleNamespace(world_size=4, device=torch.device("cpu"), patience=1.0, gather=gather)
-    times = Link(mbit / 1e3, latency_us=100, backend="gloo").flat(4)
+    times = Link(mbit / 1e3, latency_us=100, backend="gloo").among(4)
     return predicted_rows(job, parameters, ALONE, times, 1.0, budget)
 
 
