@@ -102,15 +102,9 @@ def test_the_published_hours_of_qsr_are_reproduced():
 @pytest.mark.parametrize(
     "bad",
     [
-        lambda: Run(0, 1, 1.0),
-        lambda: Run(1025, 1, 1.0),
-        lambda: Run(2, 0, 1.0),
-        lambda: Run(2, 1, 0.0),
-        lambda: Run(2, 1, 1.0, warmup_steps=1),
-        lambda: Run(2, 1, 1.0, speedup=0),
-        lambda: values_of(),
-        lambda: values_of(numel=0),
-        lambda: values_of(numel=400_000_000),
+        *(partial(Run, *bad) for bad in ((0, 1, 1.0), (1025, 1, 1.0), (2, 0, 1.0), (2, 1, 0.0))),
+        *(partial(Run, 2, 1, 1.0, **bad) for bad in ({"warmup_steps": 1}, {"speedup": 0})),
+        *(partial(values_of, numel=bad) for bad in (None, 0, 400_000_000)),
         lambda: values_of(nn.Linear(2, 2), 5),
         lambda: on("mean", Link(1.0, ranks_per_node=3)),
         lambda: on("nothing"),

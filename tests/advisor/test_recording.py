@@ -25,16 +25,10 @@ NAMES = [name for group in GROUPS for name in group]
 BUCKETS = [tuple(NAMES[:3]), tuple(NAMES[3:])]
 SHAPES = [BucketShape.of(group, PARAMETERS) for group in GROUPS]
 
-SPECS = sorted(
-    {cls.example or cls.name for cls in (*AGGREGATORS, *COMPRESSORS)}
-    | {
-        'ef(topk(0.1), exchange="sharded")',
-        'ef(topk(0.1, scope="model"), exchange="allgather")',
-        'bidirectional(quantize("int4"), quantize("int4"))',
-        'cast("bf16")',
-        "dgc(topk(0.1), warmup_steps=10)",
-    }
-)
+SPECS = sorted(cls.example or cls.name for cls in (*AGGREGATORS, *COMPRESSORS))
+SPECS += ['ef(topk(0.1), exchange="sharded")', 'bidirectional(quantize("int4"), quantize("int4"))']
+SPECS += ['ef(topk(0.1, scope="model"), exchange="allgather")']
+SPECS += ["dgc(warmup(topk(0.1), steps=10, start=0.25))"]
 
 
 def recorded(spec, world_size):
@@ -107,18 +101,13 @@ def test_plain_ddp_and_the_bf16_hook():
 
 
 def test_a_synchronisation_compares_the_ranks_and_averages_everything():
+    before = {name: p.detach().clone() for name, p in PARAMETERS.items()}
     statistics = {"running_mean": MODEL[2].running_mean, "running_var": MODEL[2].running_var}
     recording = record_average(PARAMETERS, 4, groups=GROUPS, statistics=statistics, steps=2)
     nbytes = [shape.nbytes for shape in SHAPES]
     compared = Call(ALL_GATHER, 16)
     averaged = [Call(ALL_REDUCE, size) for size in (2 * 48 * 4, *nbytes)]
     assert recording.calls() == [compared, compared, *averaged]
-
-
-def test_a_recording_changes_no_parameter():
-    before = {name: p.detach().clone() for name, p in PARAMETERS.items()}
-    recorded("ef(topk(0.1))", 4)
-    record_average(PARAMETERS, 4, steps=2)
     assert all(torch.equal(p, before[name]) for name, p in PARAMETERS.items())
 
 

@@ -88,10 +88,7 @@ class Copies(Observer):
 
 
 class Hidden:
-    """The step model, with a backward pass that was measured.
-
-    `alone` are the seconds until all gradients are computed, `step` those of the whole step.
-    """
+    """The step model, with a measured backward pass, of `alone` seconds in a step of `step`."""
 
     def __init__(self, passes: Sequence[Sequence[Moment]]) -> None:
         # Moments of each step: its begin, each bucket that was ready, the last gradient, its end.
