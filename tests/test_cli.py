@@ -67,7 +67,6 @@ def test_bad_spec_is_shown_with_its_caret_and_exits_2(capsys):
 MEAN = ["explain", "mean", "--world-size", "2"]
 EVERY = ["explain", "every(2)", *SIZE, "--total-steps", "9"]
 PLAN = ["plan", *SIZE, "--total-steps", "9", "--step-ms", "1", "--gbit", "1"]
-NODES = ["--two-levels", "--ranks-per-node", "2"]
 
 # Words of each bad command that its error names.
 BAD_EXPLAIN = [
@@ -99,9 +98,6 @@ BAD_PLANS = [
     ([*PLAN, "mean", "--currency", "EUR"], ["--price-per-gb"]),
     ([*PLAN, "mean", "--lr", "0.1"], ["--lr"]),
     ([*PLAN, "qsr(alpha=0.1, h_base=4)"], ["lr"]),
-    ([*PLAN, "every(2)", *NODES], ["--two-levels"]),
-    ([*PLAN, "--all", *NODES], ["--two-levels"]),
-    ([*PLAN, "ef(topk(0.01))", "--two-levels"], ["--ranks-per-node"]),
     ([*PLAN, "mean", "--ranks-per-node", "3"], ["ranks_per_node"]),
     ([*PLAN, "meen"], ["meen"]),
     *(([*PLAN, "mean", "--gbit", bad], ["--gbit", bad]) for bad in ("0", "x")),

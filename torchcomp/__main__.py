@@ -17,7 +17,6 @@ from torchcomp.advisor.explain import MOST_RANKS, explain
 from torchcomp.advisor.named_models import build_named
 from torchcomp.advisor.prediction import BF16, DDP, USUAL, table
 from torchcomp.advisor.units import number, whole, wrapped
-from torchcomp.aggregators import Aggregator
 from torchcomp.local_sgd.schedules import Schedule
 from torchcomp.specs.errors import ScheduleError, SpecError
 from torchcomp.specs.learning_rates import DECAYS, LRFunction, decaying
@@ -77,21 +76,10 @@ def _plan(options: argparse.Namespace) -> int:
     link = Link(**_given(options, *(field.name for field in fields(Link))))
     model = None if options.model is None else build_named(options.model)
     values = values_of(model, options.numel)
-    nodes = _ranks_of_a_level(options, link, built)
-    trainings = [Prediction(each, values, run, nodes=nodes).on(link) for each in built]
+    trainings = [Prediction(each, values, run).on(link) for each in built]
     price = {"price_per_gb": options.price_per_gb, "currency": options.currency or "USD"}
     print(table(trainings, run, link, **price), flush=True)
     return 0
-
-
-def _ranks_of_a_level(options: argparse.Namespace, link: Link, built: Sequence[object]) -> int:
-    if not options.two_levels:
-        return 1
-    if not all(isinstance(each, Aggregator) for each in built):
-        raise SpecError("--two-levels is for gradient methods, such as 'ef(topk(0.01))'")
-    if link.ranks_per_node == 1:
-        raise SpecError("--two-levels needs --ranks-per-node, the number of ranks of a node")
-    return link.ranks_per_node
 
 
 def _given(options: argparse.Namespace, *names: str) -> dict[str, Any]:
@@ -166,7 +154,6 @@ def _for_plan(command: argparse.ArgumentParser) -> None:
     add("--step-ms", type=positive, required=True, metavar="MS", help="time without any exchange")
     help_text = "how many times as fast the ranks encode as this machine (default: 1)"
     add("--speedup", type=positive, default=1.0, metavar="N", help=help_text)
-    add("--two-levels", action="store_true", help="as with register(..., nodes=ranks per node)")
     add("--price-per-gb", type=at_least_0, metavar="PRICE", help="of 10^9 bytes between nodes")
     add("--currency", metavar="NAME", help="of the price (default: USD)")
     add = command.add_argument_group("the network").add_argument

@@ -26,10 +26,6 @@ _LABELS = ("model", "parameters", "method", "levels")
 _MEANS = ("compute", "predicted", "hook", "formula")
 
 
-Levels = Mapping[str, Times]
-"""The collectives "flat", among all ranks, and with two levels "between" and "inside"."""
-
-
 class Known:
     """What is known of a link and its models when a method's step is predicted."""
 
@@ -113,22 +109,18 @@ class Known:
         return min(share, statistics.mean(r["worked"] / r["wall"] for r in self._compute))
 
     def _seconds(
-        self, rank: int, result: Mapping[str, Any], cores: float, link: Levels | None
+        self, rank: int, result: Mapping[str, Any], cores: float, link: Times | None
     ) -> float:
         """The step time that this rank predicts, with the measured collectives or with others."""
         if link is None:
-            measured = self._link[rank].items()
-            link = {name: _times(values) for name, values in measured}
+            link = _times(self._link[rank])
         compute = _computation(self._compute[rank]["compute"])
         recorded = _recording(self._recorded[rank])
         period = period_of(result["method"])
         if period > 1:
-            average = simulate_alone(recorded, link["flat"], cores=cores)
+            average = simulate_alone(recorded, link, cores=cores)
             return compute.total / min(1, cores) + average / period
-        if result["levels"] == 1:
-            return simulate(recorded, compute, link["flat"], cores=cores).seconds
-        between, inside = link["between"], link["inside"]
-        return simulate(recorded, compute, between, inside, cores=cores).seconds
+        return simulate(recorded, compute, link, cores=cores).seconds
 
 
 def _times(values: Mapping[str, Any]) -> CollectiveTimes:
@@ -149,20 +141,14 @@ def _recording(values: Mapping[str, Any]) -> Recording:
     def lane(plain: Sequence[Mapping[str, Any]]) -> tuple[Activity, ...]:
         return tuple(Call(**each) if "kind" in each else Work(**each) for each in plain)
 
-    return Recording(
-        values["method"],
-        tuple(
-            Submitted(
-                tuple(each["names"]),
-                tuple(tuple(map(lane, job)) for job in each["jobs"]),
-                each["work"],
-            )
-            for each in values["buckets"]
-        ),
-    )
+    submitted = [
+        Submitted(tuple(each["names"]), lane(each["activities"]), each["work"])
+        for each in values["buckets"]
+    ]
+    return Recording(values["method"], tuple(submitted))
 
 
-def _formulas(setup: Mapping[str, Any]) -> Levels:
+def _formulas(setup: Mapping[str, Any]) -> Times:
     """The collectives of a link, from its bandwidth and latency."""
     world = setup["hosts"] * setup["ranks"]
     link = Link(
@@ -172,7 +158,7 @@ def _formulas(setup: Mapping[str, Any]) -> Levels:
         inside_gbit=_LOOPBACK_GBIT,
         backend="gloo",
     )
-    return {"flat": link.flat(world), "between": link.between(world), "inside": link.inside(world)}
+    return link.among(world)
 
 
 def other_cores(ranks: Sequence[Mapping[str, Any]]) -> float:

@@ -85,34 +85,24 @@ class PredictionBench:
         compute, gradients, work = self._compute(model)
         yield {"what": "compute", **labels}, Outcome(work)
         for method in (*PROBES, *methods):
-            # With several ranks behind a link, our methods exchange in two levels.
-            levels = 2 if self._job.ranks > 1 and has_our_hook(method) else 1
-            own = {**labels, "method": method, "levels": levels}
-            recorded = self._record(model, method, levels, compute, gradients)
+            own = {**labels, "method": method, "levels": 1}
+            recorded = self._record(model, method, compute, gradients)
             yield {"what": "recording", **own}, Outcome(recorded)
             what = "probe" if method in PROBES else "step"
-            yield {"what": what, **own}, Outcome(self._step(model, method, levels))
+            yield {"what": what, **own}, Outcome(self._step(model, method))
 
     def _link(self) -> dict[str, Any]:
-        """The collectives of all ranks and, for two levels, between and inside the hosts."""
-        world, node, rank = self._job.world, self._job.ranks, self._rank
-        lists = {"flat": list(range(world))}
-        if node > 1:
-            lists["between"] = list(range(rank % node, world, node))
-            lists["inside"] = list(range(rank - rank % node, rank - rank % node + node))
-        found = {}
-        for name, ranks in lists.items():
-            unique = f"{new_name(self._everyone)}/{name}/{ranks[0]}"
-            # Closed at once: idle threads of gloo would take time from what follows.
-            exchange = PrivateExchange(unique, ranks, self._everyone)
-            # All hosts share the cores of this machine, with the switch between them.
-            measured = measure_collectives(
-                exchange, seconds=collectives_seconds(world), stopwatch=share_of(world)
-            )
-            found[name] = measured.to_dict()
-            dist.barrier()
-            exchange.close()
-        return found
+        """The collectives of all ranks."""
+        world = self._job.world
+        # Closed at once: idle threads of gloo would take time from what follows.
+        exchange = PrivateExchange(new_name(self._everyone), [*range(world)], self._everyone)
+        # All hosts share the cores of this machine, with the switch between them.
+        measured = measure_collectives(
+            exchange, seconds=collectives_seconds(world), stopwatch=share_of(world)
+        )
+        dist.barrier()
+        exchange.close()
+        return measured.to_dict()
 
     def _compute(self, name: str) -> tuple[Compute, dict[str, torch.Tensor], dict[str, Any]]:
         """The step without any exchange, and gradients to record with."""
@@ -140,7 +130,6 @@ class PredictionBench:
         self,
         name: str,
         method: str,
-        levels: int,
         compute: Compute,
         gradients: Mapping[str, torch.Tensor],
     ) -> dict[str, Any]:
@@ -149,7 +138,7 @@ class PredictionBench:
         dist.barrier()  # all ranks work at the same time, as in a step
         if method == ONE_VALUE:
             call = Call(ALL_REDUCE, 4)
-            submitted = tuple(Submitted(names, (((call,),),)) for names in compute.buckets)
+            submitted = tuple(Submitted(names, (call,)) for names in compute.buckets)
             return asdict(Recording(method, submitted))
         if method in (PLAIN, BF16):
             dtype = torch.bfloat16 if method == BF16 else None
@@ -170,12 +159,11 @@ class PredictionBench:
             buckets=compute.buckets,
             groups=partition(parameters.items(), DEFAULT_CAPS),
             gradients=gradients,
-            nodes=self._job.ranks if levels == 2 else 1,
             steps=steps,
         )
         return asdict(recorded)
 
-    def _step(self, name: str, method: str, levels: int) -> dict[str, Any]:
+    def _step(self, name: str, method: str) -> dict[str, Any]:
         """The mean seconds of a step with the method, over each round."""
         job = replace(self._job, model=name)
         bench = StepBench(job, self._rank)
@@ -183,7 +171,7 @@ class PredictionBench:
         module = models.build(name, seed=0)
         period = period_of(method)
         length = period if period > 1 else more_of(module)
-        with attached(method, module, course, job.ranks if levels == 2 else None) as trainee:
+        with attached(method, module, course) as trainee:
             return self._rounds(bench, trainee, length)
 
     def _rounds(self, bench: StepBench, trainee: Trainee, length: int) -> dict[str, Any]:

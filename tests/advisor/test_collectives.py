@@ -57,30 +57,17 @@ def test_the_cpu_has_a_curve_of_its_own_and_is_never_above_the_seconds():
     }
 
 
-def measured(ranks, **options):
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_all_ranks_measure_the_same(ranks):
     def body(exchange):
-        found = measure_collectives(exchange, **options)
+        with pytest.raises(SpecError, match="seconds"):
+            measure_collectives(exchange, seconds=0)
+        found = measure_collectives(exchange, seconds=0.5, stopwatch=lambda: lambda: 1e9)
         return found, exchange.take_traffic(0).sent
 
-    return run_in_process(ranks, body)
-
-
-def test_all_ranks_measure_the_same():
-    results = measured(3, seconds=1.0)
+    results = run_in_process(ranks, body)
     times = results[0][0]
-    assert results == [(times, 0)] * 3
-    assert times.world_size == 3
-    assert set(times.points) == set(KINDS)
-    assert all(0 <= p.cpu <= p.seconds for points in times.points.values() for p in points)
-
-
-def test_a_stopwatch_counts_the_seconds_of_a_core():
-    ((times, _),) = measured(1, seconds=0.2, stopwatch=lambda: lambda: 1e9)
-    # At most those of the clock.
-    assert all(p.cpu == p.seconds for points in times.points.values() for p in points)
-
-
-@pytest.mark.parametrize("seconds", [0, "1"])
-def test_bad_seconds_are_refused(seconds):
-    with pytest.raises(SpecError, match="seconds"):
-        measured(1, seconds=seconds)
+    assert results == [(times, 0)] * ranks
+    assert (times.world_size, set(times.points)) == (ranks, set(KINDS))
+    # A stopwatch counts at most the seconds of the clock.
+    assert all(0 < p.cpu == p.seconds for points in times.points.values() for p in points)

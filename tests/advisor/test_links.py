@@ -23,22 +23,19 @@ LEVELS = link(ranks_per_node=4)
     ("times", "kind", "seconds"),
     [
         # Four nodes of one rank. 2 * 3/4 of a megabyte; the tree has 2 hops each way.
-        (link().flat(4), ALL_REDUCE, 1.5e-3 + 2 * 2 * 100e-6),
-        (link().flat(4), ALL_GATHER, 3e-3 + 3 * 100e-6),
-        (link().flat(4), ALL_TO_ALL, 1e-3 + 100e-6),
+        (link().among(4), ALL_REDUCE, 1.5e-3 + 2 * 2 * 100e-6),
+        (link().among(4), ALL_GATHER, 3e-3 + 3 * 100e-6),
+        (link().among(4), ALL_TO_ALL, 1e-3 + 100e-6),
         # Two nodes of four: a ring crosses each card once, whatever the ranks of a node.
-        (LEVELS.flat(8), ALL_REDUCE, 2 * 7 / 8 * 1e-3 + 2 * (100e-6 + 2 * 10e-6)),
-        (LEVELS.flat(8), ALL_GATHER, 7e-3 + 100e-6 + 6 * 10e-6),
+        (LEVELS.among(8), ALL_REDUCE, 2 * 7 / 8 * 1e-3 + 2 * (100e-6 + 2 * 10e-6)),
+        (LEVELS.among(8), ALL_GATHER, 7e-3 + 100e-6 + 6 * 10e-6),
         # The 4 ranks of a node send 4/7 of their megabytes through the card.
-        (LEVELS.flat(8), ALL_TO_ALL, 4 * 4 / 7 * 1e-3 + 100e-6),
+        (LEVELS.among(8), ALL_TO_ALL, 4 * 4 / 7 * 1e-3 + 100e-6),
         # One node: all ranks are inside.
-        (LEVELS.flat(4), ALL_GATHER, 0.3e-3 + 3 * 10e-6),
-        # Two levels. All four groups share the card.
-        (LEVELS.between(8), ALL_REDUCE, 4e-3 + 2 * 100e-6),
-        (LEVELS.inside(8), ALL_TO_ALL, 0.1e-3 + 10e-6),
+        (LEVELS.among(4), ALL_GATHER, 0.3e-3 + 3 * 10e-6),
         # Efficiency and overhead.
-        (link(efficiency=0.5, overhead_us=7.0).flat(4), ALL_TO_ALL, 2e-3 + 107e-6),
-        (link(overhead_us=7.0).flat(1), ALL_REDUCE, 7e-6),
+        (link(efficiency=0.5, overhead_us=7.0).among(4), ALL_TO_ALL, 2e-3 + 107e-6),
+        (link(overhead_us=7.0).among(1), ALL_REDUCE, 7e-6),
     ],
 )
 def test_a_megabyte_by_hand(times, kind, seconds):
@@ -46,7 +43,7 @@ def test_a_megabyte_by_hand(times, kind, seconds):
 
 
 def test_gloo_copies_small_all_gathers_and_takes_several_trips():
-    nccl, gloo = link().flat(4), link(backend="gloo").flat(4)
+    nccl, gloo = link().among(4), link(backend="gloo").among(4)
     trips = gloo.seconds(ALL_TO_ALL, 0) / 100e-6
     assert trips > 1
     assert gloo.seconds(ALL_GATHER, 1000) == pytest.approx(gloo.seconds(ALL_TO_ALL, 3000))
@@ -62,7 +59,7 @@ def test_gloo_copies_small_all_gathers_and_takes_several_trips():
 def test_times_fall_with_bandwidth_and_grow_with_latency_size_and_ranks(kind, backend):
     def seconds(ranks=8, nbytes=MB, **options):
         network = Link(**{"gbit": 1.0, "backend": backend, **options})
-        return network.flat(ranks).seconds(kind, nbytes)
+        return network.among(ranks).seconds(kind, nbytes)
 
     def ascending(values):
         return values == sorted(values) and values[0] < values[-1]
@@ -85,4 +82,4 @@ BAD |= {"efficiency": 1.5, "overhead_us": -1, "backend": "mpi"}
 )
 def test_bad_links_are_refused(bad):
     with pytest.raises(SpecError):
-        link(**bad).flat(12)
+        link(**bad).among(12)

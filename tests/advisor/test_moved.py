@@ -8,17 +8,12 @@ import pytest
 import torchcomp
 from torchcomp import advisor
 
+OLD = [("torchcomp", "Link", advisor.Link), ("torchcomp.step_model", "record", advisor.record)]
+OLD += [("torchcomp.doctor", "examine", None), ("torchcomp.named_models", "build_named", None)]
+OLD += [("torchcomp.torchvision_compat", "import_torchvision", None)]
 
-@pytest.mark.parametrize(
-    ("module", "name", "new"),
-    [
-        ("torchcomp", "Link", advisor.Link),
-        ("torchcomp.step_model", "record", advisor.record),
-        ("torchcomp.doctor", "examine", None),
-        ("torchcomp.named_models", "build_named", None),
-        ("torchcomp.torchvision_compat", "import_torchvision", None),
-    ],
-)
+
+@pytest.mark.parametrize(("module", "name", "new"), OLD)
 def test_an_old_name_is_the_new_one_with_a_warning(module, name, new):
     assert module == "torchcomp" or getattr(torchcomp, module[10:]) is sys.modules[module]
     with pytest.warns(DeprecationWarning, match=r"torchcomp\.advisor") as warned:

@@ -20,7 +20,7 @@ def body():
     weights = [p.detach().clone() for p in module.parameters()]
     parameters = dict(module.named_parameters())
     recording = record("ef(topk(0.1))", parameters, 2, buckets=compute.buckets, steps=2)
-    return compute, weights, simulate(recording, compute, Link(1.0).flat(2))
+    return compute, weights, simulate(recording, compute, Link(1.0).among(2))
 
 
 def test_buckets_are_ready_in_the_order_of_the_backward_pass():

@@ -14,14 +14,11 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.net.hosts import Hosts
-from benchmarks.net.methods import Course, attach
 from benchmarks.net.shell import ShellError, missing
 from tests.support.cases import thorough
 from tests.support.patience import PATIENCE
-from tests.support.ranks import with_fake_ranks
 
 TINY = ["--mbit", "1000", "--models", "mlp", "--seconds", "0.5"]
 SPECS = ["mean", "ef(topk(0.1))"]
@@ -42,10 +39,7 @@ def shaped_hosts() -> None:
 
 
 class Run:
-    """A run of network.py.
-
-    A mark in the environment identifies every process that it starts.
-    """
+    """A run of network.py; a mark in the environment identifies every process that it starts."""
 
     def __init__(self, *arguments: str, **environment: str) -> None:
         self._mark = f"TORCHCOMP_TEST={uuid.uuid4()}"
@@ -83,16 +77,6 @@ class Run:
                 # The process has ended meanwhile, or belongs to another user.
                 continue
         return found
-
-
-@pytest.mark.parametrize("method", ["qsr(alpha=0.2, h_base=4)", "jointspar(budget=0.6)"])
-def test_only_gradient_methods_have_two_levels(method: str) -> None:
-    # Without an error, rows of one level would be labelled as two.
-    def refused() -> None:
-        with pytest.raises(ValueError, match="--levels 1"):
-            attach(method, torch.nn.Linear(2, 2), Course(lr=0.1, total_steps=10), nodes=2)
-
-    with_fake_ranks(4, refused)
 
 
 @pytest.mark.usefixtures("shaped_hosts")

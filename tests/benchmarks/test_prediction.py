@@ -26,7 +26,7 @@ def results(method: str, recording: Recording) -> list[dict[str, Any]]:
     labels = {**COMMON, "model": "mlp", "parameters": 5, "method": method, "levels": 1}
     step = {"times": [3.0, 4.0, 3.0], "length": 5, "wall": 10.0, "busy": 12.0, "worked": 5.0}
     parts = [
-        {"what": "link", **COMMON, "ranks": [{"flat": link.to_dict()}] * 2},
+        {"what": "link", **COMMON, "ranks": [link.to_dict()] * 2},
         {"what": "compute", **labels, "ranks": [computed] * 2},
         {"what": "recording", **labels, "ranks": [asdict(recording)] * 2},
         {"what": "step", **labels, "ranks": [step] * 2},
@@ -36,7 +36,7 @@ def results(method: str, recording: Recording) -> list[dict[str, Any]]:
 
 def test_a_row_compares_the_prediction_with_the_measured_step() -> None:
     activities = (Work(0.25), Call(ALL_REDUCE, 2 * 10**6), Work(0.25))
-    recording = Recording(TOPK, (Submitted(("p",), ((activities,),)),))
+    recording = Recording(TOPK, (Submitted(("p",), activities),))
     known, rows = Known(), []
     for result in results(TOPK, recording):
         rows.append(known.add(result))

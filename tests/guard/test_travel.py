@@ -17,18 +17,11 @@ ALWAYS = Guard(every=1)
 
 
 class Slow(InProcessExchange):
-    """The exchange of one rank whose sums arrive when the test says so.
-
-    Attributes:
-        started: number of sums that are on their way, or have arrived.
-        is_awaited: whether a thread waits for one.
-        arrive: lets it arrive.
-        lost: whether another rank is lost before.
-    """
+    """The exchange of one rank whose sums arrive when the test says so."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
-        self.started, self.lost = 0, False
+        self.started, self.lost = 0, False  # sums on their way; whether another rank is lost
         self.is_awaited, self.arrive = threading.Event(), threading.Event()
 
     def sum_control(self, numbers):
@@ -48,9 +41,8 @@ def exchange():
     return Slow.alone(torch.device("cpu"))
 
 
-def train(watched, number, factor=1.0, **options):
-    drawn = small.gradients(number, 0, torch.float32)
-    return small.step(watched.averager, {n: g * factor for n, g in drawn.items()}, **options)[0]
+def train(watched, number):
+    return small.step(watched.averager, small.gradients(number, 0, torch.float32))[0]
 
 
 def test_a_step_ends_while_its_comparison_is_on_its_way(exchange):

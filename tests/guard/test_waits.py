@@ -5,7 +5,7 @@ import torch
 
 from tests.engine import small
 from tests.support.cases import thorough
-from tests.support.launches import Count, EchoExchange, counted, on_device
+from tests.support.launches import EchoExchange, counted, on_device
 from torchcomp import Averager, Guard, watch
 
 METHODS = ["mean", "ef(topk(0.3))"]
@@ -15,15 +15,14 @@ MORE = ['ef(cast("fp16"))', "dgc(topk(0.3))", "powersgd(rank=1)"]
 class Run:
     """Steps of an averager on the simulated device, with or without a guard."""
 
-    def __init__(self, method: str, count: Count, guard: Guard | None) -> None:
+    def __init__(self, method, count, guard):
         parameters = {name: on_device(p) for name, p in small.parameters(torch.float32).items()}
-        exchange = EchoExchange(2, count)
-        self.averager = Averager(method, exchange, parameters, small.GROUPS)
+        self.averager = Averager(method, EchoExchange(2, count), parameters, small.GROUPS)
         if guard is not None:
             watch(self.averager, guard, parameters)
         self.count = count
 
-    def step(self, number: int) -> tuple[int, int]:
+    def step(self, number):
         """Return the waits when a step begins, and those of the rest of it."""
         drawn = small.gradients(number, 0, torch.float32)
         tensors = {name: on_device(g) for name, g in drawn.items()}

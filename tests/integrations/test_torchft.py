@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -44,20 +44,15 @@ class Job:
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
         return [json.loads(line) for line in whole.splitlines() if line.endswith("}")]
 
-    def wait_for(self, what: Callable[[], bool]) -> None:
+    def wait_for_steps(self, name: str, ranks: int) -> None:
+        """Wait until a rank has taken some steps more, all with this number of ranks."""
         deadline = time.monotonic() + PATIENCE
-        while not what():
+        while [line["ranks"] for line in self.lines(name)][-5:] != [ranks] * 5:
             assert time.monotonic() < deadline, {name: self.lines(name)[-3:] for name in "abc"}
-            for name, process in self.processes.items():
-                log = (self._folder / f"{name}.log").read_text()
+            for each, process in self.processes.items():
+                log = (self._folder / f"{each}.log").read_text()
                 assert process.poll() in (None, 0), log[-3000:]
             time.sleep(0.1)
-
-    def wait_for_steps(self, name: str, ranks: int, steps: int = 5) -> None:
-        """Wait until a rank has taken some steps more, all with this number of ranks."""
-        self.wait_for(
-            lambda: [line["ranks"] for line in self.lines(name)][-steps:] == [ranks] * steps
-        )
 
 
 @contextmanager

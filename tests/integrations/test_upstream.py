@@ -64,16 +64,6 @@ def final(folder):
     return [torch.load(folder / f"final.rank{rank}", weights_only=True) for rank in range(RANKS)]
 
 
-def whole_and_resumed(name, method, tmp_path):
-    """Run a stand-in in one go, and again with an interruption. Return what each rank wrote."""
-    whole, interrupted, resumed = RUNS[name]
-    folders = [stand_in(name, method, tmp_path / each) for each in ("whole", "resumed")]
-    on_processes(RANKS, run_script, folders[0], whole)
-    on_processes(RANKS, run_script, folders[1], interrupted)
-    on_processes(RANKS, run_script, folders[1], resumed)
-    return map(final, folders)
-
-
 def test_the_sync_flag_of_a_script_sends_gradients_once_and_does_not_end_local_steps(tmp_path):
     for name, method, syncs in (("local", LOCAL["nanogpt"], 4), ("compress", COMPRESS, 13)):
         folder = stand_in("nanogpt", method, tmp_path / name)
@@ -90,7 +80,10 @@ def test_the_sync_flag_of_a_script_sends_gradients_once_and_does_not_end_local_s
 def test_a_script_resumes_bit_for_bit_also_inside_a_round(name, kind, tmp_path):
     """Save in the middle of the run; the last round ends with it, so the ranks have one model."""
     method = COMPRESS if kind == "compress" else LOCAL[name]
-    whole, resumed = whole_and_resumed(name, method, tmp_path)
+    folders = [stand_in(name, method, tmp_path / each) for each in ("whole", "resumed")]
+    for folder, arguments in zip([folders[0], folders[1], folders[1]], RUNS[name], strict=True):
+        on_processes(RANKS, run_script, folder, arguments)
+    whole, resumed = map(final, folders)
     assert same([each["weights"] for each in whole], [each["weights"] for each in resumed])
     assert same(whole[0]["weights"], whole[1]["weights"])
 

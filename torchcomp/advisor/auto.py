@@ -88,10 +88,7 @@ class Copies(Observer):
 
 
 class Hidden:
-    """The step model, with a backward pass that was measured.
-
-    `alone` are the seconds until all gradients are computed, `step` those of the whole step.
-    """
+    """The step model, with a measured backward pass, of `alone` seconds in a step of `step`."""
 
     def __init__(self, passes: Sequence[Sequence[Moment]]) -> None:
         # Moments of each step: its begin, each bucket that was ready, the last gradient, its end.
@@ -112,9 +109,9 @@ class Hidden:
             taken = median(map(seconds, *pair))
             # Work competes with the computation of gradients.
             work = min(taken, median(map(_worked, *pair)) / self._cores)
-            buckets.append(Submitted(names, (((Work(taken - work),),),), work))
+            buckets.append(Submitted(names, (Work(taken - work),), work))
         # The rest waits for other ranks, as if it had a core of its own. No link is left to model.
-        recording, no_link = Recording("", tuple(buckets)), Link(1.0).flat(1)
+        recording, no_link = Recording("", tuple(buckets)), Link(1.0).among(1)
         return simulate(recording, self._compute, no_link, cores=2.0).seconds
 
 

@@ -135,9 +135,8 @@ def measure_collectives(
 ) -> CollectiveTimes:
     """Measure the collectives of an exchange. All ranks call this; all get the same result.
 
-    Sizes grow up to 64 MiB, as long as there is time: about `seconds`, the same on all ranks. A
-    slow link gets the smaller ones, twice each. The counters of the exchange are reset. `stopwatch`
-    begins to count the seconds of a core that a rank uses, and returns what tells them.
+    Sizes grow up to 64 MiB, as long as there is time: about `seconds`, the same on all ranks. The
+    counters of the exchange are reset. `stopwatch` begins to count the seconds of a core.
     """
     check_positive("seconds", seconds)
     found = CollectiveTimes(exchange.world_size, {})

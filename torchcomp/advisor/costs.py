@@ -75,7 +75,6 @@ class Plan:
         total_steps: number of optimizer steps of the whole run, for a schedule; else None.
         nodes: bytes through the network card of a node, for a method with `nodes`; else None. All
             other fields are those of the flat method.
-        hints: similar methods that would send or lose less, as sentences.
     """
 
     spec: str
@@ -93,7 +92,6 @@ class Plan:
     syncs: int | None = None
     total_steps: int | None = None
     nodes: NodePlan | None = None
-    hints: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         traffic, even = "nothing is sent", "none (up to a million ranks)"
@@ -126,7 +124,6 @@ class Plan:
         ]
         if self.nodes is not None:
             rows += self.nodes.rows(self.world_size // self.nodes.ranks)
-        rows += [("hint", hint) for hint in self.hints]
         # One column wider than "synchronisations", the longest name.
         lines = [wrapped(f"  {name:<17} ", value) for name, value in rows]
         return "\n".join([wrapped("", f"{self.spec}, per rank"), *lines])

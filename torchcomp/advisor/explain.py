@@ -1,8 +1,7 @@
 """explain: compute what a method sends, stores and costs, without a run."""
 
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import astuple, replace
 from fractions import Fraction
 from typing import NoReturn
@@ -12,22 +11,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.advisor.costs import NodePlan, Plan
-from torchcomp.aggregators import (
-    EF,
-    Aggregator,
-    Bidirectional,
-    Mean,
-    PowerSGD,
-    planned_traffic,
-    planned_two_levels,
-)
-from torchcomp.aggregators.one_way import OneWay
+from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
 from torchcomp.checkpoints.pieces import pieces_of
 from torchcomp.ddp.checks import bucket_caps, check_is_module, trained_parameters
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.engine.state import Kind
 from torchcomp.exchange.nodes import check_divides
-from torchcomp.exchange.traffic import Traffic, compared, sum_bytes
+from torchcomp.exchange.traffic import Traffic, sum_bytes
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
 from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
@@ -39,7 +29,6 @@ from torchcomp.specs.spec import parse, parse_aggregator, parse_outer_step, pars
 
 MOST_RANKS = 10**6
 """Largest number of ranks that a plan can be made for. No cluster has more GPUs."""
-_WORTH = 1.5  # hints name methods that send at least this many times less
 
 Shapes = Sequence[BucketShape]
 
@@ -185,7 +174,6 @@ def _explain_method(
         dense_bytes_sent=moved.dense,
         memory_bytes=_memory_bytes(aggregator, shapes, world_size, rank),
         break_even_world_size=_break_even(aggregator, shapes, dense),
-        hints=_hints(aggregator, shapes, world_size),
         warmup_steps=warmup_steps or None,
         warmup_bytes_sent=round(warmup.sent / warmup_steps) if warmup_steps else None,
     )
@@ -257,7 +245,6 @@ def _explain_schedule(
         bytes_received=round(Fraction(moved.received + more, total_steps)),
         dense_bytes_sent=sum_bytes(_nbytes(shapes), world_size),
         memory_bytes=once.memory_bytes + copies * _nbytes(wide),
-        hints=tuple(f"compress={hint}" for hint in once.hints),
         warmup_steps=None,
         warmup_bytes_sent=None,
         syncs=syncs,
@@ -300,7 +287,9 @@ def _break_even(method: Aggregator, shapes: Shapes, dense: int) -> int | None:
     """
 
     def loses(world_size: int) -> bool:
-        return _sent(method, shapes, world_size) >= sum_bytes(dense, world_size)
+        # The last rank owns the largest shard.
+        moved = planned_traffic(method, shapes, world_size, world_size - 1)
+        return moved.sent >= sum_bytes(dense, world_size)
 
     summed = all(
         method.settled.cost(shape, MOST_RANKS).collective == "allreduce" for shape in shapes
@@ -309,36 +298,3 @@ def _break_even(method: Aggregator, shapes: Shapes, dense: int) -> int | None:
         return None
     # The share of plain DDP's bytes grows with the number of ranks, or stays.
     return bisect_left(range(MOST_RANKS), True, lo=2, key=loses)
-
-
-def _hints(method: Aggregator, shapes: Shapes, world_size: int) -> tuple[str, ...]:
-    """Return what would send or lose less on this many ranks, as sentences."""
-    found = []
-    if isinstance(method, Mean) and method.loses:
-        kept = EF(method.compressor, exchange=method.exchange)
-        found.append(f"{kept} sends in later steps what this method drops")
-    if isinstance(method, PowerSGD) and all(len(s) < 2 for each in shapes for s in each.shapes):
-        text = f"{method} compresses matrices, and a vector has none: pass a model instead of numel"
-        found.append(text)
-    own = _sent(method, shapes, world_size)
-    for other, remark in _similar(method):
-        sent = _sent(other, shapes, world_size)
-        if 0 < sent * _WORTH <= own:
-            found.append(f"{other} sends {compared(sent, own)}{remark}")
-    return tuple(found)
-
-
-def _similar(method: Aggregator) -> Iterator[tuple[Aggregator, str]]:
-    """Yield the method with the best collectives, and with the mean compressed as well."""
-    if isinstance(method, OneWay):
-        yield replace(method, exchange="auto"), ""
-    if isinstance(method, EF | Mean):
-        dtype = getattr(method, "memory_dtype", None)
-        with suppress(SpecError):  # the compressor is not contractive
-            both = Bidirectional(method.compressor, method.compressor, memory_dtype=dtype)
-            yield both, "; it compresses the mean as well"
-
-
-def _sent(method: Aggregator, shapes: Shapes, world_size: int) -> int:
-    """Return the bytes that the last rank sends per step. It owns the largest shard."""
-    return planned_traffic(method, shapes, world_size, world_size - 1).sent

@@ -83,24 +83,9 @@ class Link:
             )
         return max(1, world_size // self.ranks_per_node)
 
-    def flat(self, world_size: int) -> "LinkTimes":
-        """Return the times of collectives among all ranks."""
-        return LinkTimes(self, world_size, world_size // self.nodes(world_size), self._card)
-
-    def between(self, world_size: int) -> "LinkTimes":
-        """Return those among ranks of equal place, if all groups of them share the cards."""
-        nodes = self.nodes(world_size)
-        share = self._card * nodes / world_size
-        return LinkTimes(self, nodes, 1, share)
-
-    def inside(self, world_size: int) -> "LinkTimes":
-        """Return those among the ranks of a node."""
-        ranks = world_size // self.nodes(world_size)
-        return LinkTimes(self, ranks, ranks, self._card)
-
-    @property
-    def _card(self) -> float:
-        return self.gbit * 1e9 / 8 * self.efficiency
+    def among(self, world_size: int) -> "LinkTimes":
+        """Return the times of collectives among so many ranks."""
+        return LinkTimes(self, world_size, world_size // self.nodes(world_size))
 
 
 @dataclass(frozen=True)
@@ -109,8 +94,7 @@ class LinkTimes:
 
     link: Link
     world_size: int  # N
-    node: int  # r, the ranks of each node among these
-    bandwidth: float  # B, bytes per second
+    node: int  # r
 
     def seconds(self, kind: str, nbytes: float) -> float:
         """Return the seconds of one collective, for a message of this size."""
@@ -133,7 +117,7 @@ class LinkTimes:
     def _around(self, kind: str, nbytes: float) -> tuple[float, float]:
         """Return the seconds of moving bytes around a ring, and the latencies."""
         nodes, ranks = self.world_size // self.node, self.world_size
-        slowest = self._inside if nodes == 1 else self.bandwidth
+        slowest = self._inside if nodes == 1 else self._card
         if self.node > 1:
             slowest = min(slowest, self._inside)
         far, near = self.link.latency_us * 1e-6, self.link.inside_latency_us * 1e-6
@@ -146,13 +130,17 @@ class LinkTimes:
     def _at_once(self, nbytes: float) -> tuple[float, float]:
         """Return the seconds of sending to all others at once, and the latency."""
         others, node = self.world_size - 1, self.node
-        between = node * (self.world_size - node) / others * nbytes / self.bandwidth
+        between = node * (self.world_size - node) / others * nbytes / self._card
         inside = (node - 1) / others * nbytes / self._inside
         hop = self.link.inside_latency_us if node == self.world_size else self.link.latency_us
         return max(between, inside), hop * 1e-6
 
     @property
-    def _inside(self) -> float:
+    def _card(self) -> float:  # B, bytes per second
+        return self.link.gbit * 1e9 / 8 * self.link.efficiency
+
+    @property
+    def _inside(self) -> float:  # b
         return self.link.inside_gbit * 1e9 / 8 * self.link.efficiency
 
     @property

@@ -47,15 +47,13 @@ def _hook() -> Any:
 def _torchvision(architecture: str) -> nn.Module:
     models: Any = _library("torchvision").models
     _check_known("torchvision", architecture, models.list_models(module=models))
-    model: nn.Module = models.get_model(architecture, weights=None)
-    return model
+    return models.get_model(architecture, weights=None)  # type: ignore[no-any-return]
 
 
 def _timm(architecture: str) -> nn.Module:
     timm: Any = _library("timm")
     _check_known("timm", architecture, timm.list_models())
-    model: nn.Module = timm.create_model(architecture, pretrained=False)
-    return model
+    return timm.create_model(architecture, pretrained=False)  # type: ignore[no-any-return]
 
 
 _BUILDERS = {"torchvision": _torchvision, "timm": _timm}
@@ -65,15 +63,11 @@ def _library(name: str) -> ModuleType:
     try:
         import_torchvision()  # timm imports it as well
         return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        raise SpecError(
-            f"--model {name}/... needs {name} ({error}): run 'pip install {name}', or pass --numel"
-        ) from None
     # A build of torchvision for another torch raises RuntimeError or OSError.
     except (ImportError, RuntimeError, OSError) as error:
         raise SpecError(
-            f"{name} cannot be imported ({error}): install the build that goes with your torch, or "
-            "pass --numel"
+            f"{name} cannot be imported ({error}): 'pip install {name}', in the build that goes "
+            "with your torch, or pass --numel"
         ) from None
 
 

@@ -22,7 +22,7 @@ from torchcomp.advisor.recording import (
 )
 from torchcomp.advisor.simulation import Compute, Recording, StepTime, simulate, simulate_alone
 from torchcomp.advisor.units import duration, size, wrapped
-from torchcomp.aggregators import Aggregator, planned_traffic, planned_two_levels
+from torchcomp.aggregators import Aggregator, planned_traffic
 from torchcomp.engine.bucket import DEFAULT_CAPS, BucketShape, merge, partition
 from torchcomp.exchange.traffic import three_digits
 from torchcomp.local_sgd.schedules import Horizon, Schedule, synchronisations
@@ -122,7 +122,6 @@ def plan(
     model: nn.Module | None = None,
     dtype: torch.dtype = torch.float32,
     compress: str | Component = "mean",
-    nodes: int = 1,
 ) -> Training:
     """Predict the hours and the bytes of a run with one method on a network.
 
@@ -138,14 +137,12 @@ def plan(
         model: a module or a DDP model.
         dtype: of the gradients, with `numel`.
         compress: for a schedule, the method that averages, as in :class:`torchcomp.LocalSGD`.
-        nodes: ranks of a node, for ``register(..., nodes=nodes)``: it must be that of `link`.
 
     Raises:
         SpecError: if the spec cannot be built, or if an argument is invalid.
         ScheduleError: if the schedule cannot use the learning rate.
     """
-    values = values_of(model, numel, dtype)
-    return Prediction(spec, values, run, nodes=nodes, compress=compress).on(link)
+    return Prediction(spec, values_of(model, numel, dtype), run, compress=compress).on(link)
 
 
 def values_of(
@@ -180,16 +177,13 @@ class Prediction:
         parameters: Parameters,
         run: Run,
         *,
-        nodes: int = 1,
         compress: str | Component = "mean",
     ) -> None:
         average = parse_aggregator(compress)
-        self._parameters, self._run, self._nodes = parameters, run, nodes
+        self._parameters, self._run = parameters, run
         self._built = built = spec if spec in (DDP, BF16) else parse(spec)
         self.method = str(built)
         self.local = isinstance(built, Schedule)
-        if nodes > 1 and not isinstance(built, Aggregator):
-            raise SpecError(f"{self.method} has one level only: leave nodes={nodes} out")
         if isinstance(built, Schedule):
             horizon = Horizon(run.total_steps, run.warmup_steps)
             exchanged, exchanges = average, len(synchronisations(built, run.lr, horizon))
@@ -207,20 +201,11 @@ class Prediction:
 
     def on(self, link: Link) -> Training:
         """Predict the run on a link, whose nodes the ranks must fill."""
-        run, ranks = self._run, self._run.world_size
-        if self._nodes not in (1, link.ranks_per_node):
-            raise SpecError(
-                f"nodes={self._nodes} does not match the link, which has {link.ranks_per_node} "
-                "ranks per node"
-            )
-        if self._nodes == 1:
-            step = self.step(link.flat(ranks))
-        else:
-            step = self.step(link.between(ranks), link.inside(ranks))
+        step = self.step(link.among(self._run.world_size))
         sent = sum(part * self._bytes(stage, link) for stage, part in self._stages)
-        return Training(self.method, step, run.total_steps, self._share * sent, self.local)
+        return Training(self.method, step, self._run.total_steps, self._share * sent, self.local)
 
-    def step(self, times: Times, inside: Times | None = None, *, cores: float = 1.0) -> StepTime:
+    def step(self, times: Times, *, cores: float = 1.0) -> StepTime:
         """Predict the mean step of the run; see :func:`.simulate` for the arguments."""
         alone, seconds = self._run.step_seconds / min(1.0, cores), 0.0
         machine = {"cores": cores, "speedup": self._run.speedup}
@@ -229,7 +214,7 @@ class Prediction:
                 exchange = simulate_alone(recording, times, **machine)
                 seconds += part * (alone + self._share * exchange)
             else:
-                simulated = simulate(recording, self._compute, times, inside, **machine)
+                simulated = simulate(recording, self._compute, times, **machine)
                 seconds += part * simulated.seconds
         return StepTime(seconds, alone)
 
@@ -246,9 +231,7 @@ class Prediction:
         if self._built in (DDP, BF16):
             dtype = torch.bfloat16 if self._built == BF16 else None
             return record_all_reduce(parameters, buckets=groups, dtype=dtype)
-        return record(
-            method, parameters, ranks, buckets=groups, groups=groups, nodes=self._nodes, steps=steps
-        )
+        return record(method, parameters, ranks, buckets=groups, groups=groups, steps=steps)
 
     def _bytes(self, method: Aggregator, link: Link) -> float:
         ranks, nodes = self._run.world_size, link.nodes(self._run.world_size)
@@ -258,8 +241,6 @@ class Prediction:
             shapes = [BucketShape.of(group, self._parameters) for group in merged]
         if self.local:
             shapes = [shape.wide() for shape in shapes]
-        if self._nodes > 1:
-            return ranks * planned_two_levels(method, shapes, ranks, ranks // nodes).sent
         return nodes * planned_traffic(method, shapes, ranks, node=ranks // nodes).sent
 
 

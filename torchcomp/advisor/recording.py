@@ -7,7 +7,7 @@ send is a copy of what this rank sends. One mechanism therefore covers every met
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,16 +15,14 @@ import torch
 from torch import Tensor
 
 from torchcomp.advisor.collectives import ALL_GATHER, ALL_REDUCE, ALL_REDUCE_BF16, ALL_TO_ALL
-from torchcomp.advisor.simulation import Activity, Call, Job, Recording, Submitted, Work
+from torchcomp.advisor.simulation import Activity, Call, Recording, Submitted, Work
 from torchcomp.aggregators import Bidirectional
-from torchcomp.checkpoints.pieces import Pieces
 from torchcomp.compressors.sparse import Sparsifier
-from torchcomp.ddp.reordering import Completed, Reordering
+from torchcomp.ddp.reordering import Reordering
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape, Group
 from torchcomp.engine.means import exact_mean
 from torchcomp.exchange import Exchange
-from torchcomp.exchange.nodes import check_divides
 from torchcomp.routes.wire import Frames
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.component import Component
@@ -40,11 +38,6 @@ _COPIED_BYTES = 2**28  # up to this, each message of an all-gather has memory of
 Parameters = Mapping[str, Tensor]
 """Parameters of a model, by name."""
 
-_Taken = list[list[list[list[Activity]]]]
-"""The activities of a step, by bucket, job and lane."""
-
-_Make = Callable[[Exchange, Parameters], Averager]
-
 
 class PretendedExchange(Exchange):
     """The exchange of rank 0 of `world_size` ranks that are not there.
@@ -52,9 +45,8 @@ class PretendedExchange(Exchange):
     It notes its collectives, and the work between them. Rank 0 gets copies of its own messages.
     """
 
-    def __init__(self, world_size: int, device: torch.device, *, inside: bool = False) -> None:
+    def __init__(self, world_size: int, device: torch.device) -> None:
         super().__init__(0, world_size, device)
-        self._inside = inside  # whether these are the ranks of a node
         self._onto: list[Activity] | None = None
         self._since = 0.0
 
@@ -70,7 +62,7 @@ class PretendedExchange(Exchange):
     def _noted(self, kind: str, nbytes: int) -> Iterator[None]:
         if self._onto is not None:
             self._onto.append(Work(worked(self.device) - self._since))
-            self._onto.append(Call(kind, nbytes, self._inside))
+            self._onto.append(Call(kind, nbytes))
         yield
         self._since = worked(self.device)
 
@@ -125,18 +117,15 @@ def record(
     buckets: Sequence[Group],
     groups: Sequence[Group] | None = None,
     gradients: Parameters | None = None,
-    nodes: int = 1,
     steps: int = 4,
 ) -> Recording:
     """Record the exchange of a method among `world_size` ranks, as ``register(model, spec)`` has.
 
     Of a method with a warm-up, this is what follows it. `buckets` are the names of the parameters
     in each of DDP's buckets, in their order; `groups` those that are compressed together. By
-    default, the gradients of this rank are random. `nodes` is the number of ranks of a node, for
-    two levels. The first one of the steps is not counted.
+    default, the gradients of this rank are random. The first one of the steps is not counted.
     """
     check_count("world_size", world_size, most=MOST_RANKS)
-    check_divides(nodes, world_size)
     method = parse_aggregator(spec).settled
     if isinstance(method, Bidirectional) and method.selection == "exact":
         down = method.down
@@ -147,93 +136,25 @@ def record(
                 "of it, so one rank cannot record it: choose another scope or selection",
                 "selection",
             )
-    device = next(iter(parameters.values())).device
-
-    def average(exchange: Exchange, shapes: Parameters) -> Averager:
-        return Averager(method, exchange, shapes, groups)
-
-    between = PretendedExchange(world_size // nodes, device)
-    rank: _Flat | _TwoLevels = _Flat(average, parameters, between)
-    if nodes > 1:
-        inside = PretendedExchange(nodes, device, inside=True)
-        rank = _TwoLevels(average, parameters, between, inside)
+    exchange = PretendedExchange(world_size, next(iter(parameters.values())).device)
+    averager = Averager(method, exchange, parameters, groups)
+    reordering = Reordering([averager.shape_of(group) for group in averager.buckets])
     shapes = [BucketShape.of(names, parameters) for names in buckets]
-    values = gradients or random_values(parameters, device)
-    taken = [rank.step([Bucket.read(shape, values) for shape in shapes]) for _ in range(steps)]
-    return Recording(str(method), _median(buckets, taken[1:]))
-
-
-class _Flat:
-    """Averages every bucket over all ranks, as :class:`torchcomp.ddp.averaging.Flat` does."""
-
-    def __init__(self, make: _Make, parameters: Parameters, exchange: PretendedExchange) -> None:
-        self._exchange = exchange
-        self._averager = averager = make(exchange, parameters)
-        shapes = [averager.shape_of(group) for group in averager.buckets]
-        self._reordering = Reordering(shapes) if averager.grouped else None
-
-    def step(self, buckets: Sequence[Bucket]) -> _Taken:
-        """Take a step; return its activities by bucket, job and lane."""
-        self._averager.begin()
-        taken = []
-        for number, bucket in enumerate(buckets):
-            lane: list[Activity] = []
-            _fill_caches(bucket.flat.device)
-            with self._exchange.recorded(lane):
-                for group in self._reordering.add(bucket) if self._reordering else (bucket,):
-                    self._averager.average(group)
-                if number == len(buckets) - 1:
+    values = gradients or random_values(parameters, exchange.device)
+    taken = []
+    for _ in range(steps):
+        lanes: list[list[Activity]] = [[] for _ in shapes]
+        averager.begin()
+        for lane, bucket in zip(lanes, [Bucket.read(s, values) for s in shapes], strict=True):
+            _fill_caches(exchange.device)
+            with exchange.recorded(lane):
+                for group in reordering.add(bucket) if averager.grouped else (bucket,):
+                    averager.average(group)
+                if lane is lanes[-1]:
                     # The values that are not there can be of any kind.
-                    self._averager.finish(may_skip=True)
-            taken.append([[lane]])
-        return taken
-
-
-class _TwoLevels:
-    """Averages inside the nodes first, as :class:`torchcomp.ddp.two_level.TwoLevel` does."""
-
-    def __init__(
-        self,
-        make: _Make,
-        parameters: Parameters,
-        between: PretendedExchange,
-        inside: PretendedExchange,
-    ) -> None:
-        self._between, self._inside = between, inside
-        pieces = {
-            name: Pieces(BucketShape.of((name,), parameters), inside.world_size).like(parameter)
-            for name, parameter in parameters.items()
-        }
-        self._averager = averager = make(between, pieces)
-        shapes = [BucketShape.of(group, parameters) for group in averager.buckets]
-        self._completed = Completed(shapes if averager.grouped else None)
-
-    def step(self, buckets: Sequence[Bucket]) -> _Taken:
-        """Take a step; return its activities by bucket, job and lane."""
-        self._averager.begin()
-        taken = []
-        for bucket in buckets:
-            completed = self._completed.add(bucket)
-            taken.append([self._job(shape, parts) for shape, parts in completed])
-        between = next(job[1] for jobs in reversed(taken) for job in reversed(jobs))
-        with self._between.recorded(between):
-            self._averager.finish(may_skip=True)
-        return taken
-
-    def _job(self, shape: BucketShape, parts: dict[str, Tensor]) -> list[list[Activity]]:
-        lanes: list[list[Activity]] = [[], [], []]
-        _fill_caches(self._inside.device)
-        pieces, dtype = Pieces(shape, self._inside.world_size), shape.dtype
-        with self._inside.recorded(lanes[0]):
-            numel = pieces.ranks * pieces.piece.numel
-            out = torch.empty(numel, dtype=dtype, device=self._inside.device)
-            pieces.cut(parts, out)
-            mine = self._inside.reduce_scatter(out, dtype).div_(pieces.ranks)
-        with self._between.recorded(lanes[1]):
-            self._averager.average(Bucket(pieces.piece, mine))
-        with self._inside.recorded(lanes[2]):
-            pieces.join(self._inside.all_gather_rows(mine).view(-1), parts)
-        return lanes
+                    averager.finish(may_skip=True)
+        taken.append(lanes)
+    return Recording(str(method), _median(buckets, taken[1:]))
 
 
 def record_all_reduce(
@@ -253,14 +174,13 @@ def record_all_reduce(
     for names in buckets:
         shape = BucketShape.of(names, parameters)
         if dtype is None:
-            job: Job = ((Call(ALL_REDUCE, shape.nbytes),),)
-            submitted.append(Submitted(tuple(names), (job,)))
+            submitted.append(Submitted(tuple(names), (Call(ALL_REDUCE, shape.nbytes),)))
             continue
         flat = torch.zeros(shape.numel, dtype=shape.dtype, device=parameters[names[0]].device)
         rounds = [_cast(flat, dtype) for _ in range(steps)]
         before, after = (statistics.median(each) for each in zip(*rounds[1:], strict=True))
         reduced = Call(ALL_REDUCE_BF16, shape.numel * dtype.itemsize)
-        submitted.append(Submitted(tuple(names), (((reduced, Work(after)),),), before))
+        submitted.append(Submitted(tuple(names), (reduced, Work(after)), before))
     name = "ddp" if dtype is None else str(dtype).removeprefix("torch.")
     return Recording(name, tuple(submitted))
 
@@ -299,7 +219,7 @@ def record_average(
             averager.finish(may_skip=True)
             for bucket in buckets:
                 bucket.write(wide)
-        taken.append([[[lane]]])
+        taken.append([lane])
     return Recording(str(method), _median([tuple(wide)], taken[1:]))
 
 
@@ -334,27 +254,21 @@ def random_values(parameters: Parameters, device: str | torch.device) -> dict[st
     }
 
 
-def _median(buckets: Sequence[Group], steps: Sequence[_Taken]) -> tuple[Submitted, ...]:
+def _median(
+    buckets: Sequence[Group], steps: Sequence[Sequence[Sequence[Activity]]]
+) -> tuple[Submitted, ...]:
     """Return the last step, with the median work of the steps that made the same calls."""
-
-    def lane(every: Sequence[Sequence[Activity]]) -> tuple[Activity, ...]:
+    submitted = []
+    for names, *every in zip(buckets, *steps, strict=True):
         alike = [each for each in every if _calls(each) == _calls(every[-1])]
-        return tuple(map(_middle, zip(*alike, strict=True)))
-
-    def job(every: Sequence[Sequence[Sequence[Activity]]]) -> Job:
-        return tuple(map(lane, zip(*every, strict=True)))
-
-    by_bucket = zip(buckets, zip(*steps, strict=True), strict=True)
-    return tuple(
-        Submitted(tuple(names), tuple(map(job, zip(*jobs, strict=True))))
-        for names, jobs in by_bucket
-    )
+        submitted.append(Submitted(tuple(names), tuple(map(_middle, *alike))))
+    return tuple(submitted)
 
 
 def _calls(activities: Sequence[Activity]) -> list[Call]:
     return [activity for activity in activities if isinstance(activity, Call)]
 
 
-def _middle(same: Sequence[Activity]) -> Activity:
+def _middle(*same: Activity) -> Activity:
     works = [activity.seconds for activity in same if isinstance(activity, Work)]
     return Work(statistics.median(works)) if works else same[0]

@@ -1,10 +1,7 @@
 """GuardObserver: watches the steps of an averager, compares every few, and says what is wrong.
 
-1. `before` and `after` a bucket, and in `finishing`: measure. An error then fails the step on all
-   ranks, because the concluding message follows.
-2. `finished`: send the sums of a comparison. The message travels until the next step begins.
-3. `begin`, after the step of a comparison: compare the replicas.
-4. `settle`: receive and judge the sums, and tell what is wrong with them or with the replicas.
+`before`, `after` and `finishing` measure, `finished` sends the sums, `begin` compares the replicas,
+and `settle` receives, judges and tells.
 """
 
 import logging
@@ -31,8 +28,7 @@ from torchcomp.specs.errors import SpecError
 _log = logging.getLogger(__name__)
 
 _WIDTHS = 11, 251  # smallest and largest number of columns of a sketch
-# Share of the method's bytes that a comparison may take, with more columns than the smallest.
-_SHARE = 0.008
+_SHARE = 0.008  # of the method's bytes, which more columns than the smallest may take
 # Step of a comparison, what waits for its sums, what has measured it, and sizes of its parts.
 _Sent = tuple[int, Callable[[], Tensor], Sequence[BucketWatch], list[int]]
 
@@ -106,8 +102,7 @@ class GuardObserver(Observer):
     def begin(self, ratios: Mapping[str, float]) -> None:
         self._ratios, self._rows, self._numbers = ratios, [], []
         if self._exchange is not self._averager.exchange:
-            self.changed()
-            # A rank that joins knows of no alarm, and all ranks tell the same ones.
+            self.changed()  # and a rank that joins knows of no alarm
             self._exchange = self._averager.exchange
             self.alarms = self._found = self._diverged = ()
         self._step = self._averager.step + 1
@@ -120,9 +115,10 @@ class GuardObserver(Observer):
             self._width = self._affordable_width()
 
     def _affordable_width(self) -> int:
-        averager, shapes = self._averager, [*map(self._averager.shape_of, self._averager.buckets)]
+        averager = self._averager
+        shapes = [*map(averager.shape_of, averager.buckets)]
         sent = planned_traffic(averager.aggregator, shapes, self._exchange.world_size).sent
-        # Numbers per parameter, of 4 bytes. An all-reduce sends nearly twice its size.
+        # Numbers of 4 bytes, per parameter. An all-reduce sends nearly twice its size.
         affordable = _SHARE * sent * self._guard.every / (len(averager.parameters) * 4 * 2)
         least, most = _WIDTHS
         return max(least, min(most, math.floor((affordable - SCALARS) / 2)))

@@ -18,10 +18,7 @@ _ROW = 509
 
 
 class Replicas:
-    """Compares parameters over the ranks that have the same shard, if there are shards.
-
-    The ranks of an exchange have the same shard, and those of its other level have others.
-    """
+    """Compares parameters over the ranks that have the same shard, if there are shards."""
 
     def __init__(self, tensors: Mapping[str, Tensor], shard: int | None = None) -> None:
         self._tensors, self._shard = dict(tensors), shard

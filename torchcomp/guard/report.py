@@ -29,25 +29,18 @@ class Compared(NamedTuple):
     gradients and residuals are root mean squares over the ranks.
     """
 
-    # Squared norms, estimated from sketches: of the dense mean, and of what the law leaves over.
-    dense: float = 0.0
-    left: float = 0.0
-    # Product of the dense and the applied mean, and squared norm of the latter.
-    dot: float = 0.0
-    applied: float = 0.0
-    # Squared norms, averaged over the ranks: of gradients, and of residuals with the server's.
-    gradients: float = 0.0
-    residuals: float = 0.0
-    # Numbers of elements: those of the applied mean that are not zero, and all.
-    nonzero: float = 0.0
+    dense: float = 0.0  # squared norm of the dense mean, from sketches
+    left: float = 0.0  # squared norm of what the law leaves over, from sketches
+    dot: float = 0.0  # product of the dense and the applied mean
+    applied: float = 0.0  # squared norm of the applied mean
+    gradients: float = 0.0  # squared norm, averaged over the ranks
+    residuals: float = 0.0  # the same, with that of the server
+    nonzero: float = 0.0  # elements of the applied mean that are not zero
     numel: float = 0.0
-    # Sampled elements, averaged over the ranks: residual has waited long; wait or were sent.
-    waiting: float = 0.0
-    samples: float = 0.0
-    # Number of sampled elements of its slots that have changed between two steps.
-    changed: float = 0.0
-    # Number of ranks that send nearly nothing of it, although they should.
-    starved: float = 0.0
+    waiting: float = 0.0  # sampled elements whose residual has waited long, mean of the ranks
+    samples: float = 0.0  # sampled elements that wait or were sent, mean of the ranks
+    changed: float = 0.0  # sampled elements of its slots that have changed between two steps
+    starved: float = 0.0  # ranks that send nearly nothing of it, although they should
 
     @classmethod
     def total(cls, parts: Iterable["Compared"]) -> "Compared":
@@ -183,18 +176,15 @@ def _imbalance(report: Report, members: Members) -> Iterator[Alarm]:
         rounding = 4 * math.sqrt(residual_eps**2 * kept + mean_eps**2 * sums.applied)
         # And of elements below what a dtype can represent, or the squares of which float32 cannot.
         rounding += _FLOOR + 4 * law.smallest * math.sqrt(sums.numel)
-        # Twice, because sketches of a few columns are not exact.
-        limit = _LEAST + 2 * law.error
+        limit = _LEAST + 2 * law.error  # twice: sketches of a few columns are not exact
         if left > limit * gradients + rounding:
             wrong |= dict.fromkeys(names, (left / gradients if gradients else math.inf, limit))
     if wrong:
         value, limit = max(wrong.values())
-        message = (
-            f"the applied mean and the new residual differ from the gradient and the old residual "
-            f"by {value:.2g} of the gradient's norm in {listed([*wrong])}. A part of the "
-            "gradient is lost, or applied more than once: a message is not applied, a scale is "
-            "wrong, or the residual is not kept"
-        )
+        message = "the applied mean and the new residual differ from the gradient and the old "
+        message += f"residual by {value:.2g} of the gradient's norm in {listed([*wrong])}. A part "
+        message += "of the gradient is lost, or applied more than once: a message is not applied, "
+        message += "a scale is wrong, or the residual is not kept"
         yield Alarm(report.step, "imbalance", tuple(wrong), (), value, limit, message)
 
 
@@ -203,8 +193,7 @@ def _lost(report: Report, members: Members) -> Iterator[Alarm]:
     laws = [each for each in report.laws if not each.law.after and each.law.error < 1]
     sums = Compared.total(report.parameters[name] for each in laws for name in each.names)
     applied = sums.dot / sums.dense if sums.dense > _FLOOR**2 else 1.0
-    if applied > 1 + _LOST:
-        # A law as loose as that of a few bits allows it.
+    if applied > 1 + _LOST:  # a law as loose as that of a few bits allows it
         message = f"the applied mean is {applied:.1f} times as large as the dense mean. "
         message += "A scale is wrong, or messages are applied more than once"
         yield Alarm(report.step, "imbalance", (), (), applied, 1 + _LOST, message)

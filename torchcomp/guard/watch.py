@@ -1,9 +1,4 @@
-"""BucketWatch: measures in the steps of one bucket what the guard compares.
-
-Of a small parameter, that is all of it. Of a large one, it is a window of elements, another one in
-each comparison, so that a comparison is cheap and several of them see everything. A few elements of
-every parameter, the samples, are followed from step to step.
-"""
+"""BucketWatch: measures in the steps of one bucket what the guard compares, see docs/guard.md."""
 
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -38,7 +33,10 @@ Both = tuple[Tensor, Tensor]
 
 
 class BucketWatch:
-    """Measures the steps of a bucket that has elements."""
+    """Measures the steps of a bucket that has elements.
+
+    A comparison reads small parameters, and of a large one a window, another one each time.
+    """
 
     def __init__(
         self, averager: Averager, method: Aggregator, shape: BucketShape, like: Tensor, age: int
@@ -59,9 +57,8 @@ class BucketWatch:
             held = [(name,) for name in self._names] if self._law.per_parameter else [self._names]
             self.laws = [HeldLaw(self._law, names, *eps) for names in held]
             if self._slots:
-                self.samples = Samples(shape, self._law, self._slots, self._shard, device)
-        # Share of each parameter's elements that a message has; of a selection among several
-        # parameters, the share of all.
+                self.samples = Samples(shape, self._law, self._slots, self._shard, like)
+        # Share of the elements that a message has: of each parameter, or of all.
         chosen_from = self._whole if method.per_tensor else [shape.numel] * len(self._whole)
         due = [age * method.kept(size) / size for size in chosen_from]
         numbers = torch.tensor([self._whole, self._sizes, due])
@@ -97,9 +94,9 @@ class BucketWatch:
     def _windows(self, number: int) -> Iterator[tuple[int, int]]:
         starts = accumulate(self._whole, initial=0)
         for name, size, start in zip(self._names, self._whole, starts, strict=False):
-            # By name, so that the windows of equal layers are at different places.
+            # By name, so that the windows of equal layers are at different places. The last one
+            # ends with the parameter.
             place = (number + tensor_id(name)) % -(-size // MOST)
-            # The last window ends with the parameter.
             first = start + min(place * MOST, max(0, size - MOST))
             yield first, first + min(size, MOST)
 
@@ -116,23 +113,19 @@ class BucketWatch:
     def after(
         self, mean: Tensor, ratios: Mapping[str, float], width: int
     ) -> tuple[Tensor, Tensor, Tensor] | None:
-        """Measure what the method has done with a `mean` that the step applies (1-D).
+        """Measure the `mean` (1-D) that a step applies. Of a comparison, return what ranks add up.
 
-        If this step is compared, return what the ranks add up, a row for each parameter: two
-        sketches of `width` columns, and the scalars of `Compared`. And the squared norms of this
-        rank's gradient and message.
+        That is a row for each parameter: two sketches of `width` columns, and the scalars of
+        `Compared`. And the squared norms of this rank's gradient and message.
         """
         state = self._averager.state
         opened = {name: state.in_flight(slot) for name, slot in self._slots.items()}
         slots = {name: both for name, both in opened.items() if both is not None}
         if self.samples is not None:
             self.samples.after(mean, slots, ratios)
-        return self._compare(self._cut(mean), slots, width) if self._spans else None
-
-    def _compare(
-        self, means: Tensor, slots: Mapping[str, Both], width: int
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        ranks, gradient = self._exchange.world_size, self._gradient
+        if not self._spans:
+            return None
+        means, ranks, gradient = self._cut(mean), self._exchange.world_size, self._gradient
         residuals = largest = torch.zeros_like(self._numel)  # squared norms; magnitudes
         # What this rank has sent, and the mean with the parts of the slots that ranks own.
         message, server = means, means
@@ -181,8 +174,7 @@ class BucketWatch:
     def _starved(self, waiting: Tensor, active: Tensor, largest: Tensor) -> Tensor:
         """Return whether this rank sends nearly nothing of each parameter.
 
-        Of each: numbers of samples that have waited long, and that wait or were sent; largest
-        magnitude of the residual.
+        Of each: samples that have waited long; those that wait or were sent; largest residual.
         """
         starved = (waiting >= _OLD * active).logical_and_(waiting > 0)
         # Where few are due, few of the sampled elements are young.
@@ -204,8 +196,7 @@ class BucketWatch:
         numbers = torch.cat([torch.stack(squares, 1), rows[:, 2 * width :]], 1)
         for name, found in zip(self._names, starmap(Compared, numbers.tolist()), strict=True):
             if self._law is not None and not self._law.after:
-                # The law leaves the difference between the applied and the dense mean. Its sketch
-                # gives the norm of the dense mean more precisely than that of the mean.
+                # The law leaves the difference of the two means, whose sketch is more precise.
                 found = found._replace(dense=max(0.0, found.left - found.applied + 2 * found.dot))
             yield name, found
 
@@ -213,13 +204,10 @@ class BucketWatch:
 def sketch(values: Tensor, sizes: Sequence[int], width: int, signs: Tensor) -> Tensor:
     """Return a sketch, a row of `width` numbers, of each part of a vector.
 
-    Each element gets a random sign. The signed elements are written into rows of `width` elements,
-    and the rows are added. A sketch is linear, and the expected square of its norm is that of the
-    part, with a relative standard deviation of at most ``sqrt(2 * sum(s**2))``, where ``s`` are the
-    columns' shares of the part's squared norm.
-
-    Reference: Charikar, Chen, Farach-Colton, "Finding frequent items in data streams", ICALP 2002.
-    Here, the column of an element is its index modulo `width`: only signs are random.
+    Each element gets a random sign, and is added to the column of its index modulo `width`. The
+    expected squared norm is that of the part, with a relative standard deviation of at most
+    ``sqrt(2 * sum(s**2))``, where ``s`` are the columns' shares of it. See Charikar, Chen,
+    Farach-Colton, "Finding frequent items in data streams", ICALP 2002.
     """
     parts = torch.split(values * signs, list(sizes))
     rows = [pad(part, (0, -len(part) % width)).view(-1, width).sum(0) for part in parts]
@@ -239,20 +227,13 @@ def signs_of(names: Sequence[str], sizes: Sequence[int], seed: int, device: torc
 class Samples:
     """Follows how long the residual of elements waits, and whether slots stay as a step left them.
 
-    They are not slots of the state: an error in a slot would be one in what checks it. Steps are
-    read one by one and evaluated several at a time: on an accelerator, each operation is a launch
-    that delays the backward pass.
+    Steps are read one by one and evaluated several at a time: each operation can be a launch.
     """
 
     def __init__(
-        self,
-        shape: BucketShape,
-        law: Law,
-        slots: dict[str, Slot],
-        shard: slice,
-        device: torch.device,
+        self, shape: BucketShape, law: Law, slots: dict[str, Slot], shard: slice, like: Tensor
     ) -> None:
-        self._names, self._device = filled(shape)[0], device
+        self._names, self._device = filled(shape)[0], (device := like.device)
         at, owner = _sample(shape)
         owned = (at >= shard.start) & (at < shard.stop)
         part = at[owned] - shard.start, owner[owned]
@@ -267,8 +248,7 @@ class Samples:
             terms = {name: -each for name, each in law.before.items() if not slots[name].sharded}
             terms[""] = law.gradient
             self._factors = {name: each / law.after["error"] for name, each in terms.items()}
-        # Steps that were read: the gradient, the mean, and the slots. Few elements would otherwise
-        # keep thousands of steps.
+        # Steps that were read: the gradient, the mean, and the slots.
         self._steps: list[tuple[Tensor, Tensor, dict[str, Both]]] = []
         self._most = min(100, max(10, 2**16 // len(at)))
         self._gradient = self._mean = torch.zeros(0, device=device)  # of the last step
@@ -333,10 +313,7 @@ class Samples:
             self._ages = _aged(self._ages_before, left[-1:] != 0, sent[-1:])
 
     def take(self, age: int) -> Tensor:
-        """Return, by parameter, how many elements wait for `age` steps, wait or were sent, changed.
-
-        They changed if a step since the last call has found another value than the last one left.
-        """
+        """Return, by parameter, how many wait for `age` steps, wait or were sent, changed."""
         self._evaluate()
         counts = torch.zeros(3, len(self._names), device=self._device)
         if self._factors:

@@ -18,13 +18,9 @@ def ddp_model(module: nn.Module) -> DistributedDataParallel:
         UnsupportedModelError: if `module` is not from ``fabric.setup``, or has no DDP model.
     """
     inner = getattr(module, "_forward_module", None)
-    if inner is None:
-        raise UnsupportedModelError(
-            f"expected the module that fabric.setup(...) returned, not {type(module).__name__}"
-        )
     if not isinstance(inner, DistributedDataParallel):
         raise UnsupportedModelError(
-            f"Fabric did not wrap {type(inner).__name__} in DistributedDataParallel: build "
-            "Fabric(strategy='ddp')"
+            "expected a module of fabric.setup(...) with Fabric(strategy='ddp'), not "
+            f"{type(module).__name__}"
         )
     return inner

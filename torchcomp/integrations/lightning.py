@@ -3,14 +3,13 @@
 They work with ``lightning`` and with ``pytorch_lightning``.
 """
 
-import math
 from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp import Gathered, Handle, LocalSGD, register
 from torchcomp.specs.component import Component
-from torchcomp.specs.errors import SpecError, UnsupportedModelError
+from torchcomp.specs.errors import UnsupportedModelError
 
 try:
     from lightning.pytorch import Callback
@@ -19,10 +18,7 @@ except ImportError:
 
 
 class _OnTrainStart(Callback):  # type: ignore[misc]
-    """Installs torchcomp when training starts, and stores the states of all ranks.
-
-    Lightning wraps the model before ``on_train_start``, and loads a checkpoint before that.
-    """
+    """Installs torchcomp in `on_train_start`, once the model is wrapped and a checkpoint loaded."""
 
     def __init__(self, spec: str | Component, **options: Any) -> None:
         self.spec, self.options = spec, options
@@ -30,8 +26,7 @@ class _OnTrainStart(Callback):  # type: ignore[misc]
         self._loaded: dict[str, Any] | None = None
 
     def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
-        """Install torchcomp, and return what a checkpoint must contain."""
-        raise NotImplementedError
+        raise NotImplementedError  # return what a checkpoint must contain
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._gathered = self._install(trainer, _ddp_model(trainer))
@@ -98,11 +93,6 @@ class LocalSteps(_OnTrainStart):
     def _install(self, trainer: Any, model: DistributedDataParallel) -> Gathered:
         scaler, steps = _scaler(trainer), trainer.estimated_stepping_batches
         options = {"scaler": scaler, "total_steps": steps, **self.options}
-        if options["total_steps"] == math.inf:
-            raise SpecError(
-                "the trainer has no last step: pass Trainer(max_epochs=...) or "
-                "LocalSteps(..., total_steps=...)"
-            )
         self.sync = LocalSGD(model, trainer.optimizers, self.spec, **options)
         optimizers = {f"optimizer{i}": each for i, each in enumerate(trainer.optimizers)}
         return Gathered(self.sync, model=model.module, **optimizers)
@@ -121,10 +111,8 @@ def _ddp_model(trainer: Any) -> DistributedDataParallel:
     """Return the DDP model of a trainer, or raise UnsupportedModelError."""
     strategy = trainer.strategy
     if not isinstance(strategy.model, DistributedDataParallel):
-        raise UnsupportedModelError(
-            "this callback needs a model in DistributedDataParallel, and "
-            f"{type(strategy).__name__} does not wrap it: use Trainer(strategy='ddp')"
-        )
+        problem = f"{type(strategy).__name__} does not wrap the model in DistributedDataParallel"
+        raise UnsupportedModelError(f"{problem}: use Trainer(strategy='ddp')")
     # On CPU, Lightning ignores this hook, so that torchcomp.register does not find it.
     if getattr(strategy, "_ddp_comm_hook", None) is not None:
         raise UnsupportedModelError(

@@ -16,11 +16,7 @@ FILE = "torchcomp.pt"
 
 
 class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
-    """Installs torchcomp when training begins, and saves and loads the states of all ranks.
-
-    The Trainer wraps the model before ``on_train_begin``. It passes callbacks only the unwrapped
-    model, so they need the Trainer.
-    """
+    """Installs torchcomp in `on_train_begin`. Only the Trainer has the wrapped model."""
 
     def __init__(
         self,
@@ -35,16 +31,14 @@ class _OnTrainBegin(TrainerCallback):  # type: ignore[misc]
         self._gathered: Gathered | None = None
 
     def _install(self, model: DistributedDataParallel, dst: int | None) -> Gathered:
-        """Install torchcomp, and return what a checkpoint must contain."""
-        raise NotImplementedError
+        raise NotImplementedError  # return what a checkpoint must contain
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model = self._trainer.model_wrapped
         if not isinstance(model, DistributedDataParallel):
             raise UnsupportedModelError(
-                "this callback needs a model in DistributedDataParallel, and the Trainer has "
-                f"{type(model).__name__}: start one process per device, with torchrun "
-                "--nproc-per-node N or accelerate launch, and without FSDP and DeepSpeed"
+                f"the Trainer has not wrapped {type(model).__name__} in DistributedDataParallel: "
+                "start a process per device with torchrun or accelerate launch, without FSDP"
             )
         # With save_on_each_node, a rank of every node writes.
         self._gathered = self._install(model, None if args.save_on_each_node else 0)

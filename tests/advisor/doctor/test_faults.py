@@ -44,14 +44,12 @@ class DoctorHosts(Hosts):
     """Hosts whose links can be slowed down and cut, each direction by itself."""
 
     def slow_down(self, host: int, mbit: int, to: int | None = None) -> None:
-        """Slow down what a host sends, to one other host or to all."""
         if to is None:
             self._tc(host, f"qdisc replace dev {self.interface} root {_shaped(mbit)}")
         else:
             self._divert(host, _shaped(mbit), self._to(to))
 
     def cut(self, host: int, to: int) -> None:
-        """Lose everything that a host sends to another one."""
         self._divert(host, "blackhole", self._to(to))
 
     def block_ports(self, host: int) -> None:
@@ -83,16 +81,14 @@ def _shaped(mbit: int) -> str:
 
 @dataclass(frozen=True)
 class Case:
-    """A job, and what doctor has to find."""
+    """A job, and the code and ranks of what doctor has to find; none for a healthy job."""
 
-    name: str  # what is wrong, in words
-    code: str = ""  # of the finding; "" for a healthy job
-    ranks: tuple[int, ...] = ()  # that the finding names
+    name: str
+    code: str = ""
+    ranks: tuple[int, ...] = ()
     world_size: int = 3
     mbit: int = 0  # speed of the links of hosts; 0 for ranks on the loopback
-    # For the loopback, shell commands of the last rank, before it becomes doctor. They find a
-    # folder for files in $FOLDER, and the next command in "$@".
-    plant: str = ""
+    plant: str = ""  # on the loopback, shell commands of the last rank, before it becomes doctor
     arrange: Callable[[DoctorHosts], None] = lambda hosts: None  # for hosts, plants the fault
 
 
@@ -149,7 +145,7 @@ HEALTHY = (
 
 
 def examined(case: Case, folder: Path) -> tuple[dict[str, Any], set[int], str]:
-    """Run doctor on a job; return its JSON, the statuses of each torchrun, and what it printed."""
+    """Run doctor; return its JSON, the statuses of each torchrun, and what it printed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     doctor = ["-m", "torchcomp", "doctor", "--json", f"{folder}/doctor.json"]
     (folder / "clock.c").write_text(_CLOCK)

@@ -42,7 +42,6 @@ def test_slow_links_are_named_one_by_one_or_by_their_rank(world_size):
 
 
 def trips(late, others, mark):
-    """Links that take `late` seconds where `mark` says so, and `others` elsewhere."""
     return [link(i, j, trip=late if mark(i, j) else others) for i, j in pairs(4)]
 
 
@@ -73,10 +72,7 @@ BUSY = mesh(4, lambda i, j: 2500.0 if (i, j) == (0, 1) else 9000.0)
 def test_links_are_compared_with_others_of_their_kind(links, found):
     judged = findings.of_links(links)
     assert named(judged) == found
-    assert [each.code for each in judged if each.fatal] == ["lost-link"] * (
-        "lost-link" in str(found)
-    )
-    assert all("timed out" in each.text for each in judged if each.fatal)
+    assert all(each.fatal == (each.code == "lost-link") for each in judged)
     assert bool(findings.suspects(links)) == any(not each.fatal for each in judged)
 
 
@@ -121,10 +117,6 @@ def test_a_rank_that_differs_is_named(code, fact, value):
     assert named([found]) == [(code, (3,))]
     assert "3" in found.text
     assert found.fatal == (code == "backends")
-
-
-def test_equal_ranks_and_those_without_shm_have_no_finding():
-    assert findings.of_facts(facts(3)) == []
     assert findings.of_facts(facts(2, shm_bytes=-1, shm_free=-1)) == []
 
 

@@ -9,18 +9,18 @@ from torch import nn
 
 from torchcomp.advisor.doctor import training
 from torchcomp.advisor.doctor.job import Job, NotMeasured
-from torchcomp.advisor.doctor.training import BF16, MODES, NO_EXCHANGE, PLAIN, Phases
+from torchcomp.advisor.doctor.training import BF16, NO_EXCHANGE, PLAIN, Phases
 from torchcomp.advisor.moments import Moment
 
 
 class Ranks:
     """Ranks that compute for different times, and wait for each other in an exchange."""
 
-    def __init__(self, monkeypatch, seconds, modes=MODES, models=1):
+    def __init__(self, monkeypatch, seconds, models=1):
         store = dist.HashStore()
         self.seconds, self.now, self.clocks = seconds, 0.0, [0.0] * len(seconds)
         jobs = [Job(rank, 2, rank, 0, "gloo", 1.0, store) for rank in range(len(seconds))]
-        self.phases = [Phases(job, 1e3, modes) for job in jobs]
+        self.phases = [Phases(job, 1e3) for job in jobs]
         monkeypatch.setattr(training.DistributedDataParallel, "register_comm_hook", Mock())
         monkeypatch.setattr(training, "now", lambda device: Moment(self.now, self.now))
         for each in self.phases:
@@ -38,17 +38,13 @@ class Ranks:
         if exchanges:
             self.clocks = [max(self.clocks)] * len(self.clocks)
 
-    def train(self):
-        steps = 0
-        while not self.phases[0].finished:
-            self.step()
-            steps += 1
-        return steps
-
 
 def test_the_lead_of_a_fast_rank_is_in_no_measured_step(monkeypatch):
-    ranks = Ranks(monkeypatch, (0.1, 0.3))
-    assert ranks.train() == 144
+    ranks, steps = Ranks(monkeypatch, (0.1, 0.3)), 0
+    while not ranks.phases[0].finished:
+        ranks.step()
+        steps += 1
+    assert steps == 144
     for rank, seconds in enumerate((0.1, 0.3)):
         times = ranks.phases[rank].results()
         assert times[NO_EXCHANGE] == pytest.approx([seconds] * 43)

@@ -1,9 +1,4 @@
-"""Command: measure a job in an order in which nothing hangs, print the report, return a status.
-
-1. Facts and connections, through the store of the job. A pair that cannot connect ends it.
-2. Clocks and links, over these connections.
-3. Collectives, computing and training, in a process group.
-"""
+"""Command: measure a job in an order in which nothing hangs, print the report, return a status."""
 
 import argparse
 import gc

@@ -1,10 +1,7 @@
 """Job: this process among the ranks that torchrun started, and its connections with the others.
 
-Everything before the process group goes through the store of the job, with short timeouts: a rank
-or a link that is lost is named, where ``init_process_group`` would hang. gloo connects all pairs
-when the group is made. If one pair cannot, all ranks wait for long and none says which. Here every
-pair tries with a short timeout, in both directions, on a port that the system chooses, as gloo's
-and NCCL's, and on the address that the backend takes.
+All goes through the store of the job, with short timeouts: a rank or a link that is lost is named,
+where ``init_process_group`` would hang. Ports and addresses are chosen as the backend does.
 """
 
 import fcntl
@@ -246,8 +243,8 @@ def _answers(address: str, seconds: float) -> bool:
 def own_address(backend: str, environment: Mapping[str, str] = os.environ) -> str:
     """Return the address that other ranks connect to.
 
-    gloo takes GLOO_SOCKET_IFNAME, or else the address of the host's name. NCCL takes
-    NCCL_SOCKET_IFNAME, or else a network card; the one towards the store of the job is assumed.
+    Without the variable, gloo takes that of the host's name, and NCCL one of a network card; the
+    one towards the store of the job is assumed.
     """
     variable = {"gloo": "GLOO_SOCKET_IFNAME", "nccl": "NCCL_SOCKET_IFNAME"}[backend]
     wanted = environment.get(variable, "")
@@ -278,11 +275,7 @@ def _interfaces() -> list[str]:
 
 
 def _matching(wanted: str, backend: str) -> list[str]:
-    """Return the interfaces that a variable selects.
-
-    gloo reads names. NCCL reads prefixes, "=" in front of names, and "^" in front of what to leave
-    out.
-    """
+    """Return the interfaces that a variable selects: names, or as NCCL has it."""
     words = wanted.lstrip("^=").split(",")
     if backend == "gloo" or wanted.startswith("="):
         return [name for name in words if name in _interfaces()]

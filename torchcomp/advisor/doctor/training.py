@@ -1,9 +1,7 @@
 """Training: the same steps without an exchange, with plain DDP, and with the bf16 hook.
 
-A communication hook on the user's DDP model switches between the three, so that whatever trains,
-also a user's script, is measured as it is. The weights become wrong: they are thrown away. A step
-lasts from one last bucket to the next. It includes the micro-batches of an accumulated gradient,
-the optimizer and the loader.
+A communication hook on the user's DDP model switches between the three. The weights become wrong.
+A step lasts from one last bucket to the next, with micro-batches, the optimizer and the loader.
 """
 
 import argparse
@@ -289,11 +287,7 @@ def _run_script(words: Sequence[str], phases: Phases) -> None:
 
 @contextmanager
 def _watched(phases: Phases) -> Iterator[None]:
-    """Attach the phases to every DDP model and every optimizer that a script makes in this block.
-
-    Once they are measured, its process group is kept: the script's `finally` often ends it while
-    the exception still holds the model, and gloo can hang if the group ends before the model.
-    """
+    """Attach the phases to every DDP model and optimizer that a script makes in this block."""
     made, destroy = DistributedDataParallel.__init__, dist.destroy_process_group
 
     def init(model: DistributedDataParallel, *arguments: Any, **options: Any) -> None:
@@ -301,6 +295,7 @@ def _watched(phases: Phases) -> Iterator[None]:
         phases.attach(model)
 
     def destroy_unless_finished(*arguments: Any, **options: Any) -> None:
+        # In the script's `finally`, the exception still holds the model: gloo could hang.
         if not phases.finished:
             destroy(*arguments, **options)
 
