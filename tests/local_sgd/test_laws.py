@@ -38,6 +38,8 @@ OPTIONS = {
     },
     "tensor": {"compress": 'ef(topk(k=3, scope="tensor"))'},
     "model": {"compress": 'ef(topk(0.1, values="int8", scope="model"))', "outer": SlowMo(beta=0.6)},
+    "average": {"compress": TOPK, "moments": "average"},
+    "reset": {"moments": "reset"},
     "random": {"compress": 'ef(quantize("int4", rounding="stochastic"))'},
     "randk": {"compress": "ef(randk(0.2))"},
     "bf16": {"compress": 'ef(cast("bf16"), exchange="gather", memory_dtype="bf16")'},

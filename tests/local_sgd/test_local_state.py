@@ -1,4 +1,4 @@
-"""What stays local during local steps, and what is averaged: parameters and buffers."""
+"""What stays local during local steps, and what is averaged: parameters, buffers and moments."""
 
 from contextlib import nullcontext
 from functools import partial
@@ -12,7 +12,11 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.local_sgd.script import (
     Script,
+    adamw,
+    batch,
     convnet,
+    loss_of,
+    mlp,
     momentum,
     running_statistics,
     spied,
@@ -216,3 +220,103 @@ def test_every_parameter_becomes_the_mean_of_the_ranks():
         # An average in bfloat16 would round several times.
         tolerance = 1.01 * 2**-8 if after.dtype == torch.bfloat16 else 1e-6
         torch.testing.assert_close(after.double(), exact, rtol=tolerance, atol=1e-9)
+
+
+# The optimizers' state.
+
+COMPRESSED = {"compress": "ef(topk(0.1))"}
+
+
+def states(script):
+    """A copy of every tensor in the optimizer's state, by parameter and key."""
+    state = script.optimizer.state_dict()["state"]
+    return {(n, key): value.clone() for n, each in state.items() for key, value in each.items()}
+
+
+def around_a_synchronisation(policy, optimizer, build=mlp, **local):
+    """The state before and after the average at step 2, and the weights after each step."""
+    before = []
+    watched = spied(optimizer, lambda: before.append(states(script)))
+    local = {"moments": policy, **local}
+    script = Script("every(2)", total_steps=4, optimizer=watched, local=local, build=build)
+    weights = script.train(0, 2)
+    after = states(script)
+    return before[-1], after, weights + script.train(2, 4)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "options"), [(momentum, {}), (adamw, COMPRESSED), (torch.optim.Adafactor, {})]
+)
+def test_averaged_moments_are_the_mean_of_the_ranks(optimizer, options):
+    body = partial(around_a_synchronisation, "average", optimizer, **options)
+    befores, afters, weights = zip(*on_threads(3, body), strict=True)
+    assert afters[0]
+    for key in afters[0]:
+        assert equal_on_all(after[key] for after in afters)
+        mean = torch.stack([before[key].double() for before in befores]).mean(0)
+        assert_close(afters[0][key].double(), mean, 1e-6 if options else 1e-12)
+    assert synchronised_steps(weights) == [2, 4]
+
+
+def test_local_moments_are_left_alone_and_reset_ones_are_cleared():
+    for before, after, _ in on_threads(3, around_a_synchronisation, "reset", adamw):
+        assert before
+        assert not after
+    for before, after, _ in on_threads(3, around_a_synchronisation, "local", adamw):
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+def test_a_rank_without_moments_adds_zeros_and_continues_without_them():
+    def body():
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        script = Script("every(1)", scaler=scaler, optimizer=adamw, local={"moments": "average"})
+        script.step(0, scale=float("inf") if script.rank == 1 else 1.0)
+        first = states(script)
+        script.step(1)
+        return first, states(script)
+
+    first, second = zip(*on_threads(3, body), strict=True)
+    assert not first[1]
+    for key, value in first[0].items():
+        assert torch.equal(value, first[2][key])
+    for key, value in second[0].items():
+        if key[1] != "step":
+            assert torch.equal(value, second[1][key])
+    assert [float(each[0, "step"]) for each in second] == [2.0, 1.0, 2.0]
+
+
+def spoiled_momentum():
+    """Damage rank 1's momentum before an average."""
+    local = []
+
+    def spoil():
+        local.append(script.weights())
+        if script.rank == 1 and len(local) == 2:
+            last = script.model.module[2].bias
+            script.optimizer.state[last]["momentum_buffer"].fill_(float("nan"))
+
+    script = Script("every(2)", optimizer=spied(momentum, spoil), local={"moments": "average"})
+    script.step(0)
+    try:
+        script.step(1)
+    finally:
+        assert torch.equal(local[-1], script.weights())
+
+
+def of_lbfgs():
+    script = Script("every(1)", optimizer=torch.optim.LBFGS, local={"moments": "average"})
+
+    def closure():
+        loss = loss_of(script.model, *batch(script.rank, 0))
+        loss.backward()
+        return loss
+
+    script.optimizer.step(closure)
+
+
+def test_moments_that_cannot_be_averaged_raise_on_every_rank():
+    words = ("step 2", "2.bias momentum_buffer")
+    assert_refused(2, spoiled_momentum, torchcomp.NonFiniteError, *words)
+    words = ("0.weight", "list", "'local'")
+    assert_refused(2, of_lbfgs, torchcomp.SpecError, *words, field="moments")
