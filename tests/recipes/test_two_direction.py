@@ -22,7 +22,7 @@ from torchcomp.compressors import Identity
 from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
 
 NAME = "two_direction"
-F = Quadratics(kappa=10.0, n=4, seed=0)  # L = 1
+F = Quadratics(kappa=100.0, n=4, seed=0)  # L = 1
 SENT, DENSE = Messages(3, 3), Messages(D, D)  # TopK and RandK of all entries change nothing
 
 
@@ -77,8 +77,8 @@ def test_agd_with_two_points_is_the_textbooks(mu):
 
 
 def test_ef14_stays_off_the_minimum_of_different_workers_but_not_of_one():
-    one = Quadratics(kappa=10.0, n=1, seed=0)
-    values = [f.value(run("EF14", 600, Messages(15, D), 0.3, f).solution) for f in (F, one)]
+    problems = (Quadratics(kappa=10.0, n=n, seed=0) for n in (4, 1))
+    values = [f.value(run("EF14", 600, Messages(15, D), 0.3, f).solution) for f in problems]
     assert values[0] > 1e-4 > 1e-12 > values[1]
 
 
