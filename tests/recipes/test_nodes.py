@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torchcomp
 from recipes.errors import RecipeError
 from recipes.nodes import train
-from recipes.nodes.modes import MODES, replicate
+from recipes.nodes.modes import MODES
 from recipes.nodes.train import TEXT, Settings, open_corpus, read_settings
 from recipes.rows import read_rows
 from recipes.small_gpt import experiment as small_gpt
@@ -98,33 +98,6 @@ def test_modes_agree():
     assert two.inside == 2 * plan.inside_bytes_sent
     residual = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert (flat.residual, two.residual, hsdp.residual) == (residual, residual // 2, residual // 2)
-
-
-def collectives_of_fsdp():
-    """The bytes that a rank sends in the collectives of FSDP2 per step: counted, and planned."""
-    replica, sent = replicate(SmallGPT(SHAPE), "hsdp", "mean", 2, CPU), [0]
-
-    def counted(collective):
-        def call(*args, **named):
-            tensors = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
-            # The tensor of all ranks. A rank sends, or receives and sends on, all but its own part.
-            sent[0] += max(each.nbytes for each in tensors) // 2
-            return collective(*args, **named)
-
-        return call
-
-    names = ("all_gather_single", "reduce_scatter_single")
-    if not hasattr(dist, names[0]):  # older versions of torch
-        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    with patch.multiple(dist, **{name: counted(getattr(dist, name)) for name in names}):
-        replica.model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
-    return sent[0], replica.sharding_bytes
-
-
-@NEEDS_HOOK
-def test_the_bytes_of_fsdp_itself():
-    for counted, planned in on_processes(4, collectives_of_fsdp):
-        assert counted == planned > 0
 
 
 def resumed(folder):
