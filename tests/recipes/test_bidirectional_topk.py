@@ -11,8 +11,7 @@ from recipes.bidirectional_topk import counterexample, problems, runs
 from recipes.bidirectional_topk.runs import Run
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.rows import build, read_rows
-from tests.recipes.runs import RECIPES, published, quick
-from tests.support.cases import thorough
+from tests.recipes.runs import RECIPES, published
 from tests.support.ranks import on_threads
 
 NAME = "bidirectional_topk"
@@ -64,9 +63,6 @@ def test_serial_workers_train_like_averagers(method):
     torch.testing.assert_close(*pairs, rtol=0, atol=1e-6)
 
 
-# The experiment.
-
-
 def test_an_accuracy_is_reproduced():
     row = published(NAME, "accuracy", model="mlp", workers=20, method="bidirectional", seed=3)
     run = build(Run, row)
@@ -75,10 +71,3 @@ def test_an_accuracy_is_reproduced():
     assert float(outcome.accuracy) == pytest.approx(row["accuracy"], abs=0.6)
     unions = [list(map(float, text.split())) for text in (outcome.unions, row["unions"])]
     assert unions[0] == pytest.approx(unions[1], rel=0.02)
-
-
-@pytest.mark.parametrize("part", ["lr_inside", *thorough(["all"])])
-def test_a_quick_part_runs_and_resumes(part, tmp_path, monkeypatch):
-    flags = [] if part == "all" else ["--only", part]
-    quick(NAME, tmp_path, monkeypatch, *flags, "--processes", "1")
-    assert len(list(tmp_path.glob("*.png"))) == (2 if part == "all" else 0)

@@ -2,10 +2,12 @@
 
 import importlib
 import math
+import sys
 from pathlib import Path
 
 import pytest
 
+from benchmarks.net.shell import missing
 from recipes.errors import RecipeError
 from recipes.experiments import ExperimentParser, ResultTable
 from recipes.page_tables import filled, pages
@@ -83,3 +85,42 @@ def test_spreads_and_paired_differences():
     # A run that diverged counts as nothing.
     accuracies = [(1, 90.0), (1, 90.0), (2, 99.0), (2, math.nan)]
     assert best([{"lr": lr, "accuracy": each} for lr, each in accuracies], "lr", "accuracy") == 1
+
+
+FEW = ("--methods", 'every(8) with compress=quantize("int8")', "ef(topk(0.1))", "--seeds", "3")
+# By experiment and flags: the pictures that it draws.
+QUICK = {
+    ("bidirectional_topk", "--only", "lr_inside", "--processes", "1"): set(),
+    ("jointspar", "--only", "bandit", "--processes", "1"): set(),
+    ("qsr", "--only", "clean_labels"): {"accuracy", "differences"},
+    ("small_gpt", *FEW, "--steps", "4"): {"tradeoff"},
+    ("two_direction", "--only", "contest"): {"contest_digits_n10"},
+}
+LONGER = {
+    ("bidirectional_topk", "--processes", "1"): {"counterexample", "union"},
+    ("jointspar", "--only", "convergence", "--processes", "1"): {
+        *("convergence_sgd", "convergence_lars"),
+    },
+    ("jointspar", "--only", "large_batch"): set(),
+    ("qsr", "--only", "sgd_mlp", "adamw_vit"): {"accuracy", "differences"},
+    ("two_direction", "--only", "winners", "scaling"): set(),
+}
+TIMED = ("jointspar", "--only", "large_batch", "wall_clock"), set()
+LATER = pytest.mark.thorough
+CASES = [*QUICK.items(), *(pytest.param(*each, marks=LATER) for each in LONGER.items())]
+CASES.append(
+    pytest.param(*TIMED, marks=[LATER, pytest.mark.skipif(bool(missing()), reason=missing())])
+)
+
+
+@pytest.mark.parametrize(("words", "pictures"), CASES)
+def test_a_quick_run_and_its_resumption_which_adds_nothing(words, pictures, tmp_path, monkeypatch):
+    name, *flags = words
+    program, written = importlib.import_module(f"recipes.{name}.experiment"), []
+    for more in ([], ["--resume"]):
+        command = [f"/x/recipes/{name}/experiment.py", "--quick", "--out", str(tmp_path)]
+        monkeypatch.setattr(sys, "argv", [*command, *flags, *more])
+        program.main()
+        written.append({path.name: path.read_bytes() for path in tmp_path.glob("*.csv")})
+    assert written[0] == written[1] != {}
+    assert {path.stem for path in tmp_path.glob("*.png")} == pictures

@@ -8,14 +8,12 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.net.shell import missing
 from recipes.jointspar import bandit, convergence, large_batch, training
 from recipes.jointspar.methods import LayerSampling, parse_method
 from recipes.jointspar.simulation import SimulatedRanks
 from recipes.jointspar.training import ResidualMLP, Schedule, attach, build_optimizer
 from recipes.rows import build, distinct, read_rows
-from tests.recipes.runs import RECIPES, published, quick
-from tests.support.cases import thorough
+from tests.recipes.runs import RECIPES, published
 from tests.support.ranks import on_threads
 
 NAME = "jointspar"
@@ -121,16 +119,3 @@ def test_a_bandit_run_is_reproduced_to_the_last_digit():
     for table, found in (("bandit", cells), ("bandit_curves", curve)):
         row = published(NAME, table, **vars(run))
         assert [*map(float, found)] == list(row.values())[2 : 2 + len(found)]
-
-
-@pytest.mark.parametrize("parts", [["bandit"], *thorough([["convergence"], ["large_batch"]])])
-def test_the_quick_run(parts, tmp_path, monkeypatch):
-    quick(NAME, tmp_path, monkeypatch, "--only", *parts, "--processes", "1")
-
-
-@pytest.mark.thorough
-@pytest.mark.skipif(bool(missing()), reason=missing())
-def test_runs_are_timed_on_shaped_hosts(tmp_path, monkeypatch):
-    quick(NAME, tmp_path, monkeypatch, "--only", "large_batch", "wall_clock")
-    rows = read_rows(tmp_path / "wall_clock.csv")
-    assert [row["seconds"] > 0 for row in rows] == [True] * len(large_batch.contenders((0.6,)))

@@ -16,13 +16,11 @@ from recipes.errors import RecipeError
 from recipes.nodes import train
 from recipes.nodes.modes import MODES
 from recipes.nodes.train import TEXT, Settings, open_corpus, read_settings
-from recipes.rows import read_rows
 from recipes.small_gpt import experiment as small_gpt
 from recipes.small_gpt.corpus import VOCABULARY, Corpus, windows
 from recipes.small_gpt.model import Shape, SmallGPT
 from recipes.small_gpt.training import SHAPE
 from tests.fsdp.runs import NEEDS_HOOK
-from tests.recipes.runs import quick
 from tests.support import commands
 from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes
@@ -30,7 +28,6 @@ from torchcomp import SpecError
 
 # One selection per parameter: the same in DDP's buckets as in FSDP2's units.
 TOPK = 'ef(topk(0.1, scope="tensor"))'
-LOCAL = 'every(8) with compress=quantize("int8")'
 CPU = torch.device("cpu")
 
 
@@ -52,14 +49,6 @@ def test_the_text_is_that_of_the_page_and_its_parts_share_no_paragraph():
     assert len(corpus.train) > 8 * len(corpus.validation)
     inputs, targets = windows(corpus.train, torch.tensor([0, 7]), 5)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-
-
-def test_a_quick_run_and_resume(tmp_path, monkeypatch):
-    methods = ("--methods", LOCAL, "ef(topk(0.1))", "--steps", "4", "--seeds", "3")
-    quick("small_gpt", tmp_path, monkeypatch, *methods)
-    rows = read_rows(tmp_path / "runs.csv")
-    assert [row["method"] for row in rows] == ["dense", LOCAL, "ef(topk(0.1))"]
-    assert (tmp_path / "tradeoff.png").is_file()
 
 
 # Nodes.

@@ -15,8 +15,7 @@ from recipes.two_direction.methods.agd import AGD
 from recipes.two_direction.quadratics import D, Quadratics, quadratic_setting, sweeps
 from recipes.two_direction.softmax_regression import SoftmaxRegression, minimise
 from recipes.two_direction.tuning import MethodRun, tune
-from tests.recipes.runs import published, quick
-from tests.support.cases import thorough
+from tests.recipes.runs import published
 from tests.support.ranks import on_threads
 from torchcomp.compressors import Identity
 from torchcomp.two_direction import Ranks, Simulated, TwoDirectionMethod
@@ -189,10 +188,3 @@ def test_a_cell_of_the_map_and_a_point_of_the_scaling_are_reproduced(method):
         again = contest.run(setting, method, row["power"], 0)
         assert again.reached
         assert again.method.iterations == pytest.approx(row["iterations"], rel=0.02)
-
-
-@pytest.mark.parametrize("part", ["contest", *thorough(["winners", "scaling"])])
-def test_the_quick_run(part, tmp_path, monkeypatch):
-    quick(NAME, tmp_path, monkeypatch, "--only", part)
-    drawn = [path.name for path in tmp_path.glob("*.png")]
-    assert drawn == ["contest_digits_n10.png"] * (part == "contest")
