@@ -135,7 +135,7 @@ def refusal(text, parse=torchcomp.parse):
     [
         ("^topkk(0.1)", "'topkk'.*'topk'"),
         ("ef(^topp(0.1))", "'topp'.*'topk'"),
-        ("^zzz", "'zzz'.*methods: bidirectional, cast, dgc, ef, ef21, identity, mean"),
+        ("^zzz", "'zzz'.*methods: bidirectional, .*mean"),
         ("topk(0.1, ^scop='tensor')", "^topk .*'scop'.*'scope'"),
         ("topk(0.1, ^unbiased=True)", "^topk .*'unbiased'.*randk"),
         ("identity(^x=1)", "^identity .*'x'.*no options"),
@@ -199,7 +199,7 @@ def test_syntax_error_shows_the_spec_and_a_caret_within_it(text):
 @pytest.mark.parametrize(
     ("text", "parse", "words"),
     [
-        ("PowerSGD(4)", parse_schedule, ["schedules: every, post_local, power, "]),
+        ("PowerSGD(4)", parse_schedule, ["schedules: ", "every, post_local, power, "]),
         ("qsrs(1)", parse_aggregator, ["methods: bidirectional, "]),
         ("tpk(0.1)", parse_aggregator, ["'topk'"]),
         ("aut", parse_any, ["'auto'"]),

@@ -24,7 +24,7 @@ from torchcomp.specs.checks import check_count
 
 _SHOWN = {
     "counterexample": (open_counterexample, ("counterexample_values", "counterexample_scan")),
-    "union": (open_union, ("unions", "savings", "growths", "traffic")),
+    "union": (open_union, ("unions", "savings", "growths")),
     "accuracy": (open_accuracy, ("accuracy", "differences")),
     "lr_inside": (open_lr_inside, ("lr_inside",)),
 }

@@ -14,7 +14,7 @@ _HOLD_OUT = 6
 
 @dataclass(frozen=True)
 class Split:
-    """Standardised images (N, C, H, W) and their labels (N)."""
+    """Images and their labels (N): standardised (N, C, H, W), or as stored (N, H, W, C), uint8."""
 
     images: Tensor
     labels: Tensor

@@ -6,7 +6,7 @@ every element on its own.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from recipes.image_data.augment import normalise
+from recipes.image_data.in_memory import Split
 from recipes.image_data.order import NOISE, SPLIT, keyed_seed
 from recipes.image_data.presets import PRESETS
 from recipes.image_data.sources import read_public
@@ -28,18 +29,7 @@ _HIDDEN = 128
 _VIT = Size(patch=4, width=64, depth=1, heads=4, mlp=128)
 
 
-@dataclass(frozen=True)
-class Images:
-    """Images (N, H, W, C) in uint8, and labels (N)."""
-
-    images: Tensor
-    labels: Tensor
-
-    def rows(self, chosen: Tensor) -> "Images":
-        return Images(self.images[chosen], self.labels[chosen])
-
-
-def draw(seed: int, part: str, label_noise: float) -> tuple[Images, Images]:
+def draw(seed: int, part: str, label_noise: float) -> tuple[Split, Split]:
     """Return a seed's training images, with its wrong labels, and images to evaluate on.
 
     Both depend on the seed, so that differences over the seeds include those of the data.
@@ -47,23 +37,23 @@ def draw(seed: int, part: str, label_noise: float) -> tuple[Images, Images]:
     half = _halves()[part]
     random = torch.Generator().manual_seed(keyed_seed(SPLIT, seed))
     order = torch.randperm(len(half.labels), generator=random)
-    train = half.rows(order[:SAMPLES])
+    train = half.take(order[:SAMPLES])
     random = torch.Generator().manual_seed(keyed_seed(NOISE, seed))
     drawn = torch.rand(SAMPLES, generator=random) < label_noise
     # All classes, so that a tenth of the replaced labels are right again.
     others = torch.randint(PRESET.classes, (SAMPLES,), generator=random)
     noisy = replace(train, labels=torch.where(drawn, others, train.labels))
-    return noisy, half.rows(order[SAMPLES:])
+    return noisy, half.take(order[SAMPLES:])
 
 
 @cache
-def _halves() -> dict[str, Images]:
+def _halves() -> dict[str, Split]:
     splits = read_public("digits", None).values()
     images = torch.cat([torch.from_numpy(split.images) for split in splits])
-    whole = Images(images, torch.cat([torch.from_numpy(split.labels) for split in splits]))
+    whole = Split(images, torch.cat([torch.from_numpy(split.labels) for split in splits]))
     # Tuning and reporting share no image. Each half is split again by every seed.
     even = torch.arange(len(whole.labels)) % 2 == 0
-    return {"validation": whole.rows(even), "test": whole.rows(~even)}
+    return {"validation": whole.take(even), "test": whole.take(~even)}
 
 
 def inputs(images: Tensor) -> Tensor:

@@ -15,12 +15,12 @@ from torch.nn.functional import cross_entropy
 
 import torchcomp
 from recipes.image_data.augment import Augmentation
+from recipes.image_data.in_memory import Split
 from recipes.image_data.order import TrainOrder
 from recipes.qsr.settings import PARALLEL, Point, Setting
 from recipes.qsr.task import (
     PRESET,
     SAMPLES,
-    Images,
     average_over_ranks,
     build,
     draw,
@@ -98,7 +98,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
     return mean * labels.shape[1]
 
 
-def batches(setting: Setting, seeds: Sequence[int], parts: Sequence[Images]) -> Iterator[Batch]:
+def batches(setting: Setting, seeds: Sequence[int], parts: Sequence[Split]) -> Iterator[Batch]:
     """Yield inputs (N, S, C, H, W) and labels (N, S) of all ranks, epoch after epoch."""
     orders = [TrainOrder(SAMPLES, setting.batch, 0, 1, seed) for seed in seeds]
     steps = max(1, _AUGMENTED // setting.batch)
@@ -111,7 +111,7 @@ def batches(setting: Setting, seeds: Sequence[int], parts: Sequence[Images]) -> 
             yield from zip(torch.stack(images, 2), torch.stack(labels, 2), strict=True)
 
 
-def _augmented(order: TrainOrder, part: Images, rows: Tensor, epoch: int, block: int) -> Tensor:
+def _augmented(order: TrainOrder, part: Split, rows: Tensor, epoch: int, block: int) -> Tensor:
     """Return the inputs of some steps, (steps, batch, C, H, W), for indices (steps, batch)."""
     augmentation = Augmentation(PRESET, replace(order, batch_size=rows.numel()))
     images = augmentation(part.images[rows.flatten()], epoch, block)
@@ -119,7 +119,7 @@ def _augmented(order: TrainOrder, part: Images, rows: Tensor, epoch: int, block:
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, parts: Sequence[Images]) -> list[tuple[float, float]]:
+def evaluate(model: nn.Module, parts: Sequence[Split]) -> list[tuple[float, float]]:
     """Return accuracy in per cent and mean loss of models side by side, each on its own images."""
     model.eval()
     scores = model(torch.stack([inputs(part.images) for part in parts], dim=1))

@@ -1,9 +1,7 @@
-"""Runs of the trainer on several ranks, quick runs of experiments, and what they leave."""
+"""Runs of the trainer on several ranks, and what they and the experiments leave."""
 
-import importlib
 import json
 import os
-import sys
 from pathlib import Path
 from unittest.mock import patch
 
@@ -66,18 +64,6 @@ def assert_equal_runs(one, other):
 def steps_of(out):
     """Return the steps of the complete checkpoints of a run."""
     return sorted(int(path.parent.name[5:]) for path in out.glob("checkpoints/*/complete.json"))
-
-
-def quick(name, out, monkeypatch, *flags):
-    """Run an experiment with --quick in this process, and again with --resume: nothing is new."""
-    program = importlib.import_module(f"recipes.{name}.experiment")
-    written = []
-    for more in ([], ["--resume"]):
-        words = ["--quick", "--out", str(out), *flags, *more]
-        monkeypatch.setattr(sys, "argv", [f"/x/recipes/{name}/experiment.py", *words])
-        program.main()
-        written.append({path.name: path.read_bytes() for path in out.glob("*.csv")})
-    assert written[0] == written[1] != {}
 
 
 def published(name, table, **wanted):

@@ -2,18 +2,16 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 import torchcomp
-from recipes.bidirectional_topk import counterexample, problems, runs, tables
+from recipes.bidirectional_topk import counterexample, problems, runs
 from recipes.bidirectional_topk.runs import Run
 from recipes.bidirectional_topk.workers import METHODS, SerialWorkers
 from recipes.rows import build, read_rows
-from tests.recipes.runs import RECIPES, published, quick
-from tests.support.cases import thorough
+from tests.recipes.runs import RECIPES, published
 from tests.support.ranks import on_threads
 
 NAME = "bidirectional_topk"
@@ -26,13 +24,6 @@ def test_published_runs_have_the_thesis_s_numbers():
     assert counterexample.differences(rows) == []
     next(row for row in rows if row["lr"] == 0.01)["F_at_300"] += 0.001
     assert len(counterexample.differences(rows)) == 1
-    groups = tables.usual(tables.unions_of(RESULTS))
-    for group in groups:
-        if group.workers in tables.PUBLISHED:
-            mean = np.mean(list(group.late.values()))
-            assert mean == pytest.approx(tables.PUBLISHED[group.workers], rel=0.06)
-    growth = tables.growth(groups, lambda group: group.late)
-    assert growth.exponent.mean == pytest.approx(0.97, abs=0.005)
 
 
 @pytest.mark.parametrize("method", counterexample.METHODS)
@@ -72,9 +63,6 @@ def test_serial_workers_train_like_averagers(method):
     torch.testing.assert_close(*pairs, rtol=0, atol=1e-6)
 
 
-# The experiment.
-
-
 def test_an_accuracy_is_reproduced():
     row = published(NAME, "accuracy", model="mlp", workers=20, method="bidirectional", seed=3)
     run = build(Run, row)
@@ -83,10 +71,3 @@ def test_an_accuracy_is_reproduced():
     assert float(outcome.accuracy) == pytest.approx(row["accuracy"], abs=0.6)
     unions = [list(map(float, text.split())) for text in (outcome.unions, row["unions"])]
     assert unions[0] == pytest.approx(unions[1], rel=0.02)
-
-
-@pytest.mark.parametrize("part", ["lr_inside", *thorough(["all"])])
-def test_a_quick_part_runs_and_resumes(part, tmp_path, monkeypatch):
-    flags = [] if part == "all" else ["--only", part]
-    quick(NAME, tmp_path, monkeypatch, *flags, "--processes", "1")
-    assert len(list(tmp_path.glob("*.png"))) == (2 if part == "all" else 0)

@@ -4,7 +4,6 @@ their bytes, and load each other's checkpoints."""
 import hashlib
 import sys
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,18 +13,14 @@ import torch.distributed as dist
 
 import torchcomp
 from recipes.errors import RecipeError
-from recipes.nodes import experiment, train
-from recipes.nodes.modes import MODES, replicate
+from recipes.nodes import train
+from recipes.nodes.modes import MODES
 from recipes.nodes.train import TEXT, Settings, open_corpus, read_settings
-from recipes.result_files import read_csv
-from recipes.rows import read_rows
 from recipes.small_gpt import experiment as small_gpt
-from recipes.small_gpt import tables
 from recipes.small_gpt.corpus import VOCABULARY, Corpus, windows
 from recipes.small_gpt.model import Shape, SmallGPT
 from recipes.small_gpt.training import SHAPE
 from tests.fsdp.runs import NEEDS_HOOK
-from tests.recipes.runs import RECIPES, quick
 from tests.support import commands
 from tests.support.outcomes import raised_by
 from tests.support.ranks import on_processes
@@ -33,7 +28,6 @@ from torchcomp import SpecError
 
 # One selection per parameter: the same in DDP's buckets as in FSDP2's units.
 TOPK = 'ef(topk(0.1, scope="tensor"))'
-LOCAL = 'every(8) with compress=quantize("int8")'
 CPU = torch.device("cpu")
 
 
@@ -55,26 +49,6 @@ def test_the_text_is_that_of_the_page_and_its_parts_share_no_paragraph():
     assert len(corpus.train) > 8 * len(corpus.validation)
     inputs, targets = windows(corpus.train, torch.tensor([0, 7]), 5)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-
-
-def test_a_quick_run_and_resume(tmp_path, monkeypatch):
-    methods = ("--methods", LOCAL, "ef(topk(0.1))", "--steps", "4", "--seeds", "3")
-    quick("small_gpt", tmp_path, monkeypatch, *methods)
-    rows = read_rows(tmp_path / "runs.csv")
-    assert [row["method"] for row in rows] == ["dense", LOCAL, "ef(topk(0.1))"]
-    assert (tmp_path / "tradeoff.png").is_file()
-
-
-def test_the_published_results_are_complete_and_agree():
-    found = {each.name: each for each in tables.others(RECIPES / "small_gpt" / "results")}
-    assert found["ef(topk(0.01))"].saving == pytest.approx(78.6, abs=0.1)
-    assert all(each.excess.count == 5 for each in found.values())
-    rows = read_csv(TEXT.parent / "results" / "runs.csv")
-    losses = {(row["mode"], row["compress"], row["seed"]): float(row["loss"]) for row in rows}
-    assert set(losses) == set(product(MODES, experiment.METHODS, "01234"))
-    for seed in "01234":
-        assert len({losses[mode, "mean", seed] for mode in MODES}) == 1
-        assert abs(losses["hsdp", TOPK, seed] - losses["two-level", TOPK, seed]) < 0.00045
 
 
 # Nodes.
@@ -113,33 +87,6 @@ def test_modes_agree():
     assert two.inside == 2 * plan.inside_bytes_sent
     residual = 4 * sum(parameter.numel() for parameter in model.parameters())
     assert (flat.residual, two.residual, hsdp.residual) == (residual, residual // 2, residual // 2)
-
-
-def collectives_of_fsdp():
-    """The bytes that a rank sends in the collectives of FSDP2 per step: counted, and planned."""
-    replica, sent = replicate(SmallGPT(SHAPE), "hsdp", "mean", 2, CPU), [0]
-
-    def counted(collective):
-        def call(*args, **named):
-            tensors = [each for each in (*args, *named.values()) if isinstance(each, torch.Tensor)]
-            # The tensor of all ranks. A rank sends, or receives and sends on, all but its own part.
-            sent[0] += max(each.nbytes for each in tensors) // 2
-            return collective(*args, **named)
-
-        return call
-
-    names = ("all_gather_single", "reduce_scatter_single")
-    if not hasattr(dist, names[0]):  # older versions of torch
-        names = ("all_gather_into_tensor", "reduce_scatter_tensor")
-    with patch.multiple(dist, **{name: counted(getattr(dist, name)) for name in names}):
-        replica.model(torch.zeros(2, 8, dtype=torch.int64)).sum().backward()
-    return sent[0], replica.sharding_bytes
-
-
-@NEEDS_HOOK
-def test_the_bytes_of_fsdp_itself():
-    for counted, planned in on_processes(4, collectives_of_fsdp):
-        assert counted == planned > 0
 
 
 def resumed(folder):

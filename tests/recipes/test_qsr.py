@@ -14,8 +14,7 @@ from recipes.qsr.settings import METHODS, PARALLEL, QUICK_GRID, Point, Run, Sett
 from recipes.qsr.task import SAMPLES
 from recipes.qsr.training import Outcome, train
 from recipes.rows import build, columns, grouped, typed, where
-from tests.recipes.runs import published, quick
-from tests.support.cases import thorough
+from tests.recipes.runs import published
 from tests.support.ranks import on_threads
 
 NAME = "qsr"
@@ -97,9 +96,3 @@ def test_an_accuracy_is_reproduced():
     # Machines add in different orders. One image of 538 is 0.19 points.
     assert outcome.accuracy == pytest.approx(row["accuracy"], abs=0.6)
     assert (outcome.syncs, outcome.nbytes) == (row["syncs"], row["nbytes"])
-
-
-@pytest.mark.parametrize("only", [["clean_labels"], *thorough([["sgd_mlp", "adamw_vit"]])])
-def test_a_quick_comparison_runs_and_resumes(only, tmp_path, monkeypatch):
-    quick(NAME, tmp_path, monkeypatch, "--only", *only)
-    assert {path.stem for path in tmp_path.glob("*.png")} == {"accuracy", "differences"}

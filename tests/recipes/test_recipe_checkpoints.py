@@ -12,12 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import torchcomp
 from recipes.checkpoints import MARKER, Checkpoints
 from recipes.errors import RecipeError
 from recipes.random_state import random_state, seed_all, set_random_state
 from recipes.report import Report
-from recipes.resizing import resized
 from tests.support.ranks import on_threads
 
 SETTINGS = {"model": "smallcnn", "epochs": 3}
@@ -180,24 +178,6 @@ def test_all_ranks_know_what_happens_to_one_of_them(tmp_path):
     expected = "rank 1: No space left on device", tmp_path / "step-000000005"
     assert on_threads(2, on_one_of_two_ranks, tmp_path) == [expected] * 2
     assert sorted(tmp_path.glob("step-000000010/*")) == []
-
-
-def test_another_number_of_ranks_maps_the_files_of_all(tmp_path, monkeypatch):
-    def save_own():
-        gradients = {"w": torch.ones(100)}
-        exchange = torchcomp.ProcessGroupExchange(dist.group.WORLD)
-        averager = torchcomp.Averager("ef(topk(0.01))", exchange, gradients)
-        averager.average_all(gradients)
-        state = {"method": averager.state_dict(), "meter": torch.ones(3)}
-        assert Checkpoints(tmp_path, dist.get_rank(), 4).save(5, state, SETTINGS) is None
-
-    on_threads(4, save_own)
-    read, mapped = torch.load, []
-    monkeypatch.setattr(torch, "load", lambda *a, **o: mapped.append(o["mmap"]) or read(*a, **o))
-    state = Checkpoints(tmp_path, 0, 1).load(SETTINGS, lambda states: resized(states, 4, 24, 0))
-    assert mapped == [True] * 4
-    assert (state["method"]["rank"], state["method"]["world_size"]) == (4, 24)
-    assert torch.equal(state["meter"], torch.full((3,), 4 / 24))
 
 
 def test_all_random_generators_resume(checkpoints):

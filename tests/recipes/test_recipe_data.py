@@ -235,22 +235,6 @@ def test_bad_folders(message, photo_folder, monkeypatch):
         all_of(opened(**where(photo_folder)).train(0, 0))
 
 
-BAD_SETTINGS = {
-    r"--image-size 32 .*digits .*8 x 8": {"image_size": 32},
-    r"--dataset cifar10 .*root": {"dataset": "cifar10", "data_path": "nowhere"},
-    r"--data-path nowhere": {"dataset": "folder", "data_path": "nowhere"},
-    r"--loader ffcv .*digits": {"loader": "ffcv"},
-    r"--batch-size .*1442 .*2000": {"batch_size": 2000},
-    r"--batch-size 64 .*7 ranks": {"world_size": 7},
-}
-
-
-@pytest.mark.parametrize("message", BAD_SETTINGS)
-def test_bad_data_settings(message):
-    with pytest.raises(RecipeError, match=message):
-        opened(**BAD_SETTINGS[message])
-
-
 @pytest.mark.usefixtures("needs_ffcv")
 def test_a_damaged_beton_file_is_named(photo_folder, tmp_path):
     path = tmp_path / "train_tiny.beton"
@@ -263,7 +247,6 @@ def test_a_damaged_beton_file_is_named(photo_folder, tmp_path):
     unfinished, empty = good[:16] + bytes(8) + good[24:], good[:8] + bytes(8) + good[16:]
     for content, message in (
         (good[:10], "missing or empty"),
-        (good[:1000], "truncated"),
         (good[:-1], "truncated"),
         (unfinished, "truncated"),
         (empty, "0 samples"),

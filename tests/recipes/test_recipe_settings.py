@@ -1,7 +1,7 @@
 """All settings are both flags and keys of a file. Unknown and invalid ones raise."""
 
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,16 +11,6 @@ from recipes.errors import RecipeError, exit_on_user_error
 from recipes.options import as_plain_dict, read_yaml
 from recipes.settings import Settings, read_settings
 
-# Flags that a setting needs beside it.
-COMPANIONS = {
-    "dataset": ["--data-path", "x"],
-    "guard": ["--compress", "mean"],
-    "lr_inside": ["--compress", "mean"],
-    "outer": ["--sync", "every(2)"],
-    "milestones": ["--schedule", "step"],
-    "schedule": ["--milestones", "1,2"],
-}
-
 
 def written(tmp_path, text):
     path = tmp_path / "some.yaml"
@@ -28,28 +18,23 @@ def written(tmp_path, text):
     return str(path)
 
 
-def another(spec):
-    """Return a valid value of a setting that is not its default, and the flags for it."""
-    limits, default = spec.metadata, spec.default
-    flag = "--" + spec.name.replace("_", "-")
-    if isinstance(default, bool):
-        return not default, [flag.replace("--", "--no-", 1) if default else flag]
-    if isinstance(default, tuple):
-        return (1, 2), [flag, "1,2"]
-    if "choices" in limits:
-        value = next(each for each in reversed(limits["choices"]) if each != default)
-    elif isinstance(default, str):
-        value = "something"
-    else:
-        value = default + 1 if isinstance(default, int) else default / 2 + 1e-7
-    return value, [flag, str(value)]
+# One setting of each type.
+FLAGS = {
+    "--channels-last": ("channels_last", True),
+    "--no-deterministic": ("deterministic", False),
+    "--epochs 3": ("epochs", 3),
+    "--lr 1e-2": ("lr", 0.01),
+    "--optimizer adamw": ("optimizer", "adamw"),
+    "--data-path x": ("data_path", "x"),
+    "--schedule step --milestones 1,2": ("milestones", (1, 2)),
+}
 
 
-@pytest.mark.parametrize("spec", fields(Settings), ids=lambda spec: spec.name)
-def test_every_key_is_a_flag_and_back(spec, tmp_path):
-    value, flags = another(spec)
-    by_flag = read_settings([*flags, *COMPANIONS.get(spec.name, [])])
-    assert getattr(by_flag, spec.name) == value
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_key_is_a_flag_and_back(flags, tmp_path):
+    name, value = FLAGS[flags]
+    by_flag = read_settings(flags.split())
+    assert getattr(by_flag, name) == value != getattr(Settings(), name)
     path = written(tmp_path, yaml.safe_dump(as_plain_dict(by_flag)))
     assert read_settings(["--config", path]) == by_flag
 
@@ -70,10 +55,8 @@ def test_a_file_overrides_its_base_and_flags_override_both(tmp_path):
 
 BAD_FILES = {
     "epoch: 3": r"'epoch' .*some\.yaml.*'epochs'",
-    "base: a.yaml": r"some\.yaml: base: .*a\.yaml",
     "base: some.yaml": r"some\.yaml: base: some\.yaml",
     "amp: no": "amp: .*quote.* False",
-    "epochs: true": "epochs: .*True",
     "epochs: 1.0": r"epochs: .*1\.0",
     "nesterov: 1": "nesterov: .*true or false.* 1",
     "milestones: 3": "milestones: .* 3",
