@@ -56,8 +56,6 @@ def test_mean_comes_first_and_every_method_has_its_steps() -> None:
         (lambda: methods("auto(candidates=[powersgd(1)], steps=11)"), "steps"),
         (lambda: torchcomp.parse("auto"), None),
         (lambda: torchcomp.parse("ef(auto)"), None),
-        (lambda: Auto(within="1%"), "within"),
-        (lambda: parse_registered('auto(within="1%")'), None),
     ],
 )
 def test_an_invalid_option_is_refused(make: Callable[[], object], field: str | None) -> None:

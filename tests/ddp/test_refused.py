@@ -269,7 +269,7 @@ def test_what_is_refused_on_all_ranks(case: str) -> None:
         ),
         ('bidirectional(topk(0.1), topk(0.1), selection="some")', '"exact", "shard".*some'),
         ("bidirectional(topk(0.1))", "'down'"),
-        ('bidirectional(topk(0.1), down="identify")', "'identify'.*'identity'"),
+        ("bidirectional(topk(0.1), down=identify)", "'identify'.*'identity'"),
         ('ef(randk(0.1), exchange="sharded")', r'"sharded".* randk\b.*"allgather"'),
         ('topk(0.1, values="fp8")', '"bf16", "fp16", "int8", "int4"'),
         ('topk(0.1, rounding="stochastic")', "rounding.*values|values.*rounding"),

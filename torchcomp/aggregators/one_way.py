@@ -134,7 +134,7 @@ def _load(
     nbytes = nbytes_of(_vectors(method, shape))
     if collective == "allreduce":
         return Load(summed=nbytes)
-    moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
+    moved = gathered(wire.framed(nbytes), world_size, node)
     return Load(sent=moved, received=moved)
 
 

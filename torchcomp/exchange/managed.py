@@ -7,7 +7,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions
 
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import explained
 from torchcomp.exchange.private import ENDED, PrivateExchange
 from torchcomp.specs.errors import RankFailureError
 
@@ -26,14 +25,13 @@ class ManagedExchange(PrivateExchange):
     def explain(self, call: str, error: Exception) -> None:
         """Raise RankFailureError. Any error ends the step, and the manager decides what is next."""
         raise RankFailureError(
-            f"a collective among the {self.world_size} ranks of the manager's group failed on "
-            f"rank {self.rank}: another rank has died, or did not answer in time. The manager "
-            "does not count the step, and the next one is among the ranks that are left. The "
-            f"backend says: {error}"
+            f"{call} among the {self.world_size} ranks of the manager's group failed on rank "
+            f"{self.rank}: another rank has died, or did not answer in time. The manager does not "
+            f"count the step, and goes on with the ranks that are left. The backend says: {error}"
         ) from error
 
-    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
         # torchft has no other all-gather.
         options = AllgatherOptions()
-        self._group.allgather_into_tensor_coalesced([received], [mine], options).wait()
+        collective = self._group.allgather_into_tensor_coalesced
+        self._run("all_gather", collective, [received], [mine], options)

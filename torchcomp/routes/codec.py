@@ -1,8 +1,4 @@
-"""Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard.
-
-The message of a bucket is the concatenation of the messages of its vectors: one, or one for each
-parameter. For the owners of shards, it is several messages, one frame for each owner.
-"""
+"""Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -21,11 +17,9 @@ _NOTHING = Encoded(())
 
 
 class Codec:
-    """Encodes and decodes tensors of one shape. Made once, and used in every step.
+    """Encodes and decodes tensors of one shape: a message is those of its vectors, joined.
 
-    The compressors of `vectors` are of one class. `counts` has the number of vectors in each frame;
-    by default, one frame has all of them. `signatures` are used if they are not those of the
-    layouts.
+    `counts` has the number of vectors in each frame; by default, one frame has all of them.
     """
 
     def __init__(
@@ -50,13 +44,12 @@ class Codec:
         return self.pack(self.fields(x, key))
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
-        """Encode ``g + e``, and write to `rest` what the message does not contain."""
+        """Encode ``g + e`` in one call, and write to `rest` what the message does not contain."""
         vectors = self.vectors
         if not vectors:
             return _NOTHING
         if not self._placed:
             self._place()
-        # One call for all of it: a compressor can do it in one pass.
         return self.pack(vectors.compressor.encode_sum(g, e, rest, vectors, key))
 
     def fields(self, x: Tensor, key: Key) -> Encoded:
@@ -69,14 +62,6 @@ class Codec:
         vectors = self.vectors
         if vectors:
             vectors.compressor.subtract(message, x, vectors, key, weight)
-
-    def accumulate(
-        self, messages: Sequence[Message], out: Tensor, key: Key, weight: float = 1.0
-    ) -> None:
-        """Add `weight` times each decoded message to `out`, 1-D, in their order."""
-        vectors = self.vectors
-        if vectors:
-            vectors.compressor.accumulate(messages, out, vectors, key, weight)
 
     def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
         """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`."""

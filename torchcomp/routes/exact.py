@@ -26,25 +26,19 @@ from torchcomp.routes.searches import DigitSearch, HostSearch
 from torchcomp.routes.shards import Direction
 from torchcomp.routes.wire import counted_signature
 
-_END = 2**63 - 1
-"""Above every index."""
-
 
 class ExactUplink:
     """Entries that are selected from the whole bucket, for the owners of their shards."""
 
     def __init__(self, bucket: Prepared, up: Direction) -> None:
-        exchange, device, shards = bucket.exchange, bucket.device, up.shards
+        exchange, device = bucket.exchange, bucket.device
         self._exchange, self._selector = exchange, up.selector
         self._selects = Vectors(up.whole, device, up.shape.dtype)
         everyone = range(exchange.world_size)
         self._messages = _messages(bucket, up, everyone, [exchange.rank] * exchange.world_size)
-        starts = [
-            part.start + piece.start
-            for part, pieces in zip(shards, up.pieces, strict=True)
-            for piece in pieces
-        ]
-        self._starts = host.copy_to(torch.tensor([*starts, _END]), device)
+        starts = [place.start for owner in everyone for place in up.places(owner, True)]
+        # The last one is above every index.
+        self._starts = host.copy_to(torch.tensor([*starts, 2**63 - 1]), device)
         self._pieces = [len(pieces) for pieces in up.pieces]
         self._arriving = [self._pieces[exchange.rank]] * exchange.world_size
         self._none = torch.empty(0, dtype=torch.int64, device=device)
@@ -117,8 +111,8 @@ class ExactDownlink:
 class Messages:
     """Messages of counted entries in plain torch or, on a CPU, in Numba: a frame for each owner.
 
-    `sends` and `reads` are the owners of the shards from which this rank sends and receives
-    entries. `sizes` and `arriving` are the bytes of those frames.
+    This rank sends and reads entries of the shards of the owners `sends` and `reads`, in frames of
+    `sizes` and `arriving` bytes.
     """
 
     search = DigitSearch

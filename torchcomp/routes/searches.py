@@ -1,7 +1,6 @@
-"""Searches: distributed selection of the k largest entries of vectors.
+"""Searches: distributed selection of the k largest entries of vectors. Ties go to the lowest index.
 
-Each rank contributes the candidates of its part, as integers with the order of the magnitudes. Ties
-go to the lowest rank and index: the result is the same as on one rank.
+Each rank contributes the candidates of its part, as integers with the order of the magnitudes.
 
 CPUs: the ranks all-gather histograms of an interval that contains the k-th largest, narrow it to
 one bin, and repeat until few candidates are left, which they all-gather. The first histogram covers
@@ -9,8 +8,8 @@ a window around the previous step's threshold. With a good guess, this takes two
 
 Accelerators: the number of rounds is fixed, so that the host never waits. In each, the ranks add up
 histograms of the next digit of those magnitudes' bits whose first digits are decided. At the end,
-they all-gather how many are above and equal to the threshold. This takes six collectives or more.
-With Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs, and sends the same messages.
+they all-gather how many are above and equal to the threshold. With Triton,
+:class:`torchcomp.kernels.selecting_triton.Search` runs, and sends the same messages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,25 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.compressors.base import Vector, Vectors
+from torchcomp.compressors.base import Vectors
 from torchcomp.engine import host
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Load, gathered
 from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.routes.shards import Direction
 
+# log2 of the width of a window of two octaves, by bytes of a candidate. One octave, a factor of 2,
+# is 2^23 steps in the bits of a float32 and 2^52 in those of a float64.
 _WINDOW_BITS = {4: 24, 8: 53}
-"""log2 of the width of a window of two octaves, by bytes of a candidate.
-
-One octave, a factor of 2, is 2^23 steps in the bits of a float32 and 2^52 in those of a float64.
-"""
 
 
 def order_bits(x: Tensor) -> Tensor:
-    """Return non-negative integers with the order of |x|, where a NaN equals infinity.
-
-    The dtype is int64 for float64 and int32 for all others.
-    """
+    """Return non-negative int64 (of float64) or int32 with the order of |x|; a NaN is infinity."""
     # The bits of non-negative IEEE floats, read as integers, have the same order as the floats.
     wide = x.abs().to(torch.promote_types(x.dtype, torch.float32))
     wide.nan_to_num_(nan=torch.inf, posinf=torch.inf)
@@ -69,7 +63,7 @@ class Search:
 
     @property
     def wide(self) -> bool:
-        """Whether the remaining candidates take more bytes than another histogram."""
+        """Whether the candidates left take more bytes than another histogram."""
         left = self.candidates.itemsize * self.inside.sum()
         return self.open and bool(left > 4 * self.bins * len(self.inside))
 
@@ -134,11 +128,9 @@ class HostSearch:
     """The search for the entries of a bucket's downlink, decided on the host."""
 
     def __init__(self, down: Direction, exchange: Exchange) -> None:
-        self._down, self._exchange, candidates = down, exchange, []
-        for piece in down.pieces[exchange.rank]:
-            exactly = down.selector.exactly(down.candidates[piece.vector][exchange.rank])
-            layout = exactly.layout(piece.stop - piece.start, down.shape.dtype)
-            candidates.append(Vector(piece.name, piece.span, exactly, layout))
+        self._down, self._exchange = down, exchange
+        own = down.places(exchange.rank, False)
+        candidates = down.counted(exchange.rank, [place.k for place in own])
         self._candidates = Vectors(candidates, torch.device("cpu"), down.shape.dtype)
 
     def __call__(
@@ -146,9 +138,8 @@ class HostSearch:
     ) -> tuple[Tensor, Tensor]:
         """Write ``g + e`` to `x`, and select from the whole bucket, together with all owners.
 
-        `before` has the threshold of each vector in the last step, and `after` receives those of
-        this one; 0 for none. Return the indices of this owner's entries in `x`, and the number of
-        entries in each piece of all shards.
+        `before` has the last step's threshold of each vector, and `after` receives this one's; 0
+        for none. Return the indices of this owner's entries, and the counts in all pieces.
         """
         down, rank = self._down, self._exchange.rank
         index = torch.empty(0, dtype=torch.int64)  # a shard can be empty
@@ -196,9 +187,9 @@ class DigitSearch:
     ) -> None:
         self._segments, self._exchange = segments, exchange
         self._bits = digit_bits(len(segments))
-        numbers = [at, [segment.k for segment in segments], list(map(int, searched))]
         self._at, self._k, self._searched = (
-            host.copy_to(torch.tensor(each, dtype=torch.int64), device) for each in numbers
+            host.copy_to(torch.tensor(each, dtype=torch.int64), device)
+            for each in (at, [segment.k for segment in segments], searched)
         )
         self._digits = torch.arange(1 << self._bits, device=device)
         self._none = torch.zeros(len(segments), dtype=torch.int32, device=device)
@@ -207,7 +198,7 @@ class DigitSearch:
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`.threshold.HostSearch` does. There can be more indices than entries."""
+        """Do as :class:`HostSearch` does. There can be more indices than entries."""
         torch.add(g, e, out=x)
         exchange = self._exchange
         if not self._segments:

@@ -22,7 +22,7 @@ from torchcomp.routes.shards import Direction
 
 
 class ShardedRoute:
-    """Exchange of one bucket through the owners of its shards. See :class:`.base.Route`."""
+    """Exchange of one bucket through the owners of its shards. See :class:`.AllGatherRoute`."""
 
     def __init__(
         self, bucket: Prepared, up: Direction, down: Direction, dtype: torch.dtype
@@ -60,7 +60,7 @@ class _Uplink:
     def __init__(self, bucket: Prepared, up: Direction) -> None:
         self._exchange = exchange = bucket.exchange
         self._ranks = range(exchange.world_size)
-        self._outgoing = up.codec(up.fixed, bucket.device, exchange.checksum)
+        self._outgoing = up.codec(bucket.device, exchange.checksum)
         fixed, dtype = up.fixed[exchange.rank], up.shape.dtype
         self._arriving = Codec(fixed, bucket.device, dtype, None, exchange.checksum)
         self._sizes = self._arriving.frames.sizes * exchange.world_size
@@ -94,7 +94,7 @@ class _Downlink:
         self._ranks, self._dtype = range(self._exchange.world_size), down.shape.dtype
         checksum, fixed = self._exchange.checksum, down.fixed[self._exchange.rank]
         self._own = Codec(fixed, bucket.device, self._dtype, None, checksum)
-        self._everyone = down.codec(down.fixed, bucket.device, checksum)
+        self._everyone = down.codec(bucket.device, checksum)
         self._even = len(set(self._everyone.frames.sizes)) == 1
 
     def encode(self, mean: Tensor, key: Key) -> None:
@@ -108,9 +108,10 @@ class _Downlink:
         exchange, everyone, memory = self._exchange, self._everyone, self._own.frames.outgoing()
         # Messages of different lengths need `all_gather_v`, which copies the frame for each rank.
         if self._even:
-            received = exchange.all_gather_rows(memory).view(1, -1)
+            received = exchange.all_gather_rows(memory)
         else:
-            received = exchange.all_gather_v(memory, everyone.frames.sizes).view(1, -1)
+            received = exchange.all_gather_v(memory, everyone.frames.sizes)
+        received = received.view(1, -1)
         exchange.check(everyone.frames, received, self._ranks)
         with span("decode") if profiler._is_profiler_enabled else OFF:
             everyone.mean_of(received, out, key, 1)

@@ -111,7 +111,7 @@ class ParameterServer(ABC):
             layouts.append(compressor.layout(decoded.shape[1], decoded.dtype))
             self.traffic.up_coordinates += compressor.kept(decoded.shape[1])
         nbytes = sum(map(wire.nbytes, layouts))
-        self.traffic.up_bytes += wire.framed(nbytes) if nbytes else 0
+        self.traffic.up_bytes += wire.framed(nbytes)
         self.traffic.round_trips += 1
         faults = {worker: self.explain() for message in messages for worker in message.faulty}
         delivered = self._deliver(messages, layouts, faults)
