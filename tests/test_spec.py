@@ -84,8 +84,6 @@ def test_the_specs_have_every_component():
     assert covered == set(COMPONENTS.values())
 
 
-# --- Specs by hand --------------------------------------------------------------------------------
-
 EXACT = 'bidirectional(topk(0.5, values="int8"), identity, selection="exact")'
 BY_HAND = [
     ("mean", Mean(Identity()), "mean"),
@@ -102,7 +100,6 @@ BY_HAND = [
         Bidirectional(TopK(0.5, values="int8"), Identity(), "exact"),
         EXACT,
     ),
-    ("powersgd(rank=2)", PowerSGD(2), "powersgd"),
     ("powersgd(4, min_ratio=2.0)", PowerSGD(4, 2.0), "powersgd(4, min_ratio=2.0)"),
     ("dgc(topk(0.05), momentum=0.9)", DGC(TopK(0.05)), "dgc(topk(0.05))"),
     ("every(4)", Every(4), "every(4)"),
@@ -139,7 +136,6 @@ def refusal(text, parse=torchcomp.parse):
         ("topk(0.1, ^scop='tensor')", "^topk: 'scop' .*'scope'"),
         ("identity(^x=1)", "^identity: 'x'.*no options"),
         ("ef(identity(^5))", "^identity: "),
-        ("topk(0.1, 1, 'bucket', None, None, ^2)", "^topk: "),
         ("topk(0.1, ^ratio=0.2)", "^topk: 'ratio' .*twice"),
         ("topk(0.1, ^**{})", "^topk: "),
         ("^qsr", "^qsr .*'alpha'.*'h_base'"),
@@ -158,14 +154,11 @@ def refusal(text, parse=torchcomp.parse):
         ("mean(exchange=^'ring')", "^mean: exchange .*auto.*allreduce.*allgather.*sharded.*'ring'"),
         ("ef(^0.01)", r"^ef .*compressor.* 0\.01$"),
         ("mean(topk(0.1), exchange=^'allreduce')", "allreduce.*topk"),
-        ("mean(quantize('int8'), exchange=^'sharded')", "sharded.*quantize"),
         ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", "quantize.*selection=.shard"),
         ("ef(^ef(topk(0.1)))", r"^ef .*compressor.*aggregator 'ef\(topk\(0\.1\)\)'"),
-        ("powersgd(^2.5)", r"^powersgd: rank .*2\.5$"),
         ("powersgd(min_ratio=^0)", "^powersgd: min_ratio "),
         ("ef21(^randk(0.1, unbiased=True))", "^ef21 .*contractive"),
         ("dgc(^randk(0.1))", "^dgc .*randk"),
-        ("dgc(topk(0.1), momentum=^1.0)", "^dgc: momentum "),
         ("dgc(topk(0.1), warmup_steps=^-1)", "^dgc: warmup_steps "),
         ("dgc(topk(k=5), warmup_steps=^10)", "^dgc: warmup_steps=10 .*count"),
         ("dgc(^warmup(topk(0.1), 5))", "^dgc .*start"),
@@ -173,7 +166,6 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^warmup(randk(0.1, unbiased=True), steps=5))", "contractive"),
         ("warmup(^topk(k=5), steps=10)", "^warmup .*ratio"),
         ("warmup(^mean, steps=10)", "^warmup .*mean"),
-        ("warmup(topk(0.1), steps=^2.5)", "^warmup: steps "),
         ("^warmup(topk(0.1))", "^warmup .*steps"),
         ("warmup(topk(0.1), steps=10, start=^0.1)", "^warmup: start"),
         ("topk(^*[0.1])", "name.*call.*literal"),
@@ -231,8 +223,6 @@ def test_the_names_of_other_projects_are_specs():
     for each in specs:
         parse(each)
 
-
-# --- Nothing is evaluated -------------------------------------------------------------------------
 
 INJECTIONS = [
     "__import__('os').system('true')",

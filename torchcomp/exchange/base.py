@@ -34,10 +34,9 @@ class Origin(NamedTuple):
     ranks: Sequence[int]  # the name of each sender in errors
 
     def names(self) -> list[int]:
-        each = self.rows * len(self.frames.sizes) // len(self.senders)
-        names = [self.ranks[sender] for sender in self.senders for _ in range(each)]
         sizes = self.frames.sizes * self.rows
-        return [name for name, size in zip(names, sizes, strict=True) if size]
+        senders = (self.senders[i * len(self.senders) // len(sizes)] for i in range(len(sizes)))
+        return [self.ranks[each] for each, size in zip(senders, sizes, strict=True) if size]
 
 
 class Conclusion(NamedTuple):
@@ -195,10 +194,7 @@ class Exchange(ABC):
         return bool(highest == -lowest)
 
     def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:
-        """Add up `numbers` (1-D, contiguous) over the ranks of all levels, in place.
-
-        What is returned waits for the copy of the sums to the CPU.
-        """
+        """Add up `numbers` (1-D) on all levels, in place; the result waits for a CPU copy."""
         with span("sum_control") if profiler._is_profiler_enabled else OFF:
             for level in reversed(self._levels):
                 level._all_reduce(numbers)
@@ -347,10 +343,7 @@ class Exchange(ABC):
         return self.conclude_later(finite, where, advice)()
 
     def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
-        """As :meth:`conclude`, but all ranks call what is returned to wait for the result.
-
-        It takes one message and one wait, or none if there is nothing to combine.
-        """
+        """As :meth:`conclude`, in at most one message; call the result for the only wait."""
         received: list[tuple[Tensor, Origin]] = []
         asked: list[Asked] = []
         # Without frames, every rank has checked the whole mean, so `finite` matches already; but
@@ -372,7 +365,7 @@ class Exchange(ABC):
         wait = host.copy_from(flags)
 
         def conclusion() -> bool:
-            damaged, nonfinite, *numbers = wait().tolist()  # the only wait of a step
+            damaged, nonfinite, *numbers = wait().tolist()
             for mine, maxima in asked:
                 maxima[:], numbers = numbers[: len(mine)], numbers[len(mine) :]
             if damaged:

@@ -16,7 +16,7 @@ _TIMEOUT_SECONDS = 300  # for which a rank waits for the others; only a hang tak
 
 
 class _Board:
-    """Shared memory of all ranks: each rank writes one value per call and reads all of them."""
+    """Shared memory: each rank writes one value per call and reads those of all."""
 
     def __init__(self, size: int) -> None:
         # Only one rank computes at a time: many threads that compete for Python's interpreter lock
@@ -94,10 +94,7 @@ def run_in_process(
 ) -> list[Result]:
     """Run ``body(exchange)`` on every rank, each in a thread of this process.
 
-    Args:
-        world_size: number of ranks.
-        body: called with the rank's :class:`InProcessExchange`.
-        exchanges: exchanges to use again, with their counters; by default new ones.
+    `exchanges` are used again, with their counters; by default, there are new ones.
 
     Returns:
         The results of `body`, in rank order. An exception is that of the lowest rank that raised.

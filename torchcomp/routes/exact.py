@@ -1,8 +1,7 @@
 """Exact selections: the entries of a whole bucket, with any number of them in a shard.
 
 A collective needs the lengths of messages, so the host waits for the counts of entries in every
-step: once for the uplink, and once for a downlink. Padding to the most that an owner can send would
-send as much as all owners together.
+step: once for the uplink, and once for a downlink.
 """
 
 from collections.abc import Sequence
@@ -118,11 +117,7 @@ class Messages:
     search = DigitSearch
 
     def __init__(
-        self,
-        direction: Direction,
-        sends: Sequence[int],
-        reads: Sequence[int],
-        bucket: Prepared,
+        self, direction: Direction, sends: Sequence[int], reads: Sequence[int], bucket: Prepared
     ) -> None:
         self._direction, self._device, self._exchange = direction, bucket.device, bucket.exchange
         self._sends, self._reads = sends, reads

@@ -129,8 +129,8 @@ class HostSearch:
 
     def __init__(self, down: Direction, exchange: Exchange) -> None:
         self._down, self._exchange = down, exchange
-        own = down.places(exchange.rank, False)
-        candidates = down.counted(exchange.rank, [place.k for place in own])
+        most = [place.k for place in down.places(exchange.rank, False)]
+        candidates = down.counted(exchange.rank, most)
         self._candidates = Vectors(candidates, torch.device("cpu"), down.shape.dtype)
 
     def __call__(
@@ -155,13 +155,9 @@ class HostSearch:
         find_largest(self._exchange, searches)
         after.copy_(torch.tensor([search.low for search in searches]))
         counts = [search.counts().tolist() for search in searches]
-        chosen = [
-            own.index_select(0, _chosen(each, search.low, count[rank]))
-            for own, each, search, count in zip(
-                torch.split(index, sizes), bits, searches, counts, strict=True
-            )
-        ]
-        every = [counts[p.vector][owner] for owner, own in enumerate(down.pieces) for p in own]
+        own = zip(torch.split(index, sizes), bits, searches, counts, strict=True)
+        chosen = [i.index_select(0, _chosen(b, s.low, count[rank])) for i, b, s, count in own]
+        every = [counts[p.vector][owner] for owner, its in enumerate(down.pieces) for p in its]
         return torch.cat(chosen), torch.tensor(every, dtype=torch.int64)
 
 
@@ -263,6 +259,6 @@ def search_load(
 
 def _bins(k: int, world_size: int) -> int:
     """Return the number of bins of a histogram, a power of two of at least 32."""
-    # The total is smallest if a histogram and the candidates left in one bin take about the same
-    # bytes. This number of bins assumes 10 k candidates in the window, which is a rough guess.
+    # A histogram and the candidates left in one bin should take about the same bytes. This assumes
+    # 10 k candidates in the window, which is a rough guess.
     return int(2 ** max(5, (10 * k // world_size).bit_length() // 2))

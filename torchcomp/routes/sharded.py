@@ -59,7 +59,6 @@ class _Uplink:
 
     def __init__(self, bucket: Prepared, up: Direction) -> None:
         self._exchange = exchange = bucket.exchange
-        self._ranks = range(exchange.world_size)
         self._outgoing = up.codec(bucket.device, exchange.checksum)
         fixed, dtype = up.fixed[exchange.rank], up.shape.dtype
         self._arriving = Codec(fixed, bucket.device, dtype, None, exchange.checksum)
@@ -78,11 +77,11 @@ class _Uplink:
     def mean(self, out: Tensor, key: Key) -> None:
         exchange, arriving, frames = self._exchange, self._arriving, self._outgoing.frames
         received = exchange.all_to_all(frames.outgoing(), frames.sizes, self._sizes)
-        received = received.view(len(self._ranks), arriving.frames.nbytes)
-        exchange.check(arriving.frames, received, self._ranks)
+        received = received.view(exchange.world_size, arriving.frames.nbytes)
+        exchange.check(arriving.frames, received, range(exchange.world_size))
         with span("decode") if profiler._is_profiler_enabled else OFF:
             # In rank order on every rank, as in AllGatherRoute.
-            arriving.mean_of(received, out, key, len(self._ranks))
+            arriving.mean_of(received, out, key, exchange.world_size)
 
 
 class _Downlink:
@@ -91,7 +90,7 @@ class _Downlink:
     def __init__(self, bucket: Prepared, down: Direction) -> None:
         self._bucket, self._exchange = bucket, bucket.exchange
         self._feedback = "server_error" in bucket.slots
-        self._ranks, self._dtype = range(self._exchange.world_size), down.shape.dtype
+        self._dtype = down.shape.dtype
         checksum, fixed = self._exchange.checksum, down.fixed[self._exchange.rank]
         self._own = Codec(fixed, bucket.device, self._dtype, None, checksum)
         self._everyone = down.codec(bucket.device, checksum)
@@ -112,6 +111,6 @@ class _Downlink:
         else:
             received = exchange.all_gather_v(memory, everyone.frames.sizes)
         received = received.view(1, -1)
-        exchange.check(everyone.frames, received, self._ranks)
+        exchange.check(everyone.frames, received, range(exchange.world_size))
         with span("decode") if profiler._is_profiler_enabled else OFF:
             everyone.mean_of(received, out, key, 1)

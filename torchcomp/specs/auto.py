@@ -41,8 +41,8 @@ class Auto(Component):
     def __post_init__(self) -> None:
         given: object = self.candidates
         if isinstance(given, str) or not isinstance(given, Sequence):
-            problem = 'auto: candidates must be a list such as ["ef(topk(0.01))"]'
-            raise SpecError(f"{problem}, not {shown(given)}", "candidates")
+            problem = f'must be a list such as ["ef(topk(0.01))"], not {shown(given)}'
+            raise SpecError(f"auto: candidates {problem}", "candidates")
         object.__setattr__(self, "candidates", tuple(given))  # components are hashed
         check_count("steps", self.steps, owner=self.name)
 
@@ -52,9 +52,8 @@ class Auto(Component):
         names = list(map(str, methods))  # a choice is printed and saved as text
         if len(names) == 1:
             raise SpecError("auto: no candidate besides mean: name one", "candidates")
-        for each in names:
-            if names.count(each) > 1:
-                raise SpecError(f"auto: the candidate '{each}' appears twice", "candidates")
+        if len(set(names)) < len(names):
+            raise SpecError(f"auto: a candidate appears twice: {', '.join(names)}", "candidates")
         least = SETTLE + BLOCK * len(names)
         if self.steps < least:
             problem = f"auto: {self.steps} steps are too few for mean and {len(names) - 1} others"
