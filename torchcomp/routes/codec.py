@@ -1,7 +1,7 @@
 """Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -35,21 +35,23 @@ class Codec:
         counts = [len(vectors)] if counts is None else counts
         self.frames = Frames([v.layout for v in vectors], device, checksum, counts, signatures)
         self.vectors.frames = self.frames
-        self._placed = False
+
+    @cached_property
+    def _sent(self) -> Vectors:
+        # A compressor that writes its fields where they are sent from saves a copy.
+        self.vectors.fields = self.frames.fields()
+        return self.vectors
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
         """Compress every vector of `x`, a 1-D tensor, and write the frames."""
-        if not self._placed:
-            self._place()
-        return self.pack(self.fields(x, key))
+        vectors = self._sent
+        return self.pack(vectors.compressor.encode(x, vectors, key) if vectors else _NOTHING)
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
         """Encode ``g + e`` in one call, and write to `rest` what the message does not contain."""
-        vectors = self.vectors
+        vectors = self._sent
         if not vectors:
             return _NOTHING
-        if not self._placed:
-            self._place()
         return self.pack(vectors.compressor.encode_sum(g, e, rest, vectors, key))
 
     def fields(self, x: Tensor, key: Key) -> Encoded:
@@ -83,11 +85,6 @@ class Codec:
         """Write a message to the frames."""
         self.frames.pack(message.parts)
         return message
-
-    def _place(self) -> None:
-        # A compressor that writes its fields where they are sent from saves a copy.
-        self.vectors.fields = self.frames.fields()
-        self._placed = True
 
 
 # Cached: `explain` and every bucket need it, and a bucket can have hundreds of vectors.

@@ -155,18 +155,22 @@ class HostSearch:
         find_largest(self._exchange, searches)
         after.copy_(torch.tensor([search.low for search in searches]))
         counts = [search.counts().tolist() for search in searches]
-        own = zip(torch.split(index, sizes), bits, searches, counts, strict=True)
-        chosen = [i.index_select(0, _chosen(b, s.low, count[rank])) for i, b, s, count in own]
+        chosen = []
+        for own, keys, search, count in zip(
+            torch.split(index, sizes), bits, searches, counts, strict=True
+        ):
+            mask = _mask(keys, search.low, count[rank] - (keys > search.low).sum())
+            # As many as announced: counts that were damaged on the way must not lead outside.
+            found = torch.nonzero_static(mask, size=count[rank], fill_value=0)[:, 0]
+            chosen.append(own.index_select(0, found))
         every = [counts[p.vector][owner] for owner, its in enumerate(down.pieces) for p in its]
         return torch.cat(chosen), torch.tensor(every, dtype=torch.int64)
 
 
-def _chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
-    """Return the ascending positions of this rank's `count` selected candidates."""
-    above, tied = candidates > threshold, candidates == threshold
-    selected = above | (tied & (tied.cumsum(0) <= count - above.sum()))
-    # As many as announced: counts that were damaged on the way must not lead outside.
-    return torch.nonzero_static(selected, size=count, fill_value=0)[:, 0]
+def _mask(keys: Tensor, threshold: Any, ties: Tensor) -> Tensor:
+    """Whether each is above the threshold, or one of the first `ties` that are equal to it."""
+    tied = keys == threshold
+    return (keys > threshold) | (tied & (tied.cumsum(0) <= ties))
 
 
 class DigitSearch:
@@ -217,7 +221,10 @@ class DigitSearch:
         own = torch.stack([torch.stack([(k > t).sum(), (k == t).sum()]) for k, t in pairs])
         above, tied = exchange.all_gather_rows(own.int().view(-1)).view(-1, len(keys), 2).unbind(2)
         taken = torch.minimum((left - (tied.cumsum(0) - tied)).clamp(min=0), tied)
-        index = self._chosen(keys, prefix, taken[exchange.rank])
+        each = zip(keys, prefix, taken[exchange.rank], strict=True)
+        masks = torch.cat([_mask(*one) for one in each])
+        # Static shapes, because nonzero() would make the host wait.
+        index = torch.nonzero_static(masks, size=self._room, fill_value=0)[:, 0]
         return index, (above + taken).view(-1).index_select(0, self._at)
 
     def _count(self, keys: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
@@ -229,15 +236,6 @@ class DigitSearch:
             matches = (digits >> self._bits) == known
             own.index_add_(0, digits & (len(self._digits) - 1), matches.int())
         return counts
-
-    def _chosen(self, keys: Sequence[Tensor], thresholds: Tensor, taken: Tensor) -> Tensor:
-        """Return the ascending indices of this rank's entries, and others after them."""
-        masks = []
-        for key, threshold, count in zip(keys, thresholds, taken, strict=True):
-            tied = key == threshold
-            masks.append((key > threshold) | (tied & (tied.cumsum(0) <= count)))
-        # Static shapes, because nonzero() would make the host wait.
-        return torch.nonzero_static(torch.cat(masks), size=self._room, fill_value=0)[:, 0]
 
 
 def search_load(
