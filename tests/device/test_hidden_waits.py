@@ -68,7 +68,7 @@ EXCEPTIONS = {
     "engine/host.py copy_from": "starts a copy to pinned memory",
     "engine/host.py copy_from.wait": "the caller asks for numbers",
     # The lengths of messages with exact selections: one wait per bucket, or two.
-    "routes/exact.py Messages.begin": "the counts of entries",
+    "routes/sharded.py Messages.begin": "the counts of entries",
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.

@@ -167,7 +167,7 @@ class HostSearch:
         return torch.cat(chosen), torch.tensor(every, dtype=torch.int64)
 
 
-def _mask(keys: Tensor, threshold: Any, ties: Tensor) -> Tensor:
+def _mask(keys: Tensor, threshold: Tensor | int, ties: Tensor) -> Tensor:
     """Whether each is above the threshold, or one of the first `ties` that are equal to it."""
     tied = keys == threshold
     return (keys > threshold) | (tied & (tied.cumsum(0) <= ties))

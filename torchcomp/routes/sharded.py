@@ -4,21 +4,31 @@
 2. own:  the owner averages them in rank order and adds its server residual, if there is one
 3. down: all-gather; the owners send their downlink messages to all ranks
 
-The traffic of a rank does not grow with the number of ranks.
+The traffic of a rank does not grow with the number of ranks. With an exact selection, entries are
+those of the whole bucket, with any number of them in a shard. A collective needs the lengths of
+messages, so the host then waits for the counts of entries, in both directions.
 """
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import profiler
 
-from torchcomp.compressors.base import Encoded
+from torchcomp.compressors.base import Encoded, Vector, Vectors
+from torchcomp.engine import host
 from torchcomp.engine.keys import Key
 from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.profiling import OFF, span
+from torchcomp.engine.state import Kind
 from torchcomp.kernels.cast import narrow
 from torchcomp.routes.codec import Codec
-from torchcomp.routes.exact import ExactDownlink, ExactUplink
+from torchcomp.routes.searches import DigitSearch, HostSearch
 from torchcomp.routes.shards import Direction
+from torchcomp.routes.wire import counted_signature
 
 
 class ShardedRoute:
@@ -30,9 +40,9 @@ class ShardedRoute:
         rank = bucket.exchange.rank
         own = up.shards[rank]
         self._total = torch.empty(own.stop - own.start, dtype=dtype, device=bucket.device)
-        self._up = (ExactUplink if up.exact else _Uplink)(bucket, up)
+        self._up = (_ExactUplink if up.exact else _Uplink)(bucket, up)
         exact = down.exact and "server_error" in bucket.slots
-        self._down = (ExactDownlink if exact else _Downlink)(bucket, down)
+        self._down = (_ExactDownlink if exact else _Downlink)(bucket, down)
 
     def send(self, x: Tensor, key: Key) -> None:
         with span("encode") if profiler._is_profiler_enabled else OFF:
@@ -114,3 +124,174 @@ class _Downlink:
         exchange.check(everyone.frames, received, range(exchange.world_size))
         with span("decode") if profiler._is_profiler_enabled else OFF:
             everyone.mean_of(received, out, key, 1)
+
+
+class _ExactUplink:
+    """Entries that are selected from the whole bucket, for the owners of their shards."""
+
+    def __init__(self, bucket: Prepared, up: Direction) -> None:
+        exchange, device = bucket.exchange, bucket.device
+        self._exchange, self._selector = exchange, up.selector
+        self._selects = Vectors(up.whole, device, up.shape.dtype)
+        everyone = range(exchange.world_size)
+        self._messages = _messages(bucket, up, everyone, [exchange.rank] * exchange.world_size)
+        starts = [place.start for owner in everyone for place in up.places(owner, True)]
+        # The last one is above every index.
+        self._starts = host.copy_to(torch.tensor([*starts, 2**63 - 1]), device)
+        self._pieces = [len(pieces) for pieces in up.pieces]
+        self._arriving = [self._pieces[exchange.rank]] * exchange.world_size
+        self._none = torch.empty(0, dtype=torch.int64, device=device)
+
+    def encode(self, x: Tensor, key: Key) -> None:
+        index = self._selector.select(x, self._selects) if self._selects else self._none
+        self._count(index)
+        self._messages.write(x, index, key, False)
+
+    def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
+        index = self._none  # of a bucket without elements
+        if self._selects:
+            index = self._selector.select_sum(g, e, rest, self._selects)
+        self._count(index)
+        self._messages.write(rest, index, key, True)
+
+    def subtract(self, x: Tensor, key: Key, weight: float) -> None:
+        self._messages.subtract(x, key, weight)
+
+    def mean(self, out: Tensor, key: Key) -> None:
+        exchange, messages = self._exchange, self._messages
+        received = exchange.all_to_all(messages.outgoing, messages.sizes, messages.arriving)
+        with span("decode") if profiler._is_profiler_enabled else OFF:
+            # In rank order on every rank, as in AllGatherRoute.
+            messages.mean(received, out, key, exchange.world_size)
+
+    def _count(self, index: Tensor) -> None:
+        """Exchange how many entries there are in each piece of the shards."""
+        # Indices ascend, and so do pieces: the entries of each are one slice.
+        mine = torch.diff(torch.searchsorted(index, self._starts, out_int32=True))
+        theirs = self._exchange.all_to_all(mine, self._pieces, self._arriving)
+        self._messages.begin(mine, theirs)
+
+
+class _ExactDownlink:
+    """Entries that all owners together select from the whole bucket."""
+
+    def __init__(self, bucket: Prepared, down: Direction) -> None:
+        self._bucket, self._exchange = bucket, bucket.exchange
+        rank, ranks = self._exchange.rank, range(self._exchange.world_size)
+        self._messages = _messages(bucket, down, [rank], ranks)
+        self._search: Any
+        if host.can_read(torch.empty(0, device=bucket.device)):
+            self._search = HostSearch(down, self._exchange)
+        else:
+            self._search = self._messages.search(
+                [down.place(v, rank) for v in range(len(down.kept))],
+                [piece.vector + o * len(down.kept) for o in ranks for piece in down.pieces[o]],
+                down.sizes,
+                down.searched,
+                self._exchange,
+                bucket.device,
+            )
+        before = sum(len(own) for own in down.pieces[:rank])
+        self._own = slice(before, before + len(down.pieces[rank]))
+
+    def encode(self, mean: Tensor, key: Key) -> None:
+        e, x = self._bucket.open("server_error")
+        index, counts = self._search(mean, e, x, *self._bucket.open("thresholds"))
+        self._messages.begin(counts[self._own], counts)
+        self._messages.write(x, index, key, True)
+
+    def mean(self, out: Tensor, key: Key) -> None:
+        messages = self._messages
+        received = self._exchange.all_gather_v(messages.outgoing, messages.arriving)
+        with span("decode") if profiler._is_profiler_enabled else OFF:
+            messages.mean(received, out, key, 1)
+
+
+class Messages:
+    """Messages of counted entries in plain torch or, on a CPU, in Numba: a frame for each owner.
+
+    This rank sends and reads entries of the shards of the owners `sends` and `reads`, in frames of
+    `sizes` and `arriving` bytes.
+    """
+
+    search = DigitSearch
+
+    def __init__(
+        self, direction: Direction, sends: Sequence[int], reads: Sequence[int], bucket: Prepared
+    ) -> None:
+        self._direction, self._device, self._exchange = direction, bucket.device, bucket.exchange
+        self._sends, self._reads = sends, reads
+
+    def begin(self, mine: Tensor, theirs: Tensor) -> None:
+        """Prepare the messages of this step. The host waits for all counts together."""
+        numbers = torch.cat([mine, theirs]).tolist()
+        up, sent = self._direction.role == "up", mine.numel()
+        self._written = self._codec(self._sends, numbers[:sent], up)
+        self._read = self._codec(self._reads, numbers[sent:], not up)
+        self.sizes, self.arriving = self._written.frames.sizes, self._read.frames.sizes
+
+    def _codec(self, owners: Sequence[int], counts: Sequence[int], in_bucket: bool) -> Codec:
+        direction, rest = self._direction, iter(counts)
+        vectors: list[Vector] = []
+        numbers, signatures = [], []
+        for owner in owners:
+            own = list(islice(rest, len(direction.pieces[owner])))
+            found = direction.counted(owner, own, in_bucket)
+            vectors += found
+            numbers.append(len(found))
+            signatures.append(counted_signature(direction.signatures[owner], own))
+        dtype = direction.shape.dtype
+        return Codec(vectors, self._device, dtype, numbers, self._exchange.checksum, signatures)
+
+    def write(self, x: Tensor, index: Tensor, key: Key, subtract: bool) -> None:
+        """Write the frames with the entries of `x` at `index`."""
+        codec, self._message = self._written, Encoded(())
+        if codec.vectors:
+            index = index[: sum(segment.k for segment in codec.vectors.segments)]
+            values = narrow(x, codec.vectors.dtype)
+            # The next step will need other numbers of draws: draw nothing ahead.
+            plain, selector = replace(key, ahead=None), self._direction.selector
+            message = selector.encode_selected(values, index, codec.vectors, plain)
+            self._message = codec.pack(message)
+        self.outgoing = codec.frames.outgoing()
+        if subtract:
+            self.subtract(x, key, 1.0)
+
+    def subtract(self, x: Tensor, key: Key, weight: float) -> None:
+        """Subtract `weight` times the message that was written from `x`."""
+        self._written.subtract(self._message, x, key, weight)
+
+    def mean(self, received: Tensor, out: Tensor, key: Key, divisor: int) -> None:
+        """Check received frames, and write their sum, divided by `divisor`, to `out`."""
+        rows, exchange = received.view(1, -1), self._exchange
+        exchange.check(self._read.frames, rows, range(exchange.world_size))
+        self._read.mean_of(rows, out, key, divisor)
+
+
+def _messages(
+    bucket: Prepared, direction: Direction, sends: Sequence[int], reads: Sequence[int]
+) -> Any:
+    """Return the fastest form of :class:`Messages` for a bucket."""
+    exchange, shape = bucket.exchange, direction.shape
+    form, fmt = direction.selector.counted_form(bucket.device)
+    dtypes = {shape.dtype, *(s.dtype for s in bucket.slots.values() if s.kind is not Kind.CACHE)}
+    if (
+        form is None
+        or exchange.checksum
+        or shape.numel >= form.LIMIT
+        or not dtypes <= {*form.DTYPES}
+    ):
+        return Messages(direction, sends, reads, bucket)
+    up = direction.role == "up"
+    return form.Counted(
+        fmt,
+        [direction.places(owner, up) for owner in sends],
+        [direction.places(owner, not up) for owner in reads],
+        [direction.signatures[owner] for owner in (*sends, *reads)],
+        len(reads) if up else 1,
+        max((k / n for k, n in zip(direction.kept, direction.sizes, strict=True) if n), default=0),
+        shape.dtype,
+        exchange,
+        bucket.device,
+        not up,
+    )
