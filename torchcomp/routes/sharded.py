@@ -144,15 +144,12 @@ class _ExactUplink:
 
     def encode(self, x: Tensor, key: Key) -> None:
         index = self._selector.select(x, self._selects) if self._selects else self._none
-        self._count(index)
-        self._messages.write(x, index, key, False)
+        self._write(x, index, key, False)
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> None:
-        index = self._none  # of a bucket without elements
-        if self._selects:
-            index = self._selector.select_sum(g, e, rest, self._selects)
-        self._count(index)
-        self._messages.write(rest, index, key, True)
+        selects = self._selects
+        index = self._selector.select_sum(g, e, rest, selects) if selects else self._none
+        self._write(rest, index, key, True)
 
     def subtract(self, x: Tensor, key: Key, weight: float) -> None:
         self._messages.subtract(x, key, weight)
@@ -164,12 +161,13 @@ class _ExactUplink:
             # In rank order on every rank, as in AllGatherRoute.
             messages.mean(received, out, key, exchange.world_size)
 
-    def _count(self, index: Tensor) -> None:
-        """Exchange how many entries there are in each piece of the shards."""
-        # Indices ascend, and so do pieces: the entries of each are one slice.
+    def _write(self, x: Tensor, index: Tensor, key: Key, subtract: bool) -> None:
+        # First exchange how many entries there are in each piece of the shards. Indices ascend, and
+        # so do pieces: the entries of each are one slice.
         mine = torch.diff(torch.searchsorted(index, self._starts, out_int32=True))
         theirs = self._exchange.all_to_all(mine, self._pieces, self._arriving)
         self._messages.begin(mine, theirs)
+        self._messages.write(x, index, key, subtract)
 
 
 class _ExactDownlink:
@@ -240,8 +238,8 @@ class Messages:
             vectors += found
             numbers.append(len(found))
             signatures.append(counted_signature(direction.signatures[owner], own))
-        dtype = direction.shape.dtype
-        return Codec(vectors, self._device, dtype, numbers, self._exchange.checksum, signatures)
+        dtype, checksum = direction.shape.dtype, self._exchange.checksum
+        return Codec(vectors, self._device, dtype, numbers, checksum, signatures)
 
     def write(self, x: Tensor, index: Tensor, key: Key, subtract: bool) -> None:
         """Write the frames with the entries of `x` at `index`."""
