@@ -152,7 +152,7 @@ class _Parser:
                 value = self._value(node.operand, wanted)
                 if isinstance(value, int | float):
                     return -value
-        raise self._error("expected a name such as mean, or a call or literal in topk(0.01)", node)
+        raise self._error("expected a name, a call as in topk(0.01), or a literal as in 0.01", node)
 
     def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:
         name = call.func
@@ -186,14 +186,15 @@ class _Parser:
     def _options(
         self, cls: type[Component], known: list[str], call: ast.Call
     ) -> dict[str, ast.expr]:
-        given = [(name, each, each) for name, each in zip_longest(known, call.args) if each]
-        given += [(each.arg, each, each.value) for each in call.keywords]
+        more = "one more value"
+        given = [(name or more, each, each) for name, each in zip_longest(known, call.args) if each]
+        given += [(each.arg or "**", each, each.value) for each in call.keywords]
         options: dict[str, ast.expr] = {}
         for name, at, value in given:
             if name not in known or name in options:
-                hint = nearest(name or "", known) if known else "it takes no options"
-                twice = "appears twice" if name in options else f"is no option: {hint}"
-                raise self._error(f"{cls.name}: '{name}' {twice}", at)
+                hint = nearest(name, known) if known else "it takes no options"
+                problem = "appears twice" if name in options else f"is no option; {hint}"
+                raise self._error(f"{cls.name}: '{name}' {problem}", at)
             options[name] = value
         return options
 
