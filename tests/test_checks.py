@@ -54,10 +54,3 @@ def test_errors_name_the_owner_the_option_the_bounds_and_the_value():
     with pytest.raises(SpecError, match=r'^x .*"b", "a".* \[\]$'):
         checks.check_choice("x", [], ("b", "a"))
     checks.check_choice("x", "a", ("b", "a"))
-
-
-def test_a_misspelt_choice_is_answered_by_the_closest():
-    with pytest.raises(SpecError, match=r'"bf16", not .int9.; .*"int8"'):
-        checks.check_choice("x", "int9", ("int8", "bf16"))
-    assert checks.closest("Sharded", ["allgather", "sharded"]) == "sharded"
-    assert checks.closest("ring", ["allgather", "sharded"]) is None

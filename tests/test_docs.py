@@ -210,7 +210,7 @@ def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None
     codec = codec_of(compressor, (3,))
     decoded = torch.zeros(3)
     message = unpacked(codec, packed(codec, codec.encode(x, Key(0))))
-    codec.accumulate([message], decoded, Key(0))
+    codec.mean([message], decoded, Key(0), 1)
     torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
     assert nbytes_of(codec) == 3 + 4
 

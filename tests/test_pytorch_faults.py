@@ -7,6 +7,7 @@ torch, the fault has been mended: remove the test and its row of docs/reliabilit
 import copy
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,22 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
-from torch.distributed.algorithms.model_averaging.utils import (
-    average_parameters_or_parameter_groups,
-)
 from torch.nn.parallel import DistributedDataParallel
 
 import torchcomp
-from tests.support.models import Branches, loss_of, mlp, rows, seeded, weights, wrap
+from tests.support.models import loss_of, mlp, rows, weights, wrap
 from tests.support.outcomes import caught, equal_on_all, reloaded
 from tests.support.ranks import on_processes
 
 # About the process group of a PowerSGDState that was unpickled.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 STEPS = 9
-OF_PYTORCH = pytest.param(False, marks=pytest.mark.soak)
-by_both = pytest.mark.parametrize("torchcomps", [True, OF_PYTORCH])
-Scale = Callable[[int], float]
 
 
 def register(model: DistributedDataParallel, torchcomps: bool, state: Any = None) -> Any:
@@ -41,10 +36,10 @@ def register(model: DistributedDataParallel, torchcomps: bool, state: Any = None
     return state
 
 
-def train(model: DistributedDataParallel, steps: range, scale: Scale = lambda step: 1.0) -> None:
+def train(model: DistributedDataParallel, steps: range, scale: float = 1.0) -> None:
     for step in steps:
         model.zero_grad()
-        (loss_of(model(rows(step, torch.float32))) * scale(step)).backward()
+        (loss_of(model(rows(step, torch.float32))) * scale).backward()
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter -= 0.01 * parameter.grad
@@ -69,30 +64,19 @@ def test_pytorchs_powersgd_with_several_buckets_on_gloo_does_not_end() -> None:
         on_processes(2, several_buckets, False, timeout=30)
 
 
-def one_inf(step: int) -> float:
-    return float("inf") if step == 4 and dist.get_rank() == 1 else 1.0
-
-
-def no_gradient_at_first(step: int) -> float:
-    return 0.0 if step < 5 else 1.0
-
-
-def finite_after(scale: Scale, torchcomps: bool) -> bool:
-    """Whether gradients and weights are finite at the end of a run that skips steps that raise."""
+def finite_after(fault: str, torchcomps: bool) -> bool:
+    """Whether gradients are finite at the end of a run that skips steps that raise."""
     model = wrap(mlp(torch.float32), bucket_cap_mb=25)
     register(model, torchcomps)
+    scales = [0.0] * 5 + [1.0] * 4 if fault == "no gradient at first" else [1.0] * STEPS
+    if fault == "an infinity" and dist.get_rank() == 1:
+        scales[4] = float("inf")
     for step in range(STEPS):
         before = copy.deepcopy(model.module.state_dict())
-        error = caught(lambda step=step: train(model, range(step, step + 1), scale))
+        error = caught(lambda step=step: train(model, range(step, step + 1), scales[step]))
         if error is not None or not torch.isfinite(weights(model)).all():
             model.module.load_state_dict(before)  # as a GradScaler
     return all(bool(torch.isfinite(parameter.grad).all()) for parameter in model.parameters())
-
-
-@by_both
-@pytest.mark.parametrize("scale", [one_inf, no_gradient_at_first])
-def test_powersgd_is_finite_after(scale: Scale, torchcomps: bool) -> None:
-    assert on_processes(2, finite_after, scale, torchcomps) == [torchcomps] * 2
 
 
 def resumed(torchcomps: bool) -> bool:
@@ -110,29 +94,11 @@ def resumed(torchcomps: bool) -> bool:
     return torch.equal(weights(model), weights(other))
 
 
-@by_both
-def test_powersgd_resumes_bit_for_bit(torchcomps: bool) -> None:
-    assert on_processes(2, resumed, torchcomps) == [torchcomps] * 2
-
-
-def branches(torchcomps: bool) -> tuple[Tensor, Tensor]:
-    """The weights before and after an average, of a model of which each rank trained one branch."""
-    module = seeded(Branches().double(), seed=dist.get_rank())
-    model = DistributedDataParallel(module, find_unused_parameters=True, init_sync=False)
-    with model.no_sync():
-        loss_of(model(rows(0), ["left" if dist.get_rank() == 0 else "right"])).backward()
-    before = weights(module)
-    if torchcomps:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        sync = torchcomp.LocalSGD(model, optimizer, "every(1)", total_steps=1)
-        optimizer.step()
-        sync.close()
-    else:
-        average_parameters_or_parameter_groups(model.parameters(), dist.group.WORLD)
-    return before, weights(module)
-
-
-@by_both
-def test_local_steps_average_branches_that_only_some_ranks_train(torchcomps: bool) -> None:
-    (first, after), (second, _) = on_processes(2, branches, torchcomps)
-    assert torch.allclose(after, (first + second) / 2) == torchcomps
+@pytest.mark.parametrize("torchcomps", [True, pytest.param(False, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "sound",
+    [partial(finite_after, "an infinity"), partial(finite_after, "no gradient at first"), resumed],
+    ids=["finite after an infinity", "finite after no gradient", "resumed bit for bit"],
+)
+def test_powersgd_is(sound: Callable[[bool], bool], torchcomps: bool) -> None:
+    assert on_processes(2, sound, torchcomps) == [torchcomps] * 2

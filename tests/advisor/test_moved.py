@@ -1,4 +1,4 @@
-"""Old names of the advisor: they work with a warning, and those that are gone say what to use."""
+"""Old names of the advisor: they work with a warning."""
 
 import importlib
 import sys
@@ -20,9 +20,3 @@ def test_an_old_name_is_the_new_one_with_a_warning(module, name, new):
         found = getattr(importlib.import_module(module), name)
     assert found is new or (new is None and found.__module__.startswith("torchcomp.advisor."))
     assert warned[0].filename == __file__
-
-
-@pytest.mark.parametrize("name", ["TimeModel", "WallClock", "fit_time_model"])
-def test_what_is_gone_names_its_successor(name):
-    with pytest.raises(AttributeError, match=r"torchcomp\.advisor\.plan"):
-        getattr(torchcomp, name)

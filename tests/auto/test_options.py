@@ -52,8 +52,6 @@ def test_candidates_are_specs_objects_or_quoted_specs_and_mean_comes_first() -> 
         (lambda: methods("auto(candidates=[powersgd(1)], steps=11)"), "steps"),
         (lambda: torchcomp.parse("auto"), None),
         (lambda: torchcomp.parse("ef(auto)"), None),
-        (lambda: Auto(within="1%"), "within"),
-        (lambda: parse_registered('auto(within="1%")'), None),
     ],
 )
 def test_an_invalid_option_is_refused(make: Callable[[], object], field: str | None) -> None:

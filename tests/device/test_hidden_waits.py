@@ -50,12 +50,12 @@ EXCEPTIONS = {
     "engine/settlement.py Steps.residual_norms": "the caller asks for numbers",
     "local_sgd/batchnorm.py _forward_passes": "after training",
     "local_sgd/batchnorm.py _reached": "after training",
-    "exchange/collectives.py Collectives.same": "verifies settings",
+    "exchange/base.py Exchange.same": "verifies settings",
     "exchange/process_group.py ProcessGroupExchange.gather_objects": "for errors and checkpoints",
     "local_sgd/local_steps.py _creates_state": "once, for a step that passes closure=None",
     "local_sgd/local_sgd.py LocalSGD.backward": "whether to compute a micro-batch again",
     "engine/nonfinite.py FiniteWatch.error": "the step has failed",
-    "exchange/base.py _problems": "the step has failed",
+    "exchange/base.py _senders": "the step has failed",
     "ddp/loop.py LossScale.read": "the copy of the last step has long ended",
     # The guard: the sums of a comparison are read when the next step begins.
     "guard/observer.py GuardObserver._judge": "numbers that the host has",
@@ -67,7 +67,7 @@ EXCEPTIONS = {
     "engine/host.py copy_from": "starts a copy to pinned memory",
     "engine/host.py copy_from.wait": "the caller asks for numbers",
     # The lengths of messages with exact selections: one wait per bucket, or two.
-    "routes/exact.py Messages.begin": "the counts of entries",
+    "routes/sharded.py Messages.begin": "the counts of entries",
     "jointspar/sampler.py Sampler.learn": "the norms of all layers, together",
     "jointspar/sampler.py Sampler.union": "which layers other ranks keep, per-rank selection only",
     # Numbers of the host.
@@ -85,7 +85,7 @@ EXCEPTIONS = {
     "kernels/sparse.py Sparse.encode": "for indices that the host can read",
     "fsdp/units.py Unit.divisor": "an option",
     "local_sgd/local_steps.py LocalSteps._lrs": "a learning rate",
-    "routes/sharded_load.py _down_load": "sizes",
+    "routes/sharded_load.py sharded_load": "sizes",
     "routes/sharded_load.py _frame": "sizes",
     "routes/sharded_load.py _shards": "NumPy",
     "routes/searches.py HostSearch": "thresholds, on the CPU",

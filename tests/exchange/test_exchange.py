@@ -61,47 +61,42 @@ def collectives(exchange):
 
 
 def expected(rank, ranks):
-    """The results by definition, except sums, which have rounding errors."""
-    sizes = [uneven(sender, 0) for sender in range(ranks)]
-    return {
-        **{
-            f"all_gather_rows {n}": [values(r, n, torch.bfloat16) for r in range(ranks)]
-            for n in (0, 1, 17, 40_000)
-        },
-        "reduce_scatter empty": [torch.empty(0)],
-        "all_gather_v": [message(sender, 0, n) for sender, n in enumerate(sizes)],
-        "all_gather_v empty": [torch.empty(0, dtype=torch.uint8)],
-        "all_to_all": [message(sender, rank, uneven(sender, rank)) for sender in range(ranks)],
-        "all_reduce_max": [torch.tensor([ranks - 1, 0, 0, int(ranks > 1)])],
-        "sum_control": [torch.tensor([sum(range(ranks)), ranks]).float()],
-    }
-
-
-def traffic(rank, ranks):
-    """The expected bytes sent and received, computed by hand."""
+    """The results by definition, except sums, which have rounding errors; and bytes by hand."""
     others = [other for other in range(ranks) if other != rank]
     sizes = [uneven(sender, 0) for sender in range(ranks)]
-    counted = {}
+    parts = [message(sender, rank, uneven(sender, rank)) for sender in range(ranks)]
+    sums = {}
     for dtype in DTYPES:
-        counted[f"all_reduce {dtype}"] = (sum_bytes(6 * dtype.itemsize, ranks),) * 2
-        counted[f"reduce_scatter {dtype}"] = (3 * dtype.itemsize * (ranks - 1),) * 2
-    counted["reduce_scatter empty"] = (0, 0)
-    for size in (0, 1, 17, 40_000):
-        counted[f"all_gather_rows {size}"] = (2 * size * (ranks - 1),) * 2
-    counted["all_gather_v"] = (sizes[rank] * (ranks - 1), sum(sizes[other] for other in others))
-    counted["all_gather_v empty"] = counted["all_reduce_max"] = counted["sum_control"] = (0, 0)
-    sent, received = (
-        sum(uneven(*pair) for pair in pairs)
-        for pairs in ([(rank, other) for other in others], [(other, rank) for other in others])
-    )
-    return counted | {"all_to_all": (sent, received)}
+        sums[f"all_reduce {dtype}"] = (sum_bytes(6 * dtype.itemsize, ranks),) * 2
+        sums[f"reduce_scatter {dtype}"] = (3 * dtype.itemsize * (ranks - 1),) * 2
+    found = {
+        "reduce_scatter empty": ([torch.empty(0)], (0, 0)),
+        "all_gather_v": (
+            [message(sender, 0, n) for sender, n in enumerate(sizes)],
+            (sizes[rank] * len(others), sum(sizes[other] for other in others)),
+        ),
+        "all_gather_v empty": ([torch.empty(0, dtype=torch.uint8)], (0, 0)),
+        "all_to_all": (
+            parts,
+            (sum(uneven(rank, r) for r in others), sum(uneven(r, rank) for r in others)),
+        ),
+        "all_reduce_max": ([torch.tensor([ranks - 1, 0, 0, int(ranks > 1)])], (0, 0)),
+        "sum_control": ([torch.tensor([sum(range(ranks)), ranks]).float()], (0, 0)),
+    }
+    for n in (0, 1, 17, 40_000):
+        rows = [values(r, n, torch.bfloat16) for r in range(ranks)]
+        found[f"all_gather_rows {n}"] = rows, (2 * n * (ranks - 1),) * 2
+    results = {name: result for name, (result, _) in found.items()}
+    return results, sums | {name: moved for name, (_, moved) in found.items()}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_collectives_return_and_count_what_is_expected(world_size):
     outcomes = run_in_process(world_size, collectives)
     for rank, (found, counted) in enumerate(outcomes):
-        for name, wanted in expected(rank, world_size).items():
+        results, moved = expected(rank, world_size)
+        assert counted == moved
+        for name, wanted in results.items():
             assert len(found[name]) == len(wanted)
             assert all(map(torch.equal, found[name], wanted)), name
         for dtype in DTYPES:
@@ -116,7 +111,6 @@ def test_collectives_return_and_count_what_is_expected(world_size):
             whole = sum(values(r, 3 * world_size, dtype).double() for r in range(world_size))
             wanted = whole[3 * rank : 3 * rank + 3]
             torch.testing.assert_close(part.double(), wanted, rtol=0, atol=error)
-        assert counted == traffic(rank, world_size)
 
 
 def test_objects_arrive_in_rank_order():

@@ -12,10 +12,9 @@ import torch.distributed as dist
 
 import torchcomp
 from tests.support.models import THROUGH_DDP, loss_of, mlp, rows, wrap
-from tests.support.ranks import on_processes, on_threads
+from tests.support.ranks import on_threads
 
 TOPK = "ef(topk(0.1))"
-BOTH = 'bidirectional(topk(0.1, values="int8"), topk(0.1, values="int8"), selection="exact")'
 Make = Callable[[Any, Any], Any]
 
 
@@ -44,7 +43,6 @@ FAMILIES: list[tuple[int, Make]] = [
     (2, local(compress=TOPK, outer="slowmo(beta=0.7)")),
     *((2, sampled(selection)) for selection in ("shared", "per-rank")),
 ]
-OVER_GLOO = [registered(BOTH), local(overlap=True)]
 
 
 @contextlib.contextmanager
@@ -92,15 +90,3 @@ def test_no_step_exchanges_objects() -> None:
         for ranks, make in FAMILIES:
             assert on_threads(ranks, in_steps, make, calls) == [[]] * ranks
         assert calls  # registration does
-
-
-def test_no_step_over_gloo_reads_a_pickle() -> None:
-    for found, total in on_processes(2, over_gloo):
-        assert found == []
-        assert total > 0
-
-
-def over_gloo() -> tuple[list[str], int]:
-    with counted() as calls:
-        found = [call for make in OVER_GLOO for call in in_steps(make, calls)]
-    return found, len(calls)

@@ -50,43 +50,26 @@ class Client:
         reach("optimizer step")
         self.optimizer.step()
 
-    def gather(self) -> None:
-        self.handle.gather_state_dict()
-
-    def swap(self) -> None:
-        self.handle.swap("ef(topk(0.2))")
-
-    def close(self) -> None:
-        self.handle.close()
-
-
-class Plain(Client):
-    """DDP without torchcomp, to compare with."""
-
-    def install(self, spec: str, **options: Any) -> Any:
-        return None
-
-    def state(self) -> Any:
-        return {}
-
-    def close(self) -> None:
-        pass
+    def call(self, place: str) -> None:
+        if place == "gather":
+            self.handle.gather_state_dict()
+        elif place == "swap":
+            self.handle.swap("ef(topk(0.2))")
 
 
 class LocalSteps(Client):
     """Parameters are averaged in FAULTY_STEP; `own` are those after the rank's last own step."""
 
     def install(self, spec: str, **options: Any) -> Any:
-        self.own = self.weights()
-        # Before LocalSGD, whose hook averages.
-        self.optimizer.register_step_post_hook(self._after_own_step)
+        def note(*_: Any) -> None:
+            self.own = self.weights()
+
+        note()
+        self.optimizer.register_step_post_hook(note)  # before LocalSGD, whose hook averages
         schedule = f"every({FAULTY_STEP + 1})"
         return torchcomp.LocalSGD(
             self.model, self.optimizer, schedule, total_steps=STEPS, compress=spec
         )
-
-    def _after_own_step(self, *_: Any) -> None:
-        self.own = self.weights()
 
 
 class Layers(Client):
@@ -102,8 +85,7 @@ class Sharding(Client):
         self.model, self.handle, self.optimizer = run.model, run.handle, run.optimizer
 
     def weights(self) -> Tensor:
-        # Of this shard: a lost rank cannot send its own. From the optimizer, because FSDP2 replaces
-        # the model's parameters until the end of a backward pass.
+        # From the optimizer, because FSDP2 replaces the model's until the end of a backward pass.
         shards = [p.to_local() for p in self.optimizer.param_groups[0]["params"]]
         return torch.cat([shard.detach().flatten().clone() for shard in shards])
 
@@ -117,7 +99,6 @@ CLIENTS: dict[str, tuple[type[Client], int, dict[str, Any]]] = {
     "local sgd": (LocalSteps, 3, {"spec": "mean"}),
     "compressed local sgd": (LocalSteps, 3, {}),
     "jointspar": (Layers, 3, {}),
-    "plain": (Plain, 3, {}),
 }
 """By name: the class, the number of ranks, and options."""
 

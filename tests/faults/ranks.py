@@ -6,11 +6,10 @@ import os
 import resource
 import signal
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -40,7 +39,7 @@ class Case:
 
     client: str  # what the ranks train, a key of CLIENTS
     place: str  # where the rank gets the fault
-    fault: str  # what happens there, a key of FAULTS
+    fault: str  # what happens there: see _inject
 
     def __str__(self) -> str:
         return f"{self.client}: {self.fault} at {self.place}".replace(" ", "-")
@@ -50,8 +49,8 @@ class Case:
 class Outcome:
     """What became of one rank."""
 
-    # Type and text of what a step raised, with those of its causes; empty if none did.
-    error: list[tuple[str, str]] = field(default_factory=list)
+    type: str = ""  # of what a step raised
+    message: str = ""
     seconds: float = 0.0  # from the fault to the end of the step that raised, or of the run
     step: int = 0  # in which the rank ended, or STEPS
     weights: torch.Tensor | None = None  # at the end
@@ -59,16 +58,11 @@ class Outcome:
     # Descriptors and threads at the end, after close(), above those before registering.
     left: tuple[int, int] = (0, 0)
     code: int | None = None
-    note: str = ""
-    world_size: int = 0
+    trace: str = ""
 
     @property
-    def message(self) -> str:
-        return self.error[0][1] if self.error else ""
-
-    @property
-    def type(self) -> str:
-        return self.error[0][0] if self.error else ""
+    def completed(self) -> bool:
+        return (self.type, self.code, self.step) == ("", 0, STEPS)
 
 
 @dataclass(frozen=True)
@@ -81,15 +75,7 @@ class Place:
     has_store: bool  # whether this rank serves the store, as the first one of a job does
 
 
-def _die(number: int) -> Callable[[Path], None]:
-    return lambda folder: os.kill(os.getpid(), number)
-
-
-def _raise(folder: Path) -> None:
-    raise MemoryError("injected")
-
-
-def _exhaust_descriptors(folder: Path) -> None:
+def _exhaust_descriptors() -> None:
     """Let the process open no further file, until :func:`_allow_descriptors`."""
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(
@@ -102,7 +88,7 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _exhaust_memory(folder: Path) -> None:
+def _exhaust_memory() -> None:
     """Allocate more memory than the process may have, as a large tensor would."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -118,23 +104,20 @@ def _wait_for(path: Path) -> None:
         time.sleep(0.01)
 
 
-FAULTS: dict[str, Callable[[Path], None]] = {
-    "raise": _raise,
-    "out of memory": _exhaust_memory,
-    "no descriptors": _exhaust_descriptors,
-    "exit": lambda folder: sys.exit(3),
-    "SIGTERM": _die(signal.SIGTERM),
-    "SIGINT": _die(signal.SIGINT),
-    "SIGKILL": _die(signal.SIGKILL),
-    # The parent continues the process: when the others have ended, or after PAUSE.
-    "SIGSTOP": _die(signal.SIGSTOP),
-    "pause": _die(signal.SIGSTOP),
-    "none": lambda folder: None,
-    "raise and stay": _raise,
-    "sleep": lambda folder: time.sleep(PAUSE),
-    # The parent changes the network.
-    "network": lambda folder: _wait_for(folder / "done"),
-}
+def _inject(fault: str, folder: Path) -> None:
+    if fault.startswith("SIG"):
+        # The parent continues a stopped process: when the others have ended, or after PAUSE.
+        os.kill(os.getpid(), getattr(signal, fault.removesuffix(" for a while")))
+    elif fault.startswith("raise"):
+        raise MemoryError("injected")
+    elif fault == "exit":
+        sys.exit(3)
+    elif fault == "out of memory":
+        _exhaust_memory()
+    elif fault == "no descriptors":
+        _exhaust_descriptors()
+    elif fault == "network":  # the parent changes it
+        _wait_for(folder / "done")
 
 
 def run(
@@ -146,9 +129,10 @@ def run(
 ) -> list[Outcome]:
     """Train on several processes with a fault, and return the outcomes of all ranks.
 
-    The folder is empty, the timeout that of the process group, and `network` is the fault of this
-    name. Without `hosts`, all ranks run here.
+    The timeout is that of the process group, and `network` the fault of this name. Without `hosts`,
+    all ranks run here.
     """
+    folder.mkdir(exist_ok=True)
     world_size = CLIENTS[case.client][1]
     context = mp.get_context("forkserver")
     context.set_forkserver_preload([*PRELOADED, __name__])
@@ -187,10 +171,9 @@ def _wait(
             network()
             (folder / "done").touch()
         # A stopped process cannot end meanwhile, so its number is still its own.
-        if faulty and case.fault in ("SIGSTOP", "pause") and _is_stopped(processes[VICTIM].pid):
+        if faulty and case.fault.startswith("SIGSTOP") and _is_stopped(processes[VICTIM].pid):
             over = time.monotonic() - float((folder / "fault").read_text()) > PAUSE
-            ended = not any(each.is_alive() for each in others)
-            if over if case.fault == "pause" else ended:
+            if over if case.fault != "SIGSTOP" else not any(each.is_alive() for each in others):
                 os.kill(processes[VICTIM].pid, signal.SIGCONT)
         time.sleep(0.02)
 
@@ -219,10 +202,10 @@ def _main(
     limit, before = timedelta(seconds=timeout), resources()
     store = dist.TCPStore(*place.store, is_master=place.has_store, wait_for_workers=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=limit)
-    outcome = Outcome(world_size=world_size)
+    outcome = Outcome()
     # torch gives the groups of a device mesh its own timeout, not that of the default group.
     with mock.patch.object(dist.distributed_c10d, "default_pg_timeout", limit):
-        _train(case, folder, rank, outcome)
+        _train(case, folder, rank, world_size, outcome)
     # The model first: a hook of `reach` and an error's traceback are cycles around it.
     gc.collect()
     dist.destroy_process_group()
@@ -241,7 +224,7 @@ def _enter(namespace: str) -> None:
             raise OSError(f"cannot enter {namespace}")
 
 
-def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
+def _train(case: Case, folder: Path, rank: int, world_size: int, outcome: Outcome) -> None:
     now = [-1]
 
     def reach(place: str) -> None:
@@ -250,7 +233,7 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
             now[0] = STEPS  # once
             (folder / "fault.tmp").write_text(str(time.monotonic()))
             os.rename(folder / "fault.tmp", folder / "fault")
-            FAULTS[case.fault](folder)
+            _inject(case.fault, folder)
 
     client, state, weights = None, None, None
     with places(reach):
@@ -262,35 +245,28 @@ def _train(case: Case, folder: Path, rank: int, outcome: Outcome) -> None:
                 state, weights = client.state(), client.weights()
                 if step == FAULTY_STEP and case.place in ("gather", "swap"):
                     reach(case.place)
-                    getattr(client, case.place)()
+                    client.call(case.place)
                 client.step(step, reach)
                 outcome.step = step + 1
         except BaseException as error:
-            outcome.error = _chain(error)
-            outcome.note = traceback.format_exc()
+            outcome.type, outcome.message = type(error).__name__, str(error)
+            outcome.trace = traceback.format_exc()
     _allow_descriptors()
     fault = folder / "fault"
     outcome.seconds = time.monotonic() - float(fault.read_text()) if fault.exists() else 0.0
     if case.fault == "raise and stay" and rank == VICTIM:
         # It lives on: the others must not need the end of its process.
-        _wait_for_others(folder, outcome.world_size)
+        for other in set(range(world_size)) - {rank}:
+            _wait_for(folder / f"{other}.pt")
     if client is not None:
         outcome.weights = client.weights()
-        if outcome.error:
+        if outcome.type:
             # A local step counts, also if the average after it does not.
             weights = client.own if isinstance(client, LocalSteps) else weights
             outcome.unchanged = _same_state(client, client.state(), state) and same(
                 client.weights(), weights
             )
-        client.close()
-    names = [thread.name for thread in threading.enumerate()]
-    outcome.note += f"\nthreads: {names}"
-
-
-def _wait_for_others(folder: Path, world_size: int) -> None:
-    for rank in range(world_size):
-        if rank != VICTIM:
-            _wait_for(folder / f"{rank}.pt")
+        client.handle.close()
 
 
 def _same_state(client: Client, one: Any, other: Any) -> bool:
@@ -298,11 +274,3 @@ def _same_state(client: Client, one: Any, other: Any) -> bool:
         return same(one["slots"], other["slots"])  # the local step itself counts
     # A step that is discarded has sent its bytes all the same.
     return same({**one, "traffic": None}, {**other, "traffic": None})
-
-
-def _chain(error: BaseException | None) -> list[tuple[str, str]]:
-    found = []
-    while error is not None:
-        found.append((type(error).__name__, str(error)))
-        error = error.__cause__ or error.__context__
-    return found

@@ -1,7 +1,4 @@
-"""Checkpoints on a full or read-only disk, or killed, and a package that cannot be written.
-
-Mounts are made in a mount namespace of the process that needs them, and end with it.
-"""
+"""Checkpoints on a full disk, or killed, and a package that cannot be written."""
 
 import os
 import shutil
@@ -66,13 +63,6 @@ def test_a_full_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     printed = with_mount(both, *save(tmp_path, 10, 1 << 20), **env).splitlines()
     assert printed[0::2] == ["None []", "rank 0: No space left on device []"]
     assert printed[1::2] == ["newest 5"] * 2
-
-
-def test_a_read_only_disk_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    run(save(tmp_path, 5, 10))
-    mount = f"mount --bind {tmp_path} {tmp_path} && mount -o remount,bind,ro {tmp_path}"
-    printed = with_mount(mount, *save(tmp_path, 10, 10)).splitlines()
-    assert printed == ["rank 0: Read-only file system []", "newest 5"]
 
 
 def test_a_kill_while_writing_leaves_the_checkpoint_before(tmp_path: Path) -> None:

@@ -87,10 +87,6 @@ def unpacked(codec: Codec, message: Tensor) -> Sequence[Parts]:
     return codec.frames.unpack(framed(message, codec.frames))[0]
 
 
-def inspected(frame: Tensor, frames: Frames) -> int:
-    """Return what is found in a received frame."""
+def is_intact(frame: Tensor, frames: Frames) -> bool:
     headers = frames.headers(frame[None])
-    if headers is None:
-        return wire.INTACT
-    (words,) = (headers ^ frames.expected).tolist()
-    return frames.finding(*words)
+    return headers is None or torch.equal(headers, frames.expected)

@@ -1,7 +1,4 @@
-"""Run a function on several ranks: as threads of this process, or as processes over gloo.
-
-No other file of the project imports ``torch.testing._internal``.
-"""
+"""Run a function on several ranks: as threads of this process, or as processes over gloo."""
 
 import ctypes
 import os
@@ -32,8 +29,8 @@ from tests.support.patience import PATIENCE
 
 Body = Callable[..., Any]
 
+# Modules that the fork server imports once. In every rank, they would take seconds.
 PRELOADED = ["tests.support.warm", "hypothesis", "pytest", "tests.support.models", __name__]
-"""Modules that the fork server imports once. In every rank, they would take seconds."""
 
 
 def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> list[Any]:
@@ -59,10 +56,8 @@ def on_threads(world_size: int, body: Body, *args: Any, catch: bool = False) -> 
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     _install_threaded_pg()
     try:
-        threads = [
-            threading.Thread(target=rank_main, args=(rank,), daemon=True)
-            for rank in range(world_size)
-        ]
+        run = threading.Thread
+        threads = [run(target=rank_main, args=(r,), daemon=True) for r in range(world_size)]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -95,11 +90,9 @@ def on_processes(
         # Fork from one process that has already imported all modules, which takes seconds.
         context = mp.get_context(start)
         context.set_forkserver_preload(PRELOADED)
+        each = (world_size, folder, backend, body, args)
         processes = [
-            context.Process(
-                target=_process_main, args=(rank, world_size, folder, backend, body, args)
-            )
-            for rank in range(world_size)
+            context.Process(target=_process_main, args=(rank, *each)) for rank in range(world_size)
         ]
         deadline = time.monotonic() + timeout
         for process in processes:

@@ -86,7 +86,7 @@ class OneWay(Aggregator):
         elif collective == "sharded":
             load = sharded_load(*_directions(self, shape, world_size), rank, node)
         else:
-            moved = gathered(wire.framed(nbytes) if nbytes else 0, world_size, node)
+            moved = gathered(wire.framed(nbytes), world_size, node)
             load = Load(sent=moved, received=moved)
         return Cost(collective, nbytes, load)
 

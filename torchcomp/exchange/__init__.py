@@ -2,8 +2,7 @@
 
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.in_process import InProcessExchange, run_in_process
-from torchcomp.exchange.managed import ManagedExchange
-from torchcomp.exchange.private import InsideExchange, PrivateExchange, new_name
+from torchcomp.exchange.private import InsideExchange, ManagedExchange, PrivateExchange, new_name
 from torchcomp.exchange.process_group import ProcessGroupExchange
 
 __all__ = ["Exchange", "InProcessExchange", "InsideExchange", "ManagedExchange", "PrivateExchange"]

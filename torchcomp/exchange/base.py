@@ -1,25 +1,28 @@
-"""Exchange: the collectives of a set of ranks, and the checks of what a step receives."""
+"""Exchange: the collectives of a set of ranks, on one level or two, and the checks of a step.
+
+Every collective is straight-line code and blocks the stream or thread that calls it. None is
+chained to a future: a second collective of a callback can pair with another one of another rank.
+"""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
 from torchcomp.engine import host
-from torchcomp.exchange.collectives import Collectives
-from torchcomp.exchange.traffic import Load
-from torchcomp.routes.wire import FINDINGS, Frames
+from torchcomp.engine.profiling import OFF, span
+from torchcomp.exchange.traffic import Load, Traffic, sum_bytes
+from torchcomp.routes.wire import Frames
 from torchcomp.specs.errors import RankMismatchError, WireError
 
-_KEPT = 2**25
-"""Frames of more bytes, about a bucket of DDP, are not kept in memory for their headers."""
-
+_KEPT = 2**25  # frames of more bytes, about a bucket of DDP, are not kept for their headers
 _COMPLEMENTS = bytes(255 - byte for byte in range(256))
 Built = TypeVar("Built")
-Asked = tuple[list[int], list[int]]
-"""Numbers of this rank, and a list for the maxima of all ranks."""
+Asked = tuple[list[int], list[int]]  # numbers of this rank, and a list for the maxima of all ranks
 
 
 class Origin(NamedTuple):
@@ -31,14 +34,13 @@ class Origin(NamedTuple):
     ranks: Sequence[int]  # the name of each sender in errors
 
     def names(self) -> list[int]:
-        each = self.rows * len(self.frames.sizes) // len(self.senders)
-        names = [self.ranks[sender] for sender in self.senders for _ in range(each)]
         sizes = self.frames.sizes * self.rows
-        return [name for name, size in zip(names, sizes, strict=True) if size]
+        senders = (self.senders[i * len(self.senders) // len(sizes)] for i in range(len(sizes)))
+        return [self.ranks[each] for each, size in zip(senders, sizes, strict=True) if size]
 
 
 class Conclusion(NamedTuple):
-    """The result of the checks of a step on all ranks. It is called to wait for it."""
+    """The result of the checks of a step on all ranks. Call it to wait for it."""
 
     flags: Tensor | None  # whether a frame was not intact, a value not finite; and the numbers
     wait: Callable[[], bool]
@@ -47,7 +49,7 @@ class Conclusion(NamedTuple):
         return self.wait()
 
 
-class Exchange(Collectives):
+class Exchange(ABC):
     """Collectives among `world_size` ranks. All ranks make the same calls in the same order.
 
     Args:
@@ -64,6 +66,8 @@ class Exchange(Collectives):
 
     checksum = False
     must_conclude = False
+    # Dtypes of which the backend's own mean has the bits of plain DDP.
+    _averages: tuple[torch.dtype, ...] = ()
     _levels: "tuple[Exchange, ...]"
 
     def __init__(
@@ -75,14 +79,14 @@ class Exchange(Collectives):
     ) -> None:
         self.rank, self.world_size, self.device = rank, world_size, device
         self.global_ranks = tuple(global_ranks or range(world_size))
-        self.members = tuple((each,) for each in self.global_ranks)
+        self.members: tuple[tuple[int, ...], ...] = tuple((each,) for each in self.global_ranks)
         self._load, self._levels = Load(), (self,)
-        # Of this step. On an accelerator, headers stay there: reading them here would make the host
-        # wait in the middle of the step. On the host, only those that are wrong are in this list.
+        # Of this step. Headers stay on an accelerator: reading them would make the host wait. Of
+        # those on the host, this list has the ones that are wrong.
         self._headers: list[tuple[Tensor, Origin]] = []
         self._asked: list[Asked] = []
-        # On the device, from the last step: the headers that this rank expected, and the numbers of
-        # its concluding message; and what they stand for.
+        # From the last step, with what they stand for: the headers that this rank expected, and the
+        # numbers of its concluding message.
         self._expected: tuple[list[tuple[Frames, int]], Tensor] = [], torch.empty(0)
         self._numbers: tuple[list[int], Tensor] = [], torch.empty(0)
 
@@ -91,6 +95,145 @@ class Exchange(Collectives):
         """Make two exchanges the levels of one hierarchy, which share counters and findings."""
         inside._levels = between._levels = (between, inside)
         return inside, between
+
+    @property
+    def shard(self) -> int:
+        """Which part of the values this rank averages: on two levels, its rank inside."""
+        return next((level.rank for level in self._levels if level is not self), 0)
+
+    # --- To be implemented by a subclass, without counting bytes ---
+
+    @abstractmethod
+    def _all_reduce(self, values: Tensor) -> None:
+        """Replace `values` (1-D, contiguous) with their sum over the ranks."""
+
+    def _all_reduce_mean(self, values: Tensor) -> None:
+        """Replace `values` with their mean; only called for the dtypes in `_averages`."""
+        raise NotImplementedError
+
+    @abstractmethod
+    def _all_gather(self, mine: Tensor) -> Tensor:
+        """Return every rank's `mine` (1-D, same length on all ranks), concatenated."""
+
+    @abstractmethod
+    def _all_to_all(
+        self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]
+    ) -> Tensor:
+        """Send ``sizes[r]`` elements to each rank r; receive ``arriving[r]`` from each."""
+
+    def _reduce_scatter(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+        sizes = [values.numel() // self.world_size] * self.world_size
+        # Summed here, in rank order: gloo's reduce-scatter is an all-reduce inside, which moves
+        # twice the bytes.
+        parts = self._all_to_all(values, sizes, sizes).view(self.world_size, -1)
+        return parts.sum(0, dtype=dtype)
+
+    @abstractmethod
+    def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
+        """Return every rank's `value`, in rank order; slow. On ranks other than `dst`, nothing."""
+
+    # --- Collectives ---
+
+    def all_reduce(self, values: Tensor, *, divide: bool = False) -> None:
+        """Replace `values` (1-D, contiguous) with their sum, or with the mean of plain DDP."""
+        with span("all_reduce") if profiler._is_profiler_enabled else OFF:
+            if divide and values.dtype in self._averages:
+                self._all_reduce_mean(values)
+            else:
+                self._all_reduce(values.mul_(1.0 / self.world_size) if divide else values)
+        self._load.summed += values.nbytes
+
+    def reduce_scatter(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return this rank's part of the sum, in `dtype`, of `values` (1-D, equal parts)."""
+        moved = values.nbytes // self.world_size * (self.world_size - 1)
+        self._load.sent += moved
+        self._load.received += moved
+        with span("reduce_scatter") if profiler._is_profiler_enabled else OFF:
+            return self._reduce_scatter(values, dtype or values.dtype)
+
+    def all_gather_rows(self, message: Tensor) -> Tensor:
+        """Return every rank's `message` (1-D, same length on all ranks), a row for each rank."""
+        moved = message.nbytes * (self.world_size - 1)
+        self._load.sent += moved
+        self._load.received += moved
+        with span("all_gather") if profiler._is_profiler_enabled else OFF:
+            return self._all_gather(message).view(self.world_size, -1)
+
+    def all_gather_v(self, mine: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Return every rank's `mine` (1-D, of ``sizes[rank]`` elements), concatenated."""
+        # torch's all_gather_single needs equal lengths. An all-to-all takes uneven splits.
+        copies = [mine.numel()] * self.world_size
+        return self.all_to_all(mine.repeat(self.world_size), copies, sizes)
+
+    def all_to_all(self, outgoing: Tensor, sizes: Sequence[int], arriving: Sequence[int]) -> Tensor:
+        """Send ``sizes[r]`` elements of `outgoing` to each rank r; return those from all."""
+        # A rank's part for itself does not cross its link, so it is not counted.
+        itemsize, rank = outgoing.element_size(), self.rank
+        self._load.sent += itemsize * (sum(sizes) - sizes[rank])
+        self._load.received += itemsize * (sum(arriving) - arriving[rank])
+        with span("all_to_all") if profiler._is_profiler_enabled else OFF:
+            return self._all_to_all(outgoing, sizes, arriving)
+
+    def all_reduce_max(self, numbers: Tensor) -> Tensor:
+        """Return the elementwise maximum of all ranks' `numbers` (1-D); of those of both levels."""
+        with span("all_reduce_max") if profiler._is_profiler_enabled else OFF:
+            for level in self._levels:
+                numbers = level.level_max(numbers)
+        return numbers
+
+    def level_max(self, numbers: Tensor) -> Tensor:
+        """As :meth:`all_reduce_max`, for the ranks of this level."""
+        self._load.control += numbers.nbytes * (self.world_size - 1)
+        return self._all_gather(numbers).view(self.world_size, -1).amax(0)
+
+    def same(self, number: int) -> bool:
+        """Whether all ranks of this level have the same 63-bit number."""
+        # One message finds the minimum as well as the maximum, as the maximum of the negatives.
+        bounds = torch.tensor([number, -number], dtype=torch.int64, device=self.device)
+        highest, lowest = self.level_max(bounds).tolist()
+        return bool(highest == -lowest)
+
+    def sum_control(self, numbers: Tensor) -> Callable[[], Tensor]:
+        """Add up `numbers` (1-D) on all levels, in place; the result waits for a CPU copy."""
+        with span("sum_control") if profiler._is_profiler_enabled else OFF:
+            for level in reversed(self._levels):
+                level._all_reduce(numbers)
+                self._load.control += sum_bytes(numbers.nbytes, level.world_size)
+            return host.copy_from(numbers)
+
+    def gather_all(self, value: Any) -> list[Any]:
+        """As :meth:`gather_objects` for the ranks of all levels, in an order that all have."""
+        values = [value]
+        for level in self._levels:
+            values = [each for listed in level.gather_objects(values) for each in listed]
+        return values
+
+    # --- Connections and counters ---
+
+    def close(self) -> None:
+        """End the connections of both levels. The groups of the user remain."""
+        for level in self._levels:
+            level._close()
+
+    def leave(self, error: BaseException) -> None:  # noqa: B027
+        """End the connections of this level, if it has its own, after an error."""
+
+    def _close(self) -> None:  # noqa: B027
+        pass
+
+    def count(self, load: Load) -> None:
+        """Count bytes that another exchange of the same ranks moves for this one."""
+        self._load.add(load)
+
+    def take_traffic(self, dense_bytes: int) -> Traffic:
+        """Return the bytes since the last call, with those of plain DDP; reset the counters."""
+        first, *others = self._levels
+        traffic, first._load = first._load.traffic(first.world_size, dense_bytes), Load()
+        for level in others:
+            inside, level._load = level._load.traffic(level.world_size), Load()
+            traffic.inside += inside.sent
+            traffic.control += inside.control
+        return traffic
 
     # --- Values that must match on all ranks ---
 
@@ -103,14 +246,13 @@ class Exchange(Collectives):
     ) -> None:
         """Raise RankMismatchError on every rank of all levels unless `values` match, as text.
 
-        The error names the call `what`, and ends in `advice`. Those `on_level` must match only on
-        the ranks of this exchange.
+        The error names the call `what`. Values `on_level` must match only on this level.
         """
         found: RankMismatchError | None = None
         compared = {"error": "none", **values, **(on_level or {})}
         for level in (self, *(each for each in self._levels if each is not self)):
             try:
-                _verify(level, what, compared, advice)
+                level._verify(what, compared, advice)
             except RankMismatchError as mismatch:
                 found = found or mismatch
             # Pass a mismatch on to the other level. One of its ranks is in every group of this one,
@@ -118,6 +260,22 @@ class Exchange(Collectives):
             compared = {"error": "none", **values} | ({"error": found} if found else {})
         if found is not None:
             raise found
+
+    def _verify(self, what: str, values: dict[str, Any], advice: str) -> None:
+        # Compare `what` as well, to detect ranks that are in different calls.
+        mine = {"call": what, **{name: str(value) for name, value in values.items()}}
+        # Compare a digest first: the values themselves can be long, and almost always match.
+        digest = hashlib.sha256(repr(mine).encode()).digest()
+        if self.same(int.from_bytes(digest[:7], "big")):
+            return
+        by_rank = self.gather_objects(mine)
+        differing = []
+        for name in mine:
+            found = [theirs[name] for theirs in by_rank if name in theirs]
+            if len(set(found)) > 1 and len(found) == len(by_rank):
+                differing.append(f"{name}: {_ranks_by_value(found, self.global_ranks)}")
+        problem = f"{what}: values that must match on all ranks differ: {'; '.join(differing)}"
+        raise RankMismatchError(f"{problem}. {advice}".strip())
 
     def build(
         self,
@@ -178,16 +336,14 @@ class Exchange(Collectives):
     def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
         """Return whether the values of this step are `finite`, a bool, on all ranks of all levels.
 
-        One message and one wait, or none if there is nothing to combine.
-
         Raises:
-            WireError: on every rank, if a frame received since the last call was not intact. It
-                names the senders and the findings.
+            WireError: on every rank, with the senders, if a frame received since the last call was
+                not intact.
         """
         return self.conclude_later(finite, where, advice)()
 
     def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
-        """As :meth:`conclude`, but all ranks call what is returned to wait for the result."""
+        """As :meth:`conclude`, in at most one message; call the result for the only wait."""
         received: list[tuple[Tensor, Origin]] = []
         asked: list[Asked] = []
         # Without frames, every rank has checked the whole mean, so `finite` matches already; but
@@ -206,18 +362,19 @@ class Exchange(Collectives):
             flags = self.all_reduce_max(flags)
         # Not the headers: their memory may be that of whole messages.
         origins = [origin for _, origin in received]
-        # On a CPU, there is nothing to copy or to wait for.
-        wait = None if flags.is_cpu else host.copy_from(flags)
+        wait = host.copy_from(flags)
 
         def conclusion() -> bool:
-            found = flags if wait is None else wait()  # the only wait of a step
-            damaged, nonfinite, *numbers = found.tolist()
+            damaged, nonfinite, *numbers = wait().tolist()
             for mine, maxima in asked:
                 maxima[:], numbers = numbers[: len(mine)], numbers[len(mine) :]
             if damaged:
-                problems = sorted(set().union(*self.gather_all(_problems(differences, origins))))
-                text = f"cannot use a message of {where}: {'; '.join(problems)}. {advice}"
-                raise WireError(text)
+                senders = sorted(set().union(*self.gather_all(_senders(differences, origins))))
+                names = ", ".join(f"rank {each}'s" for each in senders)
+                raise WireError(
+                    f"cannot use {names} message of {where}: it was damaged on the way, or has "
+                    f"another version, length or layout than the receiver expects. {advice}"
+                )
             return not nonfinite
 
         return Conclusion(flags, conclusion)
@@ -225,20 +382,11 @@ class Exchange(Collectives):
     def _own_flags(
         self, differences: Tensor | None, finite: Tensor | None, asked: Sequence[Asked]
     ) -> Tensor:
-        flags = [0, 0]
-        for numbers, _ in asked:
-            flags += numbers
-        if self.device.type == "cpu":
-            own = torch.tensor(flags, dtype=torch.uint8)
-            if differences is not None:
-                own[:1] = differences.any()
-            if finite is not None:
-                own[1:2] = finite.logical_not()
-            return own
-        # The numbers are usually those of the last step, and on the device already.
+        flags = [0, 0, *(number for numbers, _ in asked for number in numbers)]
+        # These are usually the numbers of the last step, and on the device already.
         if flags != self._numbers[0]:
-            numbers_there = host.copy_to(torch.tensor(flags, dtype=torch.uint8), self.device)
-            self._numbers = flags, numbers_there
+            there = host.copy_to(torch.tensor(flags, dtype=torch.uint8), self.device)
+            self._numbers = flags, there
         damaged, nonfinite, others = torch.split(self._numbers[1], [1, 1, len(flags) - 2])
         if differences is not None:
             damaged = differences.any().view(1).view(torch.uint8)
@@ -263,43 +411,19 @@ class Exchange(Collectives):
             level.must_conclude = False
 
 
-def _problems(differences: Tensor | None, origins: Sequence[Origin]) -> set[str]:
-    found = iter(() if differences is None else differences.tolist())
-    return {
-        f"rank {name}'s message {FINDINGS[origin.frames.finding(*words)]}"
-        for origin in origins
-        for name, words in zip(origin.names(), found, strict=False)
-        if any(words)
-    }
+def _senders(differences: Tensor | None, origins: Sequence[Origin]) -> set[int]:
+    found = iter(() if differences is None else differences.any(1).tolist())
+    names = (name for origin in origins for name in origin.names())
+    return {name for name, differs in zip(names, found, strict=False) if differs}
 
 
-def _verify(level: Exchange, what: str, values: dict[str, Any], advice: str) -> None:
-    # Compare `what` as well, to detect ranks that are in different calls.
-    mine = {"call": what, **{name: str(value) for name, value in values.items()}}
-    # Compare a digest first: the values themselves can be long, and almost always match.
-    digest = hashlib.sha256(repr(mine).encode()).digest()
-    if level.same(int.from_bytes(digest[:7], "big")):
-        return
-    by_rank = level.gather_objects(mine)
-    common = [name for name in mine if all(name in theirs for theirs in by_rank)]
-    lines = [
-        _ranks_by_value(name, [theirs[name] for theirs in by_rank], level.global_ranks)
-        for name in common
-    ]
-    differing = "; ".join(line for line in lines if line)
-    problem = f"{what}: values that must match on all ranks differ: {differing}"
-    raise RankMismatchError(f"{problem}. {advice}".strip())
-
-
-def _ranks_by_value(name: str, values: list[str], ranks: Sequence[int]) -> str:
-    """Return "name: value on rank 0, other value on ranks 1, 2", or "" if all values are equal."""
+def _ranks_by_value(values: list[str], ranks: Sequence[int]) -> str:
+    """Return "value on rank 0, other value on ranks 1, 2"."""
     holders: dict[str, list[int]] = {}
     for rank, value in zip(ranks, values, strict=True):
         holders.setdefault(value, []).append(rank)
-    if len(holders) == 1:
-        return ""
     shown = []
     for value, held in holders.items():
         short = value if len(value) <= 200 else f"{value[:200]}... ({len(value)} characters)"
         shown.append(f"{short} on rank{'s' if len(held) > 1 else ''} {', '.join(map(str, held))}")
-    return f"{name}: {', '.join(shown)}"
+    return ", ".join(shown)

@@ -1,7 +1,4 @@
-"""What a rank says when a collective fails: which rank is lost, why, and what to do.
-
-The backend knows only an address. So the ranks report their own failures in the store of the job.
-"""
+"""What a rank says when a collective fails: the ranks report their failures in the job's store."""
 
 import os
 import threading
@@ -11,8 +8,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from errno import EMFILE, ENFILE, ENOBUFS, ENOMEM
-from functools import wraps
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -28,26 +24,7 @@ ADVICE = "Look at the logs of the ranks, then restart all ranks from their last 
 _LOST, _CAUSE = "lost ", "cause "
 _LACKS = (EMFILE, ENFILE, ENOMEM, ENOBUFS)  # of this rank
 Reports = dict[int, str]
-P = ParamSpec("P")
 R = TypeVar("R")
-
-
-def explained(call: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Pass an error of a method that is a collective to ``exchange.explain(call, error)``."""
-
-    def decorate(collective: Callable[P, R]) -> Callable[P, R]:
-        @wraps(collective)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                return collective(*args, **kwargs)
-            except Exception as error:
-                exchange: Any = args[0]
-                exchange.explain(call, error)
-                raise
-
-        return run
-
-    return decorate
 
 
 def explain(exchange: "ProcessGroupExchange", call: str, error: Exception) -> None:
@@ -66,8 +43,8 @@ def explain(exchange: "ProcessGroupExchange", call: str, error: Exception) -> No
 
 def answered(seconds: float, ask: Callable[[], R]) -> R:
     """Return what `ask` returns or raises within some seconds, or raise dist.DistStoreError."""
-    # For calls whose own timeout does not end them: a store behind a lost link does not answer, and
-    # gloo waits for several timeouts for a rank that is stopped while it connects.
+    # Their own timeouts do not end a store behind a lost link, or gloo's wait for a rank that is
+    # stopped while it connects.
     answer: Future[R] = Future()
 
     def run() -> None:
@@ -80,9 +57,7 @@ def answered(seconds: float, ask: Callable[[], R]) -> R:
     try:
         return answer.result(seconds)
     except FutureTimeoutError:
-        raise dist.DistStoreError(
-            f"neither the store of the job nor all ranks have answered for {seconds:g} seconds"
-        ) from None
+        raise dist.DistStoreError(f"no answer of the store or a rank for {seconds:g} s") from None
 
 
 def report_cause(exchange: "ProcessGroupExchange", error: BaseException) -> None:
@@ -116,13 +91,10 @@ def _report(exchange: "ProcessGroupExchange", text: str, *, wait: bool) -> Repor
 
 def _is_loss(error: Exception) -> bool:
     """Whether the backend lost a connection, rather than refused a tensor."""
-    if isinstance(error, RankFailureError):
-        return False
+    # gloo raises plain RuntimeErrors, which start with the path of its source, or "Wait timeout" if
+    # a rank does not connect; NCCL DistBackendErrors, also for a tensor that it refuses.
     text = str(error)
-    # gloo raises plain RuntimeErrors, which start with the path of its source. A store in a file
-    # raises "Wait timeout" if a rank does not connect. NCCL's are DistBackendErrors, also for a
-    # tensor or an argument that it refuses (ncclInvalidArgument).
-    return (
+    return not isinstance(error, RankFailureError) and (
         "gloo/transport" in text
         or text.startswith("Wait timeout")
         or (isinstance(error, dist.DistError) and "ncclInvalid" not in text)
@@ -130,23 +102,18 @@ def _is_loss(error: Exception) -> bool:
 
 
 def _who(exchange: "ProcessGroupExchange", found: Reports) -> str:
-    reports, own = sorted(found.items()), exchange.global_ranks[exchange.rank]
-    causes = [(n, text.removeprefix(_CAUSE)) for n, text in reports if text.startswith(_CAUSE)]
+    causes = [(n, text) for n, text in sorted(found.items()) if text.startswith(_CAUSE)]
     if causes:
-        return "; ".join(f"rank {rank} failed first with {text}" for rank, text in causes)
-    if own not in found:
-        return (
-            "which rank is lost is not known, because the store of the job does not answer either: "
-            "look at the log of the launcher"
-        )
+        return "; ".join(f"rank {n} failed first with {t.removeprefix(_CAUSE)}" for n, t in causes)
+    if exchange.global_ranks[exchange.rank] not in found:
+        return "the lost rank is not known, because the store of the job does not answer either"
     silent = [str(rank) for rank in exchange.witnesses if rank not in found]
     if silent:
         return (
             f"no report from rank{'s' * (len(silent) > 1)} {', '.join(silent)}: ended after fewer "
             "steps, killed, stopped, waiting in another call or not reachable"
         )
-    others = [f"rank {rank}: {text.removeprefix(_LOST)}" for rank, text in reports if rank != own]
     return (
-        "all ranks have lost a connection: one was stopped for longer than the timeout, or a link "
-        f"between them failed. The others report: {'; '.join(others)}"
+        "all ranks have lost a connection: a rank was stopped for longer than the timeout, or a "
+        "link failed"
     )

@@ -16,15 +16,15 @@ _TIMEOUT_SECONDS = 300  # for which a rank waits for the others; only a hang tak
 
 
 class _Board:
-    """Shared memory of all ranks: each rank writes one value per call and reads all of them."""
+    """Shared memory: each rank writes one value per call and reads those of all."""
 
     def __init__(self, size: int) -> None:
-        # Only one rank computes at a time. A hundred threads that compete for Python's interpreter
-        # lock pass it on at every small operation, and take several times as long.
+        # Only one rank computes at a time: many threads that compete for Python's interpreter lock
+        # take several times as long.
         self.running = threading.Lock()
         self.barrier = threading.Barrier(size, timeout=_TIMEOUT_SECONDS)
-        # Two rows, used alternately. A rank can be at most one call ahead of another. With one
-        # barrier per call, it therefore never overwrites a row that another rank still reads.
+        # Used alternately. A rank is at most one call ahead of another, so it never overwrites a
+        # row that another one still reads.
         self._rows: list[list[Any]] = [[None] * size, [None] * size]
 
     def share(self, call: int, rank: int, value: Any) -> list[Any]:
@@ -43,8 +43,7 @@ class InProcessExchange(Exchange):
 
     def __init__(self, board: _Board, rank: int, world_size: int) -> None:
         super().__init__(rank, world_size, torch.device("cpu"))
-        self._board = board
-        self._calls = 0
+        self._board, self._calls = board, 0
 
     @classmethod
     def alone(cls, device: torch.device) -> "InProcessExchange":
@@ -82,13 +81,9 @@ class InProcessExchange(Exchange):
     ) -> Tensor:
         by_sender = self.gather_objects(torch.split(outgoing.clone(), list(sizes)))
         mine = [parts[self.rank] for parts in by_sender]
-        received = [part.numel() for part in mine]
-        # Threads could exchange any sizes. Check them, because a process group requires a match.
-        if received != list(arriving):
-            raise ValueError(
-                f"rank {self.rank} expected parts of {list(arriving)} elements and received "
-                f"{received}: the `sizes` of the senders and `arriving` must match"
-            )
+        # Threads could exchange any sizes. A process group requires a match.
+        if [part.numel() for part in mine] != list(arriving):
+            raise ValueError("the `sizes` of the senders do not match `arriving`")
         return torch.cat(mine)
 
 
@@ -99,10 +94,7 @@ def run_in_process(
 ) -> list[Result]:
     """Run ``body(exchange)`` on every rank, each in a thread of this process.
 
-    Args:
-        world_size: number of ranks.
-        body: called with the rank's :class:`InProcessExchange`.
-        exchanges: exchanges to use again, with their counters; by default new ones.
+    `exchanges` are used again, with their counters; by default, there are new ones.
 
     Returns:
         The results of `body`, in rank order. An exception is that of the lowest rank that raised.

@@ -40,19 +40,13 @@ class Nodes:
             return cls(_of_mesh(nodes, ranks))
         automatic = isinstance(nodes, str) and nodes == "auto"
         size: Any = nodes
-        if automatic:
-            text = os.environ.get(_LOCAL, "")
-            if not text.isdecimal() or int(text) < 1:
-                raise SpecError(
-                    f'nodes="auto" reads {_LOCAL}, which torchrun sets, and it is {text!r}: start '
-                    "the script with torchrun, or pass the number of ranks of a node",
-                    "nodes",
-                )
-            size = int(text)
+        if automatic and os.environ.get(_LOCAL, "").isdecimal():
+            size = int(os.environ[_LOCAL])
         if not is_whole(size) or size < 1:
             raise SpecError(
-                'nodes must be "auto", the number of ranks of a node, or a DeviceMesh with a '
-                f"dimension for nodes and one for their ranks, not {nodes!r}",
+                "nodes must be the number of ranks of a node, a DeviceMesh with a dimension for "
+                'nodes and one for their ranks, or "auto" in a script that torchrun has started, '
+                f"which sets {_LOCAL}; not {nodes!r}",
                 "nodes",
             )
         # torchrun numbers all ranks of the job node by node, also those that are not in the group.
@@ -60,10 +54,10 @@ class Nodes:
         found: dict[int, list[int]] = {}
         for number, rank in zip(numbers, ranks, strict=True):
             found.setdefault(number // size, []).append(rank)
-        if automatic and len({len(node) for node in found.values()}) > 1:
-            raise _uneven(size, len(ranks))
         if not automatic:
             check_divides(size, len(ranks))
+        elif len({len(node) for node in found.values()}) > 1:
+            raise _uneven(size, len(ranks))
         return cls(tuple(map(tuple, found.values())))
 
 
@@ -79,18 +73,12 @@ def _uneven(node: int, world_size: int) -> SpecError:
 
 
 def _of_mesh(mesh: DeviceMesh, ranks: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    if mesh.ndim != 2:
+    found = mesh.mesh.tolist()
+    if mesh.ndim != 2 or sorted(rank for node in found for rank in node) != sorted(ranks):
         raise SpecError(
             "nodes must be a DeviceMesh with two dimensions, nodes and the ranks of a node, such "
-            'as init_device_mesh("cuda", (2, 4), mesh_dim_names=("node", "local")); this one has '
-            f"the shape {tuple(mesh.shape)}",
-            "nodes",
-        )
-    found: list[list[int]] = mesh.mesh.tolist()
-    if sorted(rank for node in found for rank in node) != sorted(ranks):
-        raise SpecError(
-            f"nodes is a DeviceMesh of the ranks {found}, but the model is trained by the ranks "
-            f"{list(ranks)}: the mesh must contain each of them once",
+            'as init_device_mesh("cuda", (2, 4), mesh_dim_names=("node", "local")), with each of '
+            f"the ranks {list(ranks)} once, not {found}",
             "nodes",
         )
     return tuple(map(tuple, found))

@@ -5,14 +5,20 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import AllreduceOptions, AllToAllOptions, PrefixStore
+from torch._C._distributed_c10d import (
+    AllgatherOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    PrefixStore,
+)
 from torch.distributed import distributed_c10d
 
 from torchcomp.engine.host import Scratch
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import ADVICE, SECONDS, answered, explained, report_cause
+from torchcomp.exchange.failures import ADVICE, SECONDS, answered, report_cause
 from torchcomp.exchange.process_group import ProcessGroupExchange, averaged_exactly
 from torchcomp.specs.errors import RankFailureError
 
@@ -20,10 +26,9 @@ from torchcomp.specs.errors import RankFailureError
 class PrivateExchange(ProcessGroupExchange):
     """The exchange among some ranks of the job, over connections that nobody else uses.
 
-    Collectives of several threads over one group would pair with each other's. Torch does not know
-    the group: ``new_group`` hangs if ranks have made different numbers of calls, and keeps each
-    group until the process ends. Groups whose names, see :func:`new_name`, are equal up to the
-    first slash share their reports of failures.
+    Torch does not know the group: ``new_group`` hangs if ranks have made different numbers of
+    calls, and keeps each group until the process ends. Groups whose names are equal up to the first
+    slash share their reports of failures.
     """
 
     _group: Any
@@ -35,9 +40,8 @@ class PrivateExchange(ProcessGroupExchange):
         self._averages = averaged_exactly(self.backend, self.world_size)
         self.name, self.family = name, name.partition("/")[0]
         self.witnesses = tuple(sorted({*beside.witnesses, *ranks}))
-        self._connect()
+        self._run("connecting", self._connect)
 
-    @explained("connecting")
     def _connect(self) -> None:
         store = PrefixStore(self.name, distributed_c10d._get_default_store())
         if self.backend == "nccl":
@@ -62,27 +66,22 @@ class PrivateExchange(ProcessGroupExchange):
     def _close(self) -> None:
         self._group = ENDED
 
-    # `wait` blocks the host for gloo, and the current stream for NCCL.
-
-    @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
         options = AllreduceOptions()  # the groups of torchft take no defaults
         options.reduceOp = operation
-        self._group.allreduce([values], options).wait()
+        self._run("all_reduce", self._group.allreduce, [values], options)
 
-    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
-        self._group._reduce_scatter_base(mine, values).wait()
+        self._run("reduce_scatter", self._group._reduce_scatter_base, mine, values)
 
-    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        self._group._allgather_base(received, mine).wait()
+        self._run("all_gather", self._group._allgather_base, received, mine)
 
-    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        self._group.alltoall_base(received, outgoing, arriving, sizes, AllToAllOptions()).wait()
+        collective, options = self._group.alltoall_base, AllToAllOptions()
+        self._run("all_to_all", collective, received, outgoing, arriving, sizes, options)
 
 
 class InsideExchange(PrivateExchange):
@@ -121,6 +120,32 @@ class _Ended:
 
 
 ENDED = _Ended()
+
+
+class ManagedExchange(PrivateExchange):
+    """The exchange over the manager's group, until its ranks change; None: not connected yet."""
+
+    def __init__(self, group: Any, rank: int, world_size: int, device: torch.device) -> None:
+        Exchange.__init__(self, rank, world_size, device)
+        self.backend = "nccl" if device.type == "cuda" else "gloo"
+        self._group = ENDED if group is None else group
+
+    def leave(self, error: BaseException) -> None:
+        """Do nothing: the manager ends the connections when it configures the group again."""
+
+    def explain(self, call: str, error: Exception) -> None:
+        """Raise RankFailureError. Any error ends the step, and the manager decides what is next."""
+        raise RankFailureError(
+            f"{call} among the {self.world_size} ranks of the manager's group failed on rank "
+            f"{self.rank}: another rank has died, or did not answer in time. The manager does not "
+            f"count the step, and goes on with the ranks that are left. The backend says: {error}"
+        ) from error
+
+    def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
+        # torchft has no other all-gather.
+        options = AllgatherOptions()
+        collective = self._group.allgather_into_tensor_coalesced
+        self._run("all_gather", collective, [received], [mine], options)
 
 
 def new_name(exchange: Exchange) -> str:

@@ -1,7 +1,7 @@
 """ProcessGroupExchange: the exchange over a process group of torch.distributed."""
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import Any
@@ -13,7 +13,7 @@ from torch.distributed.constants import default_pg_timeout
 
 from torchcomp.engine.compat import all_gather_single, reduce_scatter_single
 from torchcomp.exchange.base import Exchange
-from torchcomp.exchange.failures import explain, explained, report_cause
+from torchcomp.exchange.failures import explain, report_cause
 from torchcomp.exchange.traffic import COPIED
 from torchcomp.specs.errors import UnsupportedModelError
 
@@ -29,9 +29,8 @@ class ProcessGroupExchange(Exchange):
         backend: name of the backend that moves tensors of this device; empty if there is none.
     """
 
-    # Ranks report failures to each other under this name; and the global ranks that do.
-    family: str
-    witnesses: tuple[int, ...]
+    family: str  # Under this name, ranks report failures to each other,
+    witnesses: tuple[int, ...]  # and these global ranks do.
     _objects_on: torch.device | None = None  # by default, the device of the messages
 
     def __init__(
@@ -46,13 +45,10 @@ class ProcessGroupExchange(Exchange):
         except KeyError:
             raise UnsupportedModelError(
                 f"{type(group).__name__} is no process group of torch.distributed. Under torchft, "
-                "use torchcomp.register(model, spec, manager=manager); LocalSGD, JointSpar and the "
-                "others need a group whose ranks do not change"
+                "only torchcomp.register(model, spec, manager=manager) works"
             ) from None
         super().__init__(dist.get_rank(group), len(ranks), torch.device(device), ranks)
-        # Torch numbers the groups of a job.
-        self.family = f"torchcomp-group-{members.group_name}"
-        self.witnesses = self.global_ranks
+        self.family, self.witnesses = f"torchcomp-group-{members.group_name}", self.global_ranks
         # Not get_backend: a group that was created without naming a backend has several.
         backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self.backend = backends.get(self.device.type, "")
@@ -65,37 +61,43 @@ class ProcessGroupExchange(Exchange):
     def timeout(self) -> timedelta:
         """The timeout of the group's collectives, or torch's default if the backend has none."""
         group: Any = self.group or dist.group.WORLD
-        if self.backend not in ("gloo", "nccl"):
-            return default_pg_timeout
-        timeout: timedelta = group._get_backend(self.device).options._timeout
-        return timeout
+        known = self.backend in ("gloo", "nccl")
+        return group._get_backend(self.device).options._timeout if known else default_pg_timeout
 
     def leave(self, error: BaseException) -> None:
         """Tell the other ranks, who wait until the timeout: the group belongs to the user."""
         report_cause(self, error)
 
+    def _run(self, call: str, collective: Callable[..., Any], *arguments: Any) -> None:
+        # `wait` blocks the host for gloo, and the current stream for NCCL.
+        try:
+            work = collective(*arguments)
+            if work is not None:
+                work.wait()
+        except Exception as error:
+            self.explain(call, error)
+            raise
+
     explain = explain
 
-    @explained("all_reduce")
     def _all_reduce(self, values: Tensor, operation: Any = dist.ReduceOp.SUM) -> None:
-        dist.all_reduce(values, operation, group=self.group)
+        self._run("all_reduce", dist.all_reduce, values, operation, self.group)
 
     def _all_reduce_mean(self, values: Tensor) -> None:
         self._all_reduce(values, dist.ReduceOp.AVG)
 
-    @explained("reduce_scatter")
     def _reduce_scatter_to(self, mine: Tensor, values: Tensor) -> None:
-        reduce_scatter_single(mine, values, group=self.group)
+        collective = reduce_scatter_single
+        self._run("reduce_scatter", collective, mine, values, dist.ReduceOp.SUM, self.group)
 
-    @explained("all_gather")
     def _all_gather_to(self, received: Tensor, mine: Tensor) -> None:
-        all_gather_single(received, mine, group=self.group)
+        self._run("all_gather", all_gather_single, received, mine, self.group)
 
-    @explained("all_to_all")
     def _all_to_all_to(
         self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int]
     ) -> None:
-        dist.all_to_all_single(received, outgoing, arriving, sizes, group=self.group)
+        collective = dist.all_to_all_single
+        self._run("all_to_all", collective, received, outgoing, arriving, sizes, self.group)
 
     # What follows is the same for private groups.
 
@@ -129,8 +131,7 @@ class ProcessGroupExchange(Exchange):
         return received
 
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
-        # Not torch's, which for NCCL uses the current device: the same one on all ranks of a script
-        # that never called torch.cuda.set_device.
+        # Not torch's, which for NCCL uses the current device, often the same one on all ranks.
         pickled = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         device = self._objects_on or self.device
         pickled = pickled.to(device)
@@ -147,9 +148,8 @@ class ProcessGroupExchange(Exchange):
 
 def averaged_exactly(backend: str, world_size: int) -> tuple[torch.dtype, ...]:
     """Return the dtypes of which a backend's own mean has the bits of plain DDP; gloo has none."""
-    # NCCL may fuse the product with the first addition, and rounds the reciprocal to 16 bits for
-    # 16-bit values. The bits are the same where the product is exact: for a power of two, unless
-    # the product is subnormal, which gradients in fp16 often are.
+    # NCCL may fuse the product with an addition, and rounds the reciprocal to 16 bits. The bits are
+    # the same where the product is exact: for a power of two, unless it is subnormal, as in fp16.
     if backend != "nccl" or world_size & (world_size - 1):
         return ()
     return torch.float32, torch.float64, torch.bfloat16

@@ -17,7 +17,7 @@ from torchcomp.routes.codec import Codec
 
 
 class AllReduceRoute:
-    """Divide by the number of ranks, as plain DDP does, then all-reduce."""
+    """Divide by the number of ranks, as plain DDP does, then all-reduce. As AllGatherRoute."""
 
     def __init__(self, codec: Codec, exchange: Exchange) -> None:
         self._codec, self._exchange, self._ranks = codec, exchange, exchange.world_size

@@ -1,11 +1,7 @@
-"""Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard.
-
-The message of a bucket is the concatenation of the messages of its vectors: one, or one for each
-parameter. For the owners of shards, it is several messages, one frame for each owner.
-"""
+"""Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard."""
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import accumulate
 
 import torch
@@ -21,11 +17,9 @@ _NOTHING = Encoded(())
 
 
 class Codec:
-    """Encodes and decodes tensors of one shape. Made once, and used in every step.
+    """Encodes and decodes tensors of one shape: a message is those of its vectors, joined.
 
-    The compressors of `vectors` are of one class. `counts` has the number of vectors in each frame;
-    by default, one frame has all of them. `signatures` are used if they are not those of the
-    layouts.
+    `counts` has the number of vectors in each frame; by default, one frame has all of them.
     """
 
     def __init__(
@@ -41,22 +35,23 @@ class Codec:
         counts = [len(vectors)] if counts is None else counts
         self.frames = Frames([v.layout for v in vectors], device, checksum, counts, signatures)
         self.vectors.frames = self.frames
-        self._placed = False
+
+    @cached_property
+    def _sent(self) -> Vectors:
+        # A compressor that writes its fields where they are sent from saves a copy.
+        self.vectors.fields = self.frames.fields()
+        return self.vectors
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
         """Compress every vector of `x`, a 1-D tensor, and write the frames."""
-        if not self._placed:
-            self._place()
-        return self.pack(self.fields(x, key))
+        vectors = self._sent
+        return self.pack(vectors.compressor.encode(x, vectors, key) if vectors else _NOTHING)
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
-        """Encode ``g + e``, and write to `rest` what the message does not contain."""
-        vectors = self.vectors
+        """Encode ``g + e`` in one call, and write to `rest` what the message does not contain."""
+        vectors = self._sent
         if not vectors:
             return _NOTHING
-        if not self._placed:
-            self._place()
-        # One call for all of it: a compressor can do it in one pass.
         return self.pack(vectors.compressor.encode_sum(g, e, rest, vectors, key))
 
     def fields(self, x: Tensor, key: Key) -> Encoded:
@@ -69,14 +64,6 @@ class Codec:
         vectors = self.vectors
         if vectors:
             vectors.compressor.subtract(message, x, vectors, key, weight)
-
-    def accumulate(
-        self, messages: Sequence[Message], out: Tensor, key: Key, weight: float = 1.0
-    ) -> None:
-        """Add `weight` times each decoded message to `out`, 1-D, in their order."""
-        vectors = self.vectors
-        if vectors:
-            vectors.compressor.accumulate(messages, out, vectors, key, weight)
 
     def mean(self, messages: Sequence[Message], out: Tensor, key: Key, divisor: int) -> None:
         """Write the sum of decoded messages, in their order, divided by `divisor`, to `out`."""
@@ -98,11 +85,6 @@ class Codec:
         """Write a message to the frames."""
         self.frames.pack(message.parts)
         return message
-
-    def _place(self) -> None:
-        # A compressor that writes its fields where they are sent from saves a copy.
-        self.vectors.fields = self.frames.fields()
-        self._placed = True
 
 
 # Cached: `explain` and every bucket need it, and a bucket can have hundreds of vectors.

@@ -1,7 +1,6 @@
-"""Searches: distributed selection of the k largest entries of vectors.
+"""Searches: distributed selection of the k largest entries of vectors. Ties go to the lowest index.
 
-Each rank contributes the candidates of its part, as integers with the order of the magnitudes. Ties
-go to the lowest rank and index: the result is the same as on one rank.
+Each rank contributes the candidates of its part, as integers with the order of the magnitudes.
 
 CPUs: the ranks all-gather histograms of an interval that contains the k-th largest, narrow it to
 one bin, and repeat until few candidates are left, which they all-gather. The first histogram covers
@@ -9,8 +8,8 @@ a window around the previous step's threshold. With a good guess, this takes two
 
 Accelerators: the number of rounds is fixed, so that the host never waits. In each, the ranks add up
 histograms of the next digit of those magnitudes' bits whose first digits are decided. At the end,
-they all-gather how many are above and equal to the threshold. This takes six collectives or more.
-With Triton, :class:`torchcomp.kernels.selecting_triton.Search` runs, and sends the same messages.
+they all-gather how many are above and equal to the threshold. With Triton,
+:class:`torchcomp.kernels.selecting_triton.Search` runs, and sends the same messages.
 """
 
 from collections.abc import Iterable, Sequence
@@ -20,25 +19,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchcomp.compressors.base import Vector, Vectors
+from torchcomp.compressors.base import Vectors
 from torchcomp.engine import host
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Load, gathered
 from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.routes.shards import Direction
 
+# log2 of the width of a window of two octaves, by bytes of a candidate. One octave, a factor of 2,
+# is 2^23 steps in the bits of a float32 and 2^52 in those of a float64.
 _WINDOW_BITS = {4: 24, 8: 53}
-"""log2 of the width of a window of two octaves, by bytes of a candidate.
-
-One octave, a factor of 2, is 2^23 steps in the bits of a float32 and 2^52 in those of a float64.
-"""
 
 
 def order_bits(x: Tensor) -> Tensor:
-    """Return non-negative integers with the order of |x|, where a NaN equals infinity.
-
-    The dtype is int64 for float64 and int32 for all others.
-    """
+    """Return non-negative int64 (of float64) or int32 with the order of |x|; a NaN is infinity."""
     # The bits of non-negative IEEE floats, read as integers, have the same order as the floats.
     wide = x.abs().to(torch.promote_types(x.dtype, torch.float32))
     wide.nan_to_num_(nan=torch.inf, posinf=torch.inf)
@@ -69,7 +63,7 @@ class Search:
 
     @property
     def wide(self) -> bool:
-        """Whether the remaining candidates take more bytes than another histogram."""
+        """Whether the candidates left take more bytes than another histogram."""
         left = self.candidates.itemsize * self.inside.sum()
         return self.open and bool(left > 4 * self.bins * len(self.inside))
 
@@ -134,11 +128,9 @@ class HostSearch:
     """The search for the entries of a bucket's downlink, decided on the host."""
 
     def __init__(self, down: Direction, exchange: Exchange) -> None:
-        self._down, self._exchange, candidates = down, exchange, []
-        for piece in down.pieces[exchange.rank]:
-            exactly = down.selector.exactly(down.candidates[piece.vector][exchange.rank])
-            layout = exactly.layout(piece.stop - piece.start, down.shape.dtype)
-            candidates.append(Vector(piece.name, piece.span, exactly, layout))
+        self._down, self._exchange = down, exchange
+        most = [place.k for place in down.places(exchange.rank, False)]
+        candidates = down.counted(exchange.rank, most)
         self._candidates = Vectors(candidates, torch.device("cpu"), down.shape.dtype)
 
     def __call__(
@@ -146,9 +138,8 @@ class HostSearch:
     ) -> tuple[Tensor, Tensor]:
         """Write ``g + e`` to `x`, and select from the whole bucket, together with all owners.
 
-        `before` has the threshold of each vector in the last step, and `after` receives those of
-        this one; 0 for none. Return the indices of this owner's entries in `x`, and the number of
-        entries in each piece of all shards.
+        `before` has the last step's threshold of each vector, and `after` receives this one's; 0
+        for none. Return the indices of this owner's entries, and the counts in all pieces.
         """
         down, rank = self._down, self._exchange.rank
         index = torch.empty(0, dtype=torch.int64)  # a shard can be empty
@@ -164,22 +155,22 @@ class HostSearch:
         find_largest(self._exchange, searches)
         after.copy_(torch.tensor([search.low for search in searches]))
         counts = [search.counts().tolist() for search in searches]
-        chosen = [
-            own.index_select(0, _chosen(each, search.low, count[rank]))
-            for own, each, search, count in zip(
-                torch.split(index, sizes), bits, searches, counts, strict=True
-            )
-        ]
-        every = [counts[p.vector][owner] for owner, own in enumerate(down.pieces) for p in own]
+        chosen = []
+        for own, keys, search, count in zip(
+            torch.split(index, sizes), bits, searches, counts, strict=True
+        ):
+            mask = _mask(keys, search.low, count[rank] - (keys > search.low).sum())
+            # As many as announced: counts that were damaged on the way must not lead outside.
+            found = torch.nonzero_static(mask, size=count[rank], fill_value=0)[:, 0]
+            chosen.append(own.index_select(0, found))
+        every = [counts[p.vector][owner] for owner, its in enumerate(down.pieces) for p in its]
         return torch.cat(chosen), torch.tensor(every, dtype=torch.int64)
 
 
-def _chosen(candidates: Tensor, threshold: int, count: int) -> Tensor:
-    """Return the ascending positions of this rank's `count` selected candidates."""
-    above, tied = candidates > threshold, candidates == threshold
-    selected = above | (tied & (tied.cumsum(0) <= count - above.sum()))
-    # As many as announced: counts that were damaged on the way must not lead outside.
-    return torch.nonzero_static(selected, size=count, fill_value=0)[:, 0]
+def _mask(keys: Tensor, threshold: Tensor | int, ties: Tensor) -> Tensor:
+    """Whether each is above the threshold, or one of the first `ties` that are equal to it."""
+    tied = keys == threshold
+    return (keys > threshold) | (tied & (tied.cumsum(0) <= ties))
 
 
 class DigitSearch:
@@ -196,9 +187,9 @@ class DigitSearch:
     ) -> None:
         self._segments, self._exchange = segments, exchange
         self._bits = digit_bits(len(segments))
-        numbers = [at, [segment.k for segment in segments], list(map(int, searched))]
         self._at, self._k, self._searched = (
-            host.copy_to(torch.tensor(each, dtype=torch.int64), device) for each in numbers
+            host.copy_to(torch.tensor(each, dtype=torch.int64), device)
+            for each in (at, [segment.k for segment in segments], searched)
         )
         self._digits = torch.arange(1 << self._bits, device=device)
         self._none = torch.zeros(len(segments), dtype=torch.int32, device=device)
@@ -207,7 +198,7 @@ class DigitSearch:
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`.threshold.HostSearch` does. There can be more indices than entries."""
+        """Do as :class:`HostSearch` does. There can be more indices than entries."""
         torch.add(g, e, out=x)
         exchange = self._exchange
         if not self._segments:
@@ -230,7 +221,10 @@ class DigitSearch:
         own = torch.stack([torch.stack([(k > t).sum(), (k == t).sum()]) for k, t in pairs])
         above, tied = exchange.all_gather_rows(own.int().view(-1)).view(-1, len(keys), 2).unbind(2)
         taken = torch.minimum((left - (tied.cumsum(0) - tied)).clamp(min=0), tied)
-        index = self._chosen(keys, prefix, taken[exchange.rank])
+        each = zip(keys, prefix, taken[exchange.rank], strict=True)
+        masks = torch.cat([_mask(*one) for one in each])
+        # Static shapes, because nonzero() would make the host wait.
+        index = torch.nonzero_static(masks, size=self._room, fill_value=0)[:, 0]
         return index, (above + taken).view(-1).index_select(0, self._at)
 
     def _count(self, keys: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
@@ -242,15 +236,6 @@ class DigitSearch:
             matches = (digits >> self._bits) == known
             own.index_add_(0, digits & (len(self._digits) - 1), matches.int())
         return counts
-
-    def _chosen(self, keys: Sequence[Tensor], thresholds: Tensor, taken: Tensor) -> Tensor:
-        """Return the ascending indices of this rank's entries, and others after them."""
-        masks = []
-        for key, threshold, count in zip(keys, thresholds, taken, strict=True):
-            tied = key == threshold
-            masks.append((key > threshold) | (tied & (tied.cumsum(0) <= count)))
-        # Static shapes, because nonzero() would make the host wait.
-        return torch.nonzero_static(torch.cat(masks), size=self._room, fill_value=0)[:, 0]
 
 
 def search_load(
@@ -272,6 +257,6 @@ def search_load(
 
 def _bins(k: int, world_size: int) -> int:
     """Return the number of bins of a histogram, a power of two of at least 32."""
-    # The total is smallest if a histogram and the candidates left in one bin take about the same
-    # bytes. This number of bins assumes 10 k candidates in the window, which is a rough guess.
+    # A histogram and the candidates left in one bin should take about the same bytes. This assumes
+    # 10 k candidates in the window, which is a rough guess.
     return int(2 ** max(5, (10 * k // world_size).bit_length() // 2))

@@ -7,10 +7,11 @@ The cost of a computation depends on the number of vectors, and not on the numbe
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
+from typing import Any
 
 from torchcomp.engine.bucket import cut
 from torchcomp.exchange.traffic import Load, gathered
@@ -19,56 +20,37 @@ from torchcomp.routes.searches import search_load
 from torchcomp.routes.shards import Direction
 
 Pieces = tuple[tuple[int, int], ...]
-"""What a shard contains: index of a vector, and number of its elements; none of them empty."""
+"""What a shard contains: index of a vector, and number of its elements."""
 
 
 def sharded_load(up: Direction, down: Direction, rank: int, node: int = 1) -> Load:
     """Return the bytes of one bucket per step; an estimate for exact selections."""
     ranks, first = up.world_size, rank - rank % node
-    own, others = range(first, first + node), ranks - node
-    up_all, up_own = (_total(_frames(up, owners)) for owners in (range(ranks), own))
-    load = Load(sent=round(node * (up_all - up_own)), received=round(others * up_own))
-    load.add(_down_load(down, own))
+    every, mine, others = range(ranks), range(first, first + node), ranks - node
+
+    def both(direction: Direction, of: Callable[[Pieces], Any]) -> list[Any]:
+        """Return the sums of a number of each shard over all owners, and over those of the node."""
+        shards = (_shards(direction.sizes, ranks, owners) for owners in (every, mine))
+        return [sum(of(shard) * count for shard, count in each.items()) for each in shards]
+
+    total, own = both(up, partial(_frame, up))
+    load = Load(sent=round(node * (total - own)), received=round(others * own))
     if up.exact:  # the counts, which are int32
-        pieces, mine = (_pieces_of(up, owners) for owners in (range(ranks), own))
-        load.add(Load(sent=4 * node * (pieces - mine), received=4 * others * mine))
+        total, own = both(up, len)
+        load.add(Load(sent=4 * node * (total - own), received=4 * others * own))
+    sizes = {_frame(down, shard) for shard in _shards(down.sizes, ranks, every)}
+    if len(sizes) == 1 and not down.exact:  # see sharded.py
+        moved = gathered(int(*sizes), ranks, node)
+        load.add(Load(sent=moved, received=moved))
+    else:
+        total, own = both(down, partial(_frame, down))
+        load.add(Load(sent=round(others * own), received=round(node * (total - own))))
     if down.exact:
-        total, owned = (_candidates(down, owners) for owners in (range(ranks), own))
+        candidates = (_candidates(down, owners) for owners in (mine, every))
         # `order_bits` makes candidates of at least 4 bytes, also from 16-bit values.
         itemsize = max(4, down.shape.dtype.itemsize)
-        load.add(search_load(zip(owned, total, down.kept, strict=True), itemsize, ranks, node))
+        load.add(search_load(zip(*candidates, down.kept, strict=True), itemsize, ranks, node))
     return load
-
-
-def _down_load(down: Direction, own: range) -> Load:
-    """Return the bytes of the all-gather of the downlink messages, for the ranks `own`."""
-    frames, node = _frames(down, range(down.world_size)), len(own)
-    if len(frames) == 1 and not down.exact:  # see sharded.py
-        moved = gathered(int(*frames), down.world_size, node)
-        return Load(sent=moved, received=moved)
-    owned = _total(_frames(down, own))
-    return Load(
-        sent=round((down.world_size - node) * owned),
-        received=round(node * (_total(frames) - owned)),
-    )
-
-
-def _frames(direction: Direction, owners: range) -> "Counter[Fraction]":
-    """Return the bytes of the frames of some owners' shards, and how many frames have them."""
-    frames = Counter[Fraction]()
-    for shard, count in _shards(direction.sizes, direction.world_size, owners).items():
-        frames[_frame(direction, shard)] += count
-    return frames
-
-
-def _total(frames: "Counter[Fraction]") -> Fraction:
-    return sum((nbytes * count for nbytes, count in frames.items()), Fraction(0))
-
-
-def _pieces_of(direction: Direction, owners: range) -> int:
-    """Return the number of pieces of the bucket's vectors in some owners' shards."""
-    shards = _shards(direction.sizes, direction.world_size, owners)
-    return sum(len(shard) * count for shard, count in shards.items())
 
 
 def _frame(direction: Direction, shard: Pieces) -> Fraction:
@@ -96,7 +78,7 @@ def _candidates(down: Direction, owners: range) -> list[int]:
 
 @lru_cache(maxsize=1024)
 def _shards(sizes: tuple[int, ...], world_size: int, owners: range) -> Counter[Pieces]:
-    """Return the contents of some consecutive owners' shards, and how many shards have the same."""
+    """Return the contents of consecutive owners' shards, and how many shards have the same."""
     ends, numel, shards = list(accumulate(sizes)), sum(sizes), Counter[Pieces]()
     if not numel:
         return Counter({(): len(owners)})

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,24 +15,20 @@ from torchcomp.routes import wire
 from torchcomp.routes.codec import Codec, vectors_of
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The elements of one vector that belong to one shard."""
 
     vector: int  # index of the vector in the bucket's codec
     name: str  # names the vector and the start of the piece; part of the key
-    start: int  # first element within the shard
-    stop: int  # one past the last element
-
-    @property
-    def span(self) -> slice:
-        """The piece's elements within the shard."""
-        return slice(self.start, self.stop)
+    place: Segment  # in the shard, with the most entries that its owner can contribute
 
 
 @dataclass(frozen=True)
 class Direction:
-    """How a bucket's shards are encoded for the uplink or the downlink; computed once."""
+    """How a bucket's shards are encoded for the uplink or the downlink; computed once.
+
+    Lists are by owner or by vector of the whole bucket.
+    """
 
     role: str  # "up" or "down"; part of the key, so that the two draw different random numbers
     compressor: Compressor
@@ -47,7 +43,6 @@ class Direction:
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """The bucket's shards, by owner."""
         return self.shape.shards(self.world_size)
 
     @cached_property
@@ -70,6 +65,15 @@ class Direction:
         ]
 
     @cached_property
+    def sizes(self) -> tuple[int, ...]:
+        return tuple(vector.span.stop - vector.span.start for vector in self.whole)
+
+    @cached_property
+    def kept(self) -> list[int]:
+        """By vector, the number of entries to keep."""
+        return [self.compressor.kept(size) for size in self.sizes]
+
+    @cached_property
     def pieces(self) -> list[list[Piece]]:
         """By owner, the pieces of the bucket's vectors in that owner's shard."""
         cut: list[list[Piece]] = []
@@ -78,29 +82,20 @@ class Direction:
             for i, vector in enumerate(self.whole):
                 start, stop = max(vector.span.start, part.start), min(vector.span.stop, part.stop)
                 if start < stop:
+                    # The k largest of a vector can all be in one shard, but none needs more than k.
+                    most = min(self.kept[i], stop - start)
                     name = f"{self.role} {vector.name} from {part.start}"
-                    cut[-1].append(Piece(i, name, start - part.start, stop - part.start))
+                    place = Segment(start - part.start, stop - start, most)
+                    cut[-1].append(Piece(i, name, place))
         return cut
 
     @cached_property
-    def sizes(self) -> tuple[int, ...]:
-        """By vector of the whole bucket, the number of its elements."""
-        return tuple(vector.span.stop - vector.span.start for vector in self.whole)
-
-    @cached_property
-    def kept(self) -> list[int]:
-        """By vector of the whole bucket, the number of entries to keep."""
-        return [self.compressor.kept(size) for size in self.sizes]
-
-    @cached_property
     def candidates(self) -> list[list[int]]:
-        """By vector, the number of candidates that each owner contributes to the search."""
-        # The k largest of a vector can all be in one shard, but no owner needs more than k.
+        """By vector and owner, the number of candidates for the search."""
         table = [[0] * self.world_size for _ in self.whole]
         for owner, pieces in enumerate(self.pieces):
             for piece in pieces:
-                size = piece.stop - piece.start
-                table[piece.vector][owner] = min(self.kept[piece.vector], size)
+                table[piece.vector][owner] = piece.place.k
         return table
 
     @cached_property
@@ -110,16 +105,13 @@ class Direction:
 
     def place(self, vector: int, owner: int) -> Segment:
         """Return what an owner has of a vector, and how many entries all owners keep of it."""
-        found = [(p.start, p.stop - p.start) for p in self.pieces[owner] if p.vector == vector]
+        found = [p.place[:2] for p in self.pieces[owner] if p.vector == vector]
         return Segment(*(found or [(0, 0)])[0], self.kept[vector])
 
     def places(self, owner: int, in_bucket: bool) -> list[Segment]:
         """Return the pieces of a shard, there or in the bucket, with the most entries of each."""
         start = self.shards[owner].start if in_bucket else 0
-        return [
-            Segment(start + p.start, p.stop - p.start, self.candidates[p.vector][owner])
-            for p in self.pieces[owner]
-        ]
+        return [Segment(start + at, n, k) for _, _, (at, n, k) in self.pieces[owner]]
 
     @cached_property
     def signatures(self) -> list[int]:
@@ -129,28 +121,23 @@ class Direction:
             for o, p in enumerate(self.pieces)
         ]
 
-    def codec(
-        self, by_owner: Sequence[Sequence[Vector]], device: torch.device, checksum: bool
-    ) -> Codec:
-        """Return the codec of the whole bucket, with a frame for each owner."""
+    def codec(self, device: torch.device, checksum: bool) -> Codec:
+        """Return the codec of :attr:`fixed` vectors of the bucket, with a frame for each owner."""
         vectors = [
-            v for part, own in zip(self.shards, by_owner, strict=True) for v in _in(part, own)
+            v for part, own in zip(self.shards, self.fixed, strict=True) for v in _in(part, own)
         ]
-        return Codec(vectors, device, self.shape.dtype, [len(own) for own in by_owner], checksum)
+        return Codec(vectors, device, self.shape.dtype, [len(own) for own in self.fixed], checksum)
 
     def counted(
         self, owner: int, counts: Sequence[int], in_bucket: bool = False
     ) -> tuple[Vector, ...]:
-        """Return the vectors of a shard with `counts` entries, one count for each of its pieces.
-
-        They are places of the shard, or of the whole bucket.
-        """
+        """Return the vectors of a shard, there or in the bucket, with `counts` entries."""
         vectors = []
-        for piece, count in zip(self.pieces[owner], counts, strict=True):
+        for (_, name, place), count in zip(self.pieces[owner], counts, strict=True):
             if count:  # a compressor keeps at least one entry, so an empty piece has no vector
                 exactly = self.selector.exactly(count)
-                layout = exactly.layout(piece.stop - piece.start, self.shape.dtype)
-                vectors.append(Vector(piece.name, piece.span, exactly, layout))
+                layout = exactly.layout(place.n, self.shape.dtype)
+                vectors.append(Vector(name, place.span, exactly, layout))
         return _in(self.shards[owner], vectors) if in_bucket else tuple(vectors)
 
 
@@ -164,7 +151,7 @@ def _in(part: Shard, vectors: Sequence[Vector]) -> tuple[Vector, ...]:
 def direction(
     role: str, compressor: Compressor, selection: str, shape: BucketShape, world_size: int
 ) -> Direction:
-    """Return the :class:`Direction` of a role, "up" or "down"."""
+    """Return the direction with this role, "up" or "down"."""
     # An elementwise compressor gives the same result for shards as for the whole bucket.
     exact = selection == "exact" and compressor.selects
     return Direction(role, compressor, exact, shape, world_size)

@@ -1,13 +1,11 @@
 """Wire: the static byte layout of a message, and the frame in which it is sent.
 
-docs/wire.md specifies both. A message is the concatenation of its fields, whose layout depends only
-on the number of elements and the dtype: every plan, table and test takes its size from
-:func:`nbytes`. Without checksums, the header of a frame is the same in every step: it is written
-once.
+docs/wire.md specifies both. The layout of a message depends only on the number of elements and the
+dtype. Without checksums, the header of a frame is the same in every step: it is written once.
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate, islice
@@ -18,33 +16,13 @@ from torch import Tensor
 from torchcomp.engine import host
 
 VERSION = 6
-"""Version of the wire format. It changes whenever the bytes of any message change.
+"""It changes whenever the bytes of any message change. Ranks compare it when they register."""
 
-The ranks compare it when a model is registered.
-"""
+MAGIC = 0xC7  # the second byte of every frame
+MARK = VERSION | MAGIC << 8  # the lowest 16 bits of every frame
+HEADER = 16  # bytes of a frame before the message
 
-MAGIC = 0xC7
-"""The second byte of every frame."""
-
-MARK = VERSION | MAGIC << 8
-"""The lowest 16 bits of every frame."""
-
-HEADER = 16
-"""Number of bytes of a frame before the message."""
-
-INTACT, NO_FRAME, OTHER_VERSION, OTHER_LENGTH, OTHER_LAYOUT, DAMAGED = range(6)
-"""The results of :meth:`Frames.finding`."""
-
-_SEPARATE = 4
-"""Up to this many fields are copied to a device one by one."""
-
-FINDINGS = {
-    NO_FRAME: "was damaged on the way: it does not begin like a frame",
-    OTHER_VERSION: f"has a different version of the wire format than this rank's version {VERSION}",
-    OTHER_LENGTH: "has a different length than this rank expects",
-    OTHER_LAYOUT: "has a different layout than this rank expects: other fields, dtypes or counts",
-    DAMAGED: "was damaged on the way: its checksum does not match its bytes and layout",
-}
+_SEPARATE = 4  # up to this many fields are copied to a device one by one
 
 
 @dataclass(frozen=True)
@@ -72,8 +50,8 @@ def nbytes(layout: Layout) -> int:
 
 
 def framed(length: int) -> int:
-    """Return the size in bytes of the frame of a message of `length` bytes."""
-    return HEADER + -(-length // 8) * 8
+    """Return the size in bytes of the frame of `length` bytes. An empty message has no frame."""
+    return HEADER + -(-length // 8) * 8 if length else 0
 
 
 @lru_cache(maxsize=4096)
@@ -98,9 +76,8 @@ def checksum(words: Tensor) -> Tensor:
 class Frames:
     """The frames of some messages, one after another: all that is the same in every step.
 
-    A message is the concatenation of the messages of its vectors, of which `layouts` has the fields
-    and `counts` the number in each message; by default one. An empty message has no frame.
-    `signatures` are used if they are not those of the layouts. `sizes` are the bytes of the frames.
+    `layouts` are those of vectors, of which `counts` says how many there are in each message; by
+    default one. `signatures` are used if they are not those of the layouts.
     """
 
     def __init__(
@@ -113,36 +90,29 @@ class Frames:
     ) -> None:
         self.layouts, self.device, self.checksum = tuple(layouts), device, checksum
         self.on_host = host.can_read(torch.empty(0, device=device))
-        vectors = iter(self.layouts)
         counts = [1] * len(self.layouts) if counts is None else counts
+        vectors = iter(self.layouts)
         messages: list[Layout] = [sum(islice(vectors, count), ()) for count in counts]
+        signatures = [signature(m) for m in messages] if signatures is None else signatures
         self.lengths = tuple(map(nbytes, messages))
-        self.sizes = tuple(framed(length) if length else 0 for length in self.lengths)
+        self.sizes = tuple(map(framed, self.lengths))
         self.nbytes = sum(self.sizes)
-        begins = [0, *accumulate(self.sizes)]
-        fields = [
-            place
-            for begin, message in zip(begins, messages, strict=False)
-            for place in _places(begin + HEADER, message)
-        ]
+        fields: list[tuple[int, int, torch.dtype, bool]] = []
+        # Where the frames begin and end, in 64-bit words, and the two words of their headers.
+        self._spans: list[tuple[int, int]] = []
+        headers = []
+        ends = accumulate(self.sizes)
+        for message, signed, size, end in zip(messages, signatures, self.sizes, ends, strict=True):
+            fields += _places(end - size + HEADER, message)
+            if size:
+                self._spans.append(((end - size) // 8, end // 8))
+                headers.append((MARK | nbytes(message) << 16, signed))
         places = iter(fields)
         # By vector, where its fields begin and end, and whether a view in their dtype is aligned.
         self._places = [list(islice(places, len(layout))) for layout in self.layouts]
         self._aligned = all(aligned for *_, aligned in fields)
         # Many fields are copied to a device as bytes: all of them in one launch.
         self._by_bytes = not self._aligned or (not self.on_host and len(fields) > _SEPARATE)
-        # Where the frames begin and end, in 64-bit words, and the two words of their headers.
-        self._spans = [
-            (begin // 8, (begin + size) // 8)
-            for begin, size in zip(begins, self.sizes, strict=False)
-            if size
-        ]
-        signatures = [signature(m) for m in messages] if signatures is None else signatures
-        headers = [
-            (MARK | nbytes(message) << 16, signed)
-            for message, signed in zip(messages, signatures, strict=True)
-            if nbytes(message)
-        ]
         self._headers = torch.tensor(headers, dtype=torch.int64).view(-1, 2)
         self._words = self._headers.numpy()
         # Equally long frames are the rows of a matrix.
@@ -162,14 +132,26 @@ class Frames:
         """Return the memory of the frames to send, with headers: the same in every step."""
         return self._outgoing
 
-    def fields(self) -> list[Parts] | None:
+    def fields(self) -> Sequence[Parts] | None:
         """Return where the fields of each vector lie in :meth:`outgoing`, if all are aligned."""
-        return self._fields if self._aligned else None
+        return self.placed if self._aligned else None
+
+    @cached_property
+    def placed(self) -> Sequence[Parts]:
+        """The fields in :meth:`outgoing`, by vector; as bytes where one is not aligned."""
+        memory = self._outgoing
+        return [
+            tuple(
+                memory[begin:end].view(dtype) if aligned else memory[begin:end]
+                for begin, end, dtype, aligned in places
+            )
+            for places in self._places
+        ]
 
     def pack(self, messages: Sequence[Parts]) -> Tensor:
         """Write the fields of each vector's message to :meth:`outgoing`, and return that."""
         targets, sources = [], []
-        for parts, layout, within in zip(messages, self.layouts, self._fields, strict=True):
+        for parts, layout, within in zip(messages, self.layouts, self.placed, strict=True):
             for part, field, target in zip(parts, layout, within, strict=True):
                 if part is target:
                     continue
@@ -186,11 +168,6 @@ class Frames:
             self.seal(self._outgoing)
         return self._outgoing
 
-    @property
-    def placed(self) -> Sequence[Parts]:
-        """What a compressor returns that has written the fields in :meth:`outgoing` itself."""
-        return self._fields
-
     def seal(self, memory: Tensor) -> None:
         """Write the checksums of frames, 1-D uint8, into their headers."""
         words = memory.view(torch.int64)
@@ -201,20 +178,8 @@ class Frames:
     def _outgoing(self) -> Tensor:
         words = torch.zeros(self.nbytes // 8, dtype=torch.int64, device=self.device)
         if self._spans:
-            words.index_copy_(0, self._at, self.expected.view(-1))
+            words.index_copy_(0, *self._table)
         return words.view(torch.uint8)
-
-    @cached_property
-    def _fields(self) -> list[Parts]:
-        """The fields in :meth:`outgoing`, by vector; as bytes where one is not aligned."""
-        memory = self._outgoing
-        return [
-            tuple(
-                memory[begin:end].view(dtype) if aligned else memory[begin:end]
-                for begin, end, dtype, aligned in places
-            )
-            for places in self._places
-        ]
 
     # --- Receiving ---
 
@@ -242,7 +207,7 @@ class Frames:
         if self._even:
             found = words.view(-1, self._even)[:, :2]
         else:
-            found = words.index_select(1, self._at).view(-1, 2)
+            found = words.index_select(1, self._table[0]).view(-1, 2)
         if self.checksum:
             sums = [checksum(words[:, begin + 2 : end]) for begin, end in self._spans]
             found = found.clone()
@@ -251,41 +216,25 @@ class Frames:
             return None
         return found
 
-    def finding(self, first: int, second: int) -> int:
-        """Return INTACT, or what is wrong with a frame."""
-        if first & 0xFF00:
-            return NO_FRAME
-        if first & 0xFF:
-            return OTHER_VERSION
-        if first:
-            return OTHER_LENGTH
-        if second:
-            return DAMAGED if self.checksum else OTHER_LAYOUT
-        return INTACT
-
     @cached_property
     def expected(self) -> Tensor:
         """The headers without a checksum, on the device: int64, a row of two words each."""
         return self._table[1].view(-1, 2)
 
     @cached_property
-    def _at(self) -> Tensor:
-        """The positions of the words of :attr:`expected`, on the device."""
-        return self._table[0]
-
-    @cached_property
     def _table(self) -> Tensor:
-        # One copy to the device for both.
+        # The positions of the headers' words, and these words: one copy to the device for both.
         begins = torch.tensor([begin for begin, _ in self._spans])
         at = torch.stack([begins, begins + 1], 1)
         return host.copy_to(torch.stack([at.view(-1), self._headers.view(-1)]), self.device)
 
 
-def _places(begin: int, layout: Layout) -> Iterator[tuple[int, int, torch.dtype, bool]]:
-    """Yield where each field begins and ends, its dtype, and whether it is aligned to that."""
+def _places(begin: int, layout: Layout) -> list[tuple[int, int, torch.dtype, bool]]:
+    """Return where each field begins and ends, its dtype, and whether it is aligned to that."""
+    places = []
     for field in layout:
-        end = begin + field.nbytes
         # An empty field can lie anywhere: where it is aligned.
         at = begin if field.count else 0
-        yield at, at + field.nbytes, field.dtype, at % field.dtype.itemsize == 0
-        begin = end
+        places.append((at, at + field.nbytes, field.dtype, at % field.dtype.itemsize == 0))
+        begin += field.nbytes
+    return places

@@ -1,7 +1,7 @@
 """Auto: the options of ``register(model, "auto")``."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import InitVar, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 from torchcomp.aggregators import Aggregator, Mean
@@ -34,38 +34,26 @@ class Auto(Component):
     kind: ClassVar[str] = "choice"
     positional: ClassVar[int] = 0
     example: ClassVar[str] = "auto(steps=60)"
-    removed: ClassVar[Mapping[str, str]] = {
-        "within": "auto: within was removed, with the accuracies of one small model that it "
-        "compared. Name the methods that you accept: candidates=[cast(bf16), ef(topk(0.01))]"
-    }
 
     candidates: tuple[str | Component, ...] = _DEFAULT
     steps: int = 100
-    within: InitVar[object] = None
 
-    def __post_init__(self, within: object) -> None:
-        if within is not None:
-            raise SpecError(self.removed["within"], "within")
+    def __post_init__(self) -> None:
         given: object = self.candidates
         if isinstance(given, str) or not isinstance(given, Sequence):
-            problem = 'auto: candidates must be a list such as ["ef(topk(0.01))"]'
-            raise SpecError(f"{problem}, not {shown(given)}", "candidates")
+            problem = f'must be a list such as ["ef(topk(0.01))"], not {shown(given)}'
+            raise SpecError(f"auto: candidates {problem}", "candidates")
         object.__setattr__(self, "candidates", tuple(given))  # components are hashed
         check_count("steps", self.steps, owner=self.name)
 
     def methods(self, candidates: Sequence[Aggregator]) -> tuple[Aggregator, ...]:
-        """Return the methods to time: ``mean``, and the candidates, as built.
-
-        Raises:
-            SpecError: if one appears twice, if there is none, or if there are too few steps.
-        """
+        """Return the methods to time: ``mean``, and the candidates, as built."""
         methods = [MEAN, *(each for each in candidates if each != MEAN)]
         names = list(map(str, methods))  # a choice is printed and saved as text
         if len(names) == 1:
             raise SpecError("auto: no candidate besides mean: name one", "candidates")
-        for each in names:
-            if names.count(each) > 1:
-                raise SpecError(f"auto: the candidate '{each}' appears twice", "candidates")
+        if len(set(names)) < len(names):
+            raise SpecError(f"auto: a candidate appears twice: {', '.join(names)}", "candidates")
         least = SETTLE + BLOCK * len(names)
         if self.steps < least:
             problem = f"auto: {self.steps} steps are too few for mean and {len(names) - 1} others"

@@ -1,10 +1,8 @@
-"""Checks of option values, with the same error messages in the whole package.
+"""Checks of option values. Each raises SpecError with the names of the option and of its owner.
 
-A check raises SpecError with the name of the option, that of the component that owns it, if there
-is one, and the value. NumPy's numbers are numbers. Booleans are not.
+NumPy's numbers are numbers. Booleans are not.
 """
 
-import difflib
 import math
 from collections.abc import Callable, Iterable
 from numbers import Integral, Real
@@ -65,18 +63,10 @@ def check_flag(name: str, value: object, *, owner: str = "") -> None:
 def check_choice(name: str, value: object, choices: Iterable[str], *, owner: str = "") -> None:
     """Require a string that is one of `choices`."""
     known = tuple(choices)  # read twice below, and `choices` can be an iterator
-    # The type first: comparing an array with a string does not give a bool.
-    if isinstance(value, str) and value in known:
-        return
     listed = ", ".join(f'"{choice}"' for choice in known)
-    meant = closest(value, known) if isinstance(value, str) else None
-    hint = f'; did you mean "{meant}"?' if meant else ""
-    _require(False, name, f"one of {listed}", value, owner, hint)
-
-
-def closest(word: str, known: Iterable[str]) -> str | None:
-    """Return the known word that is spelled most like `word`, or None if none is close."""
-    return next(iter(difflib.get_close_matches(word.lower(), sorted(known), n=1)), None)
+    # The type first: comparing an array with a string does not give a bool.
+    valid = isinstance(value, str) and value in known
+    _require(valid, name, f"one of {listed}", value, owner)
 
 
 def shown(value: object) -> str:
@@ -88,9 +78,7 @@ def shown(value: object) -> str:
         return f"a value of type {type(value).__name__}"
 
 
-def _require(
-    valid: bool, name: str, expected: str, value: object, owner: str, hint: str = ""
-) -> None:
+def _require(valid: bool, name: str, expected: str, value: object, owner: str) -> None:
     if not valid:
         option = f"{owner}: {name}" if owner else name
-        raise SpecError(f"{option} must be {expected}, not {shown(value)}{hint}", name)
+        raise SpecError(f"{option} must be {expected}, not {shown(value)}", name)

@@ -4,12 +4,13 @@ Compressors, aggregators and schedules are all components. ``str(component)`` is
 :func:`torchcomp.parse`.
 """
 
+import difflib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import Field, dataclass, fields
 from typing import Any, ClassVar, get_args
 
-from torchcomp.specs.checks import check_choice, closest, is_number, is_whole, shown
+from torchcomp.specs.checks import check_choice, is_number, is_whole, shown
 from torchcomp.specs.errors import SpecError
 
 
@@ -38,14 +39,12 @@ class Component:
         kind: what the component is, for error messages ("compressor", "schedule", ...).
         positional: how many leading options are printed without their names.
         example: a spec that builds one, shown in lists and in errors about missing options.
-        removed: options that earlier versions had, and what to do instead.
     """
 
     name: ClassVar[str]
     kind: ClassVar[str]
     positional: ClassVar[int] = 1
     example: ClassVar[str] = ""
-    removed: ClassVar[Mapping[str, str]] = {}
 
     def __post_init__(self) -> None:
         for option in fields(self):
@@ -81,12 +80,10 @@ def _literal(value: Any) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return a hint: the known word closest to `word`, or a list of all if none is close."""
+    """Return a hint: the known word that is spelled most like `word`, or all if none is."""
     names = sorted(known)
-    close = closest(word, names)
-    if close is not None:
-        return f"did you mean '{close}'?"
-    return f"known: {', '.join(names)}" if names else "it takes no options"
+    (close,) = difflib.get_close_matches(word.lower(), names, n=1) or [""]
+    return f"did you mean '{close}'?" if close else f"known: {', '.join(names)}"
 
 
 def check_kind(owner: Component, field: str, wanted: type[Component]) -> None:
@@ -94,6 +91,5 @@ def check_kind(owner: Component, field: str, wanted: type[Component]) -> None:
     value = getattr(owner, field)
     if not isinstance(value, wanted):
         found = f"the {value.kind} '{value}'" if isinstance(value, Component) else shown(value)
-        raise SpecError(
-            f"{owner.name} takes a {wanted.kind} such as topk(0.01), not {found}", field
-        )
+        text = f"{owner.name} takes a {wanted.kind} such as topk(0.01), not {found}"
+        raise SpecError(text, field)

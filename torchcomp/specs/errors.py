@@ -4,9 +4,6 @@
 class SpecError(ValueError):
     """A method, schedule or argument is invalid.
 
-    For example, a name or option is unknown, a value is out of range, or two options cannot be
-    combined.
-
     Attributes:
         field: name of the invalid option, or None. The parser puts its caret below that option.
     """

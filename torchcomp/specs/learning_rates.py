@@ -43,13 +43,9 @@ def decaying(
     check_count("total_steps", total_steps)
     check_count("warmup_steps", warmup_steps, 0, total_steps - 1)
     if final > peak:
-        raise SpecError(
-            f"final must be at most peak, but final={final:g} is above peak={peak:g}", "final"
-        )
-    if decay == "step-cosine" and final == 0:
-        raise SpecError(
-            'final must be above 0 with decay="step-cosine", which takes its logarithm', "final"
-        )
+        raise SpecError(f"final={final:g} must be at most peak={peak:g}", "final")
+    if decay == "step-cosine" and final == 0:  # it takes the logarithm
+        raise SpecError('final must be above 0 with decay="step-cosine"', "final")
     # The decay takes the steps that warm-up leaves, and reaches `final` at step `total_steps`.
     length = total_steps - warmup_steps
 

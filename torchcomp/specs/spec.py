@@ -4,18 +4,21 @@ The walk over the tree of Python's ``ast`` accepts names, calls and literals. No
 """
 
 import ast
+import difflib
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, Field, fields
+from functools import partial
+from itertools import zip_longest
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any
 
 from torchcomp.aggregators import AGGREGATORS, Aggregator, Mean
 from torchcomp.compressors import COMPRESSORS, Compressor
 from torchcomp.local_sgd.outer_steps import OUTER_STEPS, OuterStep
 from torchcomp.local_sgd.schedules import SCHEDULES, Schedule
 from torchcomp.specs.auto import Auto
-from torchcomp.specs.checks import closest, shown
+from torchcomp.specs.checks import shown
 from torchcomp.specs.component import Component, choices_of, nearest
 from torchcomp.specs.errors import SpecError
 
@@ -27,12 +30,10 @@ _LONGEST = 1000
 # counter and raise an error.
 _PARSING = Lock()
 
-Built = TypeVar("Built", bound=Component)
 Wanted = Mapping[str, tuple[type[Component], ...]]
 """The components accepted at one position, by plural name; errors suggest only these."""
 
 _METHODS: Wanted = {"methods": (*AGGREGATORS, *COMPRESSORS)}
-_OUTER_STEPS: Wanted = {"outer steps": OUTER_STEPS}
 _COMPRESSORS: Wanted = {"compressors": COMPRESSORS}
 
 _USES: Mapping[type[Component], tuple[Wanted, str, str, str]] = {
@@ -45,13 +46,28 @@ _USES: Mapping[type[Component], tuple[Wanted, str, str, str]] = {
         "LocalSGD(model, optimizer, ..., total_steps=...)",
     ),
     OuterStep: (
-        _OUTER_STEPS,
+        {"outer steps": OUTER_STEPS},
         "an outer step",
         "'nesterov(lr=0.7, momentum=0.9)' or 'slowmo(beta=0.7)'",
         "LocalSGD(..., outer=...)",
     ),
 }
 """By kind: what a spec may name; for errors, its name, an example, and the call that takes it."""
+
+
+def _parse(kinds: Any, spec: str | Component) -> Any:
+    wanted = {name: each for kind in kinds for name, each in _USES[kind][0].items()}
+    built: object = _Parser(spec).build(wanted) if isinstance(spec, str) else spec
+    if isinstance(built, Compressor):
+        built = Mean(built)
+    if isinstance(built, kinds):
+        return built
+    if not isinstance(built, Component):
+        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][2]}, not {shown(built)}")
+    expected = " or ".join(f"{_USES[kind][1]} such as {_USES[kind][2]}" for kind in kinds)
+    # Exactly one kind matches: compressors were wrapped above.
+    _, found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))
+    raise SpecError(f"expected {expected}, but '{built}' is {found}: use it with torchcomp.{call}")
 
 
 def parse(spec: str | Component) -> Aggregator | Schedule:
@@ -67,71 +83,31 @@ def parse(spec: str | Component) -> Aggregator | Schedule:
         SpecError: if the spec is invalid. The message has a caret under the error and suggests
             the nearest known name.
     """
-    kinds: tuple[type[Aggregator | Schedule], ...] = (Aggregator, Schedule)
-    return _parse(spec, kinds)
+    built: Aggregator | Schedule = _parse((Aggregator, Schedule), spec)
+    return built
 
 
-# As `parse`, for other kinds of components.
+# As `parse`, for other kinds. The candidates of ``auto`` are not parsed.
+Spec = str | Component
+parse_aggregator: Callable[[Spec], Aggregator] = partial(_parse, (Aggregator,))
+parse_registered: Callable[[Spec], Aggregator | Auto] = partial(_parse, (Aggregator, Auto))
+parse_any: Callable[[Spec], Aggregator | Schedule | Auto]
+parse_any = partial(_parse, (Aggregator, Schedule, Auto))
+parse_schedule: Callable[[Spec], Schedule] = partial(_parse, (Schedule,))
+parse_outer_step: Callable[[Spec], OuterStep] = partial(_parse, (OuterStep,))
 
 
-def parse_aggregator(spec: str | Component) -> Aggregator:
-    """Parse a gradient method."""
-    return _parse(spec, (Aggregator,))
-
-
-def parse_registered(spec: str | Component) -> Aggregator | Auto:
-    """Parse a gradient method or ``auto``, whose candidates are not parsed."""
-    kinds: tuple[type[Aggregator | Auto], ...] = (Aggregator, Auto)
-    return _parse(spec, kinds)
-
-
-def parse_any(spec: str | Component) -> Aggregator | Schedule | Auto:
-    """Parse a gradient method, a schedule or ``auto``."""
-    kinds: tuple[type[Aggregator | Schedule | Auto], ...] = (Aggregator, Schedule, Auto)
-    return _parse(spec, kinds)
+def parse_local(spec: str | Component) -> Schedule | Auto:
+    """Parse a schedule, or ``auto`` without options: those are for gradients."""
+    built: Schedule | Auto = _parse((Schedule, Auto), spec)
+    if isinstance(built, Auto) and built != Auto():
+        raise SpecError(f"'{spec}' has options for torchcomp.register; LocalSGD takes none", "spec")
+    return built
 
 
 def candidates(auto: Auto) -> tuple[Aggregator, ...]:
     """Return the methods that ``auto`` times, ``mean`` first; SpecError as `Auto.methods`."""
     return auto.methods([parse_aggregator(each) for each in auto.candidates])
-
-
-def parse_schedule(spec: str | Component) -> Schedule:
-    """Parse a schedule."""
-    return _parse(spec, (Schedule,))
-
-
-def parse_local(spec: str | Component) -> Schedule | Auto:
-    """Parse a schedule, or ``auto`` without options: those are for gradients."""
-    kinds: tuple[type[Schedule | Auto], ...] = (Schedule, Auto)
-    built = _parse(spec, kinds)
-    if isinstance(built, Auto) and built != Auto():
-        raise SpecError(
-            f"for LocalSGD, 'auto' has no options, and '{spec}' has some: they are for "
-            "torchcomp.register",
-            "spec",
-        )
-    return built
-
-
-def parse_outer_step(spec: str | OuterStep) -> OuterStep:
-    """Parse an outer step."""
-    return _parse(spec, (OuterStep,))
-
-
-def _parse(spec: str | Component, kinds: tuple[type[Built], ...]) -> Built:
-    wanted = {name: each for kind in kinds for name, each in _USES[kind][0].items()}
-    built: object = _Parser(spec).build(wanted) if isinstance(spec, str) else spec
-    if isinstance(built, Compressor):
-        built = Mean(built)
-    if isinstance(built, kinds):
-        return built
-    if not isinstance(built, Component):
-        raise SpecError(f"a spec is a string such as {_USES[kinds[0]][2]}, not {shown(built)}")
-    expected = " or ".join(f"{_USES[kind][1]} such as {_USES[kind][2]}" for kind in kinds)
-    # Exactly one kind matches: compressors were wrapped above.
-    _, found, _, call = next(use for kind, use in _USES.items() if isinstance(built, kind))
-    raise SpecError(f"expected {expected}, but '{built}' is {found}: use it with torchcomp.{call}")
 
 
 class _Parser:
@@ -158,13 +134,9 @@ class _Parser:
         # Deep nesting can end in RecursionError or MemoryError.
         except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
             problem = getattr(error, "msg", None) or str(error)
-            # A decimal comma, 0,01, makes Python complain about the leading zero of "01".
-            if problem.startswith("leading zeros"):
-                problem = "a number has a leading 0; write decimals with a point, as in 0.01"
-            elif "%" in self.text:
-                problem += "; write 1 % as 0.01"
             column = (getattr(error, "offset", None) or 1) - 1
-            raise self._error(f"cannot parse the spec: {problem}", column) from None
+            text = f"cannot parse the spec: {problem}; numbers are written as 0.01"
+            raise self._error(text, column) from None
 
     def _value(self, node: ast.expr, wanted: Wanted) -> Any:
         match node:
@@ -180,10 +152,7 @@ class _Parser:
                 value = self._value(node.operand, wanted)
                 if isinstance(value, int | float):
                     return -value
-        problem = (
-            "expected a name such as mean, a call such as topk(0.01), or a literal such as 0.01"
-        )
-        raise self._error(problem, node)
+        raise self._error("expected a name, a call as in topk(0.01), or a literal as in 0.01", node)
 
     def _component(self, node: ast.expr, call: ast.Call, wanted: Wanted) -> Component:
         name = call.func
@@ -207,39 +176,26 @@ class _Parser:
             raise self._error(str(error), options.get(error.field or "", node)) from None
 
     def _option(self, option: Field[Any], node: ast.expr) -> Any:
-        # A compressor can also be in quotes: ``down="identity"``.
         # ``cast(bf16)`` needs no quotes: the name cannot be that of a component.
         if isinstance(node, ast.Name) and choices_of(option):
             return node.id
         if isinstance(node, ast.List) and isinstance(option.default, tuple):
             return [self._value(each, _METHODS) for each in node.elts]
-        value = self._value(node, _COMPRESSORS)
-        if option.type is not Compressor or not isinstance(value, str):
-            return value
-        try:
-            return _Parser(value).build(_COMPRESSORS)
-        except SpecError as error:
-            # Keep only the message. Its caret is for the quoted text, not for the whole spec.
-            raise self._error(str(error).partition("\n")[0], node) from None
+        return self._value(node, _COMPRESSORS)
 
     def _options(
         self, cls: type[Component], known: list[str], call: ast.Call
     ) -> dict[str, ast.expr]:
-        if len(call.args) > len(known):
-            problem = f"{cls.name} takes at most {len(known)} options, not {len(call.args)}"
-            raise self._error(problem, call.args[len(known)])
-        options = dict(zip(known, call.args, strict=False))
-        for keyword in call.keywords:
-            if keyword.arg is None:
-                raise self._error("** is not supported in a spec; name each option", keyword)
-            if keyword.arg in cls.removed:
-                raise self._error(cls.removed[keyword.arg], keyword)
-            if keyword.arg not in known:
-                problem = f"{cls.name} has no option '{keyword.arg}'; {nearest(keyword.arg, known)}"
-                raise self._error(problem + _owners(keyword.arg), keyword)
-            if keyword.arg in options:
-                raise self._error(f"{cls.name}: '{keyword.arg}' appears twice", keyword)
-            options[keyword.arg] = keyword.value
+        more = "one more value"
+        given = [(name or more, each, each) for name, each in zip_longest(known, call.args) if each]
+        given += [(each.arg or "**", each, each.value) for each in call.keywords]
+        options: dict[str, ast.expr] = {}
+        for name, at, value in given:
+            if name not in known or name in options:
+                hint = nearest(name, known) if known else "it takes no options"
+                problem = "appears twice" if name in options else f"is no option; {hint}"
+                raise self._error(f"{cls.name}: '{name}' {problem}", at)
+            options[name] = value
         return options
 
     def _error(self, problem: str, at: ast.expr | ast.keyword | int) -> SpecError:
@@ -250,26 +206,15 @@ class _Parser:
 
 def unknown_name(word: str, wanted: Wanted) -> str:
     """Return the message for an unknown name: what is meant, or what is known."""
-    names = {_plain(name): name for name in COMPONENTS}
-    close = names.get(closest(_plain(word), names) or "")
-    if close and COMPONENTS[close] in [cls for kind in wanted.values() for cls in kind]:
-        return f"unknown name '{word}'; did you mean '{close}'?"
-    listed = "; ".join(
-        f"{kind}: {', '.join(sorted(component.name for component in each))}"
-        for kind, each in wanted.items()
-    )
-    # Not what is expected here, but perhaps what was meant.
-    elsewhere = f"; elsewhere: the {COMPONENTS[close].kind} '{close}'" if close else ""
-    others = "; names of papers and other libraries: docs/methods/README.md#other-names"
-    return f"unknown name '{word}'; {listed}{elsewhere}{others}"
+    known = {name: sorted(cls.name for cls in each) for name, each in wanted.items()}
+    plain = {_plain(name): name for name in COMPONENTS}
+    (close,) = difflib.get_close_matches(_plain(word), plain, n=1) or [""]
+    if any(plain.get(close) in names for names in known.values()):
+        return f"unknown name '{word}'; did you mean '{plain[close]}'?"
+    listed = "; ".join(f"{kind}: {', '.join(names)}" for kind, names in known.items())
+    others = "names of papers and other libraries: docs/methods/README.md#other-names"
+    return f"unknown name '{word}'; {listed}; {others}"
 
 
 def _plain(word: str) -> str:
     return word.lower().replace("_", "").replace("-", "")
-
-
-def _owners(option: str) -> str:
-    owners = [
-        name for name, cls in COMPONENTS.items() if option in {field.name for field in fields(cls)}
-    ]
-    return f" ('{option}' is an option of {', '.join(owners)})" if owners else ""

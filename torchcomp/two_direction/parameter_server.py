@@ -87,7 +87,7 @@ class ParameterServer(ABC):
         Raises NonFiniteError on all ranks if a worker's vector is not finite, or WireError.
         """
         nbytes = sum(wire.nbytes(message.layout) for message in messages)
-        self.traffic.up_bytes += wire.framed(nbytes) if nbytes else 0
+        self.traffic.up_bytes += wire.framed(nbytes)
         for each in messages:
             self.traffic.up_coordinates += each.compressor.kept(each.decoded.shape[1])
         self.traffic.round_trips += 1

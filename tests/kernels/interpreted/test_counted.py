@@ -15,8 +15,8 @@ from torchcomp.engine.bucket import BucketShape
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import quantize
 from torchcomp.kernels.counted_triton import Counted, Search
-from torchcomp.routes.exact import Messages, _messages
 from torchcomp.routes.searches import DigitSearch
+from torchcomp.routes.sharded import Messages, _messages
 from torchcomp.routes.shards import direction
 
 CPU, KEY, RANKS = torch.device("cpu"), Key(0), 3
