@@ -31,7 +31,9 @@ def encode(index, n):
         k = index.numel()
         out = torch.empty(elias_fano.nbytes(n, k), dtype=torch.uint8)
         if 0 < k < n:
-            elias_fano.check(form.encode(index, n, elias_fano.low_bits(n, k), out), n)
+            elias_fano.check(
+                form.encode(index.numpy(), n, elias_fano.low_bits(n, k), out.numpy()), n
+            )
         return out
     return elias_fano.encode(index, [Segment(0, n, index.numel())])[0]
 
@@ -42,13 +44,9 @@ def decode(code, n, k):
     if form is None or k in (0, n):
         index, damaged = elias_fano.decode([code], [Segment(0, n, k)])
         return index, ~damaged
-    low, index, raw = elias_fano.low_bits(n, k), np.zeros(k, np.int64), code.numpy()
-    # The checks of entries_numba, for the whole vector at once.
-    count, word, _ = form.decode_below(raw, k, low, n, 0, 0, index)
-    intact = count == k and word == form.last_word(raw, k, low)
-    intact = intact and form.padding_is_zero(raw, k, low)
-    intact = intact and index[-1] < n and form.ascends(index)
-    return torch.from_numpy(index) if intact else torch.arange(k), torch.tensor(bool(intact))
+    index = np.zeros(k, np.int64)
+    intact = form.decode(code.numpy(), n, elias_fano.low_bits(n, k), index)
+    return torch.from_numpy(index) if intact else torch.arange(k), torch.tensor(intact)
 
 
 def indices(*values, device="cpu"):
