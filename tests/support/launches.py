@@ -48,8 +48,7 @@ WAITS = {
 """Operations that always make the host wait: it reads their result, or the result's size."""
 
 _FIRST_LAUNCH = {
-    *(("kernels/launch.py", "plain"), ("kernels/launch.py", "_options")),
-    ("kernels/triton_jit.py", "on_device_of"),
+    ("kernels/launch.py", "plain"),
 }
 """What the first launch of a kernel calls on a GPU, and every launch in the interpreter."""
 

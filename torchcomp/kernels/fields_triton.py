@@ -3,9 +3,10 @@
 The formats are those of :mod:`.quantize`. Fields can begin at any byte of a frame.
 """
 
+from typing import Any
+
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from torchcomp.kernels.quantize import CASTS, LEVELS, layout
 from torchcomp.kernels.triton_jit import INFINITY, kernel, narrowed, number
@@ -23,6 +24,12 @@ class Format:
         self.value = CASTS.get(fmt, dtype) if fmt is not None else dtype
         self.width = 4 if self.levels else self.value.itemsize
         """Size in bytes of a number of the first field. One of the second field has one byte."""
+        self.aligned = True
+
+    @property
+    def constants(self) -> dict[str, Any]:
+        """What kernels need to know."""
+        return {"VALUE": TYPES[self.value], "LEVELS": self.levels, "ALIGNED": self.aligned}
 
     def second(self, k: int) -> int:
         """Return the size in bytes of the first field of `k` values, where the second begins."""
@@ -31,14 +38,6 @@ class Format:
     def nbytes(self, k: int) -> int:
         """Return the size in bytes of the fields of `k` values."""
         return sum(field.nbytes for field in layout(self.fmt, k, self.dtype))
-
-
-def aligned(messages: Tensor) -> Tensor:
-    """Return a copy of rows of uint8 that begin at multiples of 4 bytes."""
-    count, length = messages.shape
-    rows = messages.new_empty(count, -(-length // 4) * 4)
-    rows[:, :length].copy_(messages)
-    return rows
 
 
 @kernel()

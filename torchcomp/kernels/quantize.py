@@ -21,7 +21,7 @@ from torch import Tensor
 
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, part, split
+from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, part, runs, split
 from torchcomp.routes.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -169,11 +169,9 @@ def error_bound(fmt: str | None, count: int) -> float:
 
 def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
     """Return the fastest kernels for the vectors of a tensor."""
-    if backend.device_form("elementwise", torch.empty(0, device=vectors.device)):
-        from torchcomp.kernels import frames_triton  # it imports Triton
-
-        if frames_triton.applies(vectors):
-            return frames_triton.QuantizedFrames(vectors, fmt)
+    triton = backend.device_form("elementwise", torch.empty(0, device=vectors.device))
+    if triton and len(runs(vectors.segments)) == 1:
+        return triton.ElementwiseTriton(vectors, fmt)  # type: ignore[no-any-return]
     return Quantizer(vectors, fmt)
 
 

@@ -115,16 +115,17 @@ def _collect(g, e, x, bits, bound, mask, infinity, ends, keys, positions, counts
             for i in range(total.size):
                 total[i] = first[i] + second[i]
         for at in range(start, stop, _WORD):
-            part, word = bits[at : min(at + _WORD, stop)], np.uint64(0)
+            part = bits[at : min(at + _WORD, stop)]
+            word: Any = np.uint64(0)
             for i in range(np.uint64(part.size)):
                 word |= np.uint64((part[i] & mask) >= bound) << i
             if slot + np.uint64(_WORD) > key.size:  # too many; the rest must still be summed
                 slot, full = np.uint64(0), True
             while word:
-                i = np.uint64(trailing_zeros(word))
+                entry = np.uint64(at) + np.uint64(trailing_zeros(word))
                 word &= word - np.uint64(1)
-                key[slot] = min(part[i] & mask, infinity)
-                position[slot] = np.uint64(at) + i
+                key[slot] = min(bits[entry] & mask, infinity)
+                position[slot] = entry
                 slot += np.uint64(1)
     counts[chunk] = -1 if full else np.int64(slot)
 

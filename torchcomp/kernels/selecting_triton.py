@@ -1,6 +1,6 @@
 """Selecting: the entries of largest magnitude of the segments of a vector in Triton, for CUDA.
 
-8 launches in the first step and 7 in others, of kernels of :mod:`.selection_triton`.
+7 launches of kernels of :mod:`.selection_triton`.
 """
 
 from collections.abc import Sequence
@@ -39,29 +39,18 @@ class Selecting:
         )
         self._clean = True
         self._bound = torch.full((2 * rows,), _MARGIN, dtype=torch.int32, device=device)
-        self._bounded = False
         lengths = [
             4 * table.programs["block"], 2 * table.programs["group"],
             2 * self._rounds * rows, 3 * rows,
         ]  # fmt: skip
         memory = torch.empty(sum(lengths), dtype=torch.int32, device=device)
         self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
-        self._sample = [
-            Launch(
-                selection.sample, (rows,), table.rows, rows, self._bound, _MARGIN,
-                ADD=add, SAMPLE=SIZES["sample"], warps=16,
-            )
-            for add in (False, True)
-        ]  # fmt: skip
         self._launches: dict[object, list[Launch]] = {}
 
     def select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
         """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is."""
         if not self._table.programs["block"]:
             return self._empty()
-        if not self._bounded:
-            self._sample[g is not x](g, e)
-            self._bounded = True
         return self._run(g, e, x, frame, self._bound)
 
     def _run(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None, bound: Tensor) -> Tensor:

@@ -3,8 +3,7 @@
 For each segment:
 
 1. `collect`: one pass adds the summands, stores the sum, and collects as *candidates* the entries
-   whose magnitude reaches a bound: the last step's threshold, lowered by a margin. Without a last
-   step, the bound comes from a sample (`sample`).
+   whose magnitude reaches a bound: the last step's threshold, lowered by a margin.
 2. `count_digits`, four times: a radix search finds the k-th largest magnitude among the
    candidates. Each launch counts the next digit of the magnitudes' bits. The next one chooses it.
 3. `tally`: every block counts its candidates above the k-th largest magnitude and those equal to
@@ -12,10 +11,10 @@ For each segment:
 4. `write`: the counts of the blocks before it tell a block where its entries are in the message,
    and how many equal ones it keeps. It writes their indices and sets their bits in the index code.
 
-If the bound was too high or far too low, the device sees that by the number of candidates, and
-steps 2 to 4 read the whole segment: the bound never changes the result. Owners of shards can select
-together: they add up the counts of steps 1 and 2, and `share` of :mod:`.selecting_triton` tells
-each how many equal ones it keeps. `write` zeroes every counter for the next step.
+If the bound was too high or far too low, as in the first step, the device sees that by the number
+of candidates, and steps 2 to 4 read the whole segment: the bound never changes the result. Owners
+of shards can select together: they add up the counts of steps 1 and 2, and `share` of
+:mod:`.selecting_triton` tells each how many equal ones it keeps. `write` zeroes every counter.
 """
 
 import triton.language as tl
@@ -24,33 +23,6 @@ from torchcomp.kernels import table_triton as col
 from torchcomp.kernels.coding_triton import set_bits
 from torchcomp.kernels.table_triton import column, segment_of
 from torchcomp.kernels.triton_jit import kernel, magnitude, number, rounded
-
-
-@kernel("rows", "margin")
-def sample(g, e, table, rows, bound, margin, ADD: tl.constexpr, SAMPLE: tl.constexpr):
-    """Set the bound to the magnitude of a rank in a sample: one entry of every `step`."""
-    row = table + tl.program_id(0) * col.WIDTH
-    n, rank = column(row, col.N), column(row, col.RANK)
-    drawn = tl.minimum(n, SAMPLE)
-    step = n // drawn
-    i = tl.arange(0, SAMPLE)
-    inside = i < drawn
-    # Scattered, because in a matrix a regular sample could see a few columns only.
-    at = column(row, col.START) + i * step + ((i * 40503) & 0xFFFF) % step
-    value = number(tl.load(g + at, mask=inside, other=0.0))
-    if ADD:
-        value += number(tl.load(e + at, mask=inside, other=0.0))
-    key = magnitude(value)
-    # The largest key that `rank` entries reach, bit by bit from the highest.
-    reached = 0
-    for bit in range(31):
-        trial = reached | (1 << (30 - bit))
-        count = tl.sum((inside & (key >= trial)).to(tl.int32), 0)
-        reached = tl.where(count >= rank, trial, reached)
-    bound += tl.program_id(0)
-    # collect() subtracts the margin. It is for the step after this.
-    tl.store(bound, reached + margin)
-    tl.store(bound + rows, margin)
 
 
 @kernel("rows")

@@ -13,7 +13,7 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.kernels import backend, elias_fano, quantize, select
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, Prepared, Segment, batches, joined, runs, split
+from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, runs, split
 from torchcomp.routes.wire import Parts
 
 
@@ -22,11 +22,9 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     like = torch.empty(0, device=vectors.device)
     if numba := backend.host_form("sparse", like):
         return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
-    if backend.device_form("sparse", like):
-        from torchcomp.kernels import frames_triton  # it imports Triton
-
-        if frames_triton.applies(vectors):
-            return frames_triton.SparseFrames(vectors, fmt)
+    triton = backend.device_form("sparse", like)
+    if triton and len(runs(vectors.segments)) == 1:
+        return triton.SparseTriton(vectors, fmt)  # type: ignore[no-any-return]
     return Sparse(vectors, fmt)
 
 
@@ -85,38 +83,29 @@ class Sparse:
     def accumulate(
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
     ) -> None:
-        """Add `weight` times each message to `out`, in order; see :func:`accumulate`."""
-        accumulate(messages, self.segments, out, weight)
+        """Add `weight` times each message to `out`, in order.
+
+        If an index code is damaged, all of `out` becomes NaN, which stops the step on all ranks:
+        each looks at a part of it.
+        """
+        segments = self.segments
+        cuts = runs(segments)
+        each = [(segments[cut], message[cut]) for message in messages for cut in cuts]
+        sizes = [sum(segment.k for segment in some) for some, _ in each]
+        # As many at once as memory allows: each launch on an accelerator delays the backward pass.
+        for batch in batches(sizes, TOGETHER):
+            every = [segment for some, _ in each[batch] for segment in some]
+            parts = [own for _, message in each[batch] for own in message]
+            counts = [segment.k for segment in every]
+            values = iter(quantize.decode([fields for *fields, _ in parts], counts, out.dtype))
+            index, damaged = elias_fano.decode([code for *_, code in parts], every)
+            for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
+                out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
+            # Reading `damaged` would make the host wait.
+            out.masked_fill_(damaged, torch.nan)
 
     def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         self.accumulate(messages, out.zero_())
         if divisor != 1:
             out.div_(divisor)
-
-
-def accumulate(
-    messages: Sequence[Sequence[Parts]],
-    segments: Sequence[Segment],
-    out: Tensor,
-    weight: float = 1.0,
-) -> None:
-    """Add `weight` times each message to `out`, in order.
-
-    If the index code of a message is damaged, all of `out` becomes NaN, which stops the step on all
-    ranks: each looks at a part of it.
-    """
-    cuts = runs(segments)
-    each = [(segments[cut], message[cut]) for message in messages for cut in cuts]
-    sizes = [sum(segment.k for segment in some) for some, _ in each]
-    # As many at once as memory allows: each launch on an accelerator delays the backward pass.
-    for batch in batches(sizes, TOGETHER):
-        every = [segment for some, _ in each[batch] for segment in some]
-        parts = [own for _, message in each[batch] for own in message]
-        counts = [segment.k for segment in every]
-        values = iter(quantize.decode([fields for *fields, _ in parts], counts, out.dtype))
-        index, damaged = elias_fano.decode([code for *_, code in parts], every)
-        for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
-            out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
-        # Reading `damaged` would make the host wait.
-        out.masked_fill_(damaged, torch.nan)

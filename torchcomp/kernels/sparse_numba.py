@@ -105,20 +105,19 @@ class SparseNumba(sparse.Sparse):
             super().accumulate(messages, out, weight)
             return
         for i, segment in enumerate(self.segments):
-            alone, own, low = [message[i] for message in messages], part(out, segment), self._low[i]
-            if low is None:
-                whole = [segment._replace(start=0)]
-                sparse.accumulate([[each] for each in alone], whole, own, weight)
-                continue
-            together = max(_TOGETHER // segment.k, 1)
+            alone, own = [message[i] for message in messages], part(out, segment)
+            together = max(_TOGETHER // max(segment.k, 1), 1)
             for first in range(0, len(alone), together):
-                if not _accumulate(alone[first : first + together], segment.k, low, own, weight):
+                some = alone[first : first + together]
+                if not _accumulate(some, segment.k, self._low[i], own, weight):
                     # All of it: each rank looks at a part for a NaN.
                     out.fill_(torch.nan)
                     return
 
 
-def _accumulate(messages: Sequence[Parts], k: int, low: int, out: Tensor, weight: float) -> bool:
+def _accumulate(
+    messages: Sequence[Parts], k: int, low: int | None, out: Tensor, weight: float
+) -> bool:
     """Add one segment of each message, or return False if a code is damaged."""
     target, count = out.detach().numpy(), len(messages)
     codes = [message[-1].contiguous().numpy() for message in messages]
@@ -127,7 +126,10 @@ def _accumulate(messages: Sequence[Parts], k: int, low: int, out: Tensor, weight
     n = target.size
 
     def decode(i: int) -> None:
-        intact[i] = elias_fano_numba.decode(codes[i], n, low, index[i])
+        if low is None:
+            index[i], intact[i] = np.arange(k), True
+        else:
+            intact[i] = elias_fano_numba.decode(codes[i], n, low, index[i])
 
     def add_up(block: int) -> None:
         for i in range(count):
@@ -141,7 +143,7 @@ def _accumulate(messages: Sequence[Parts], k: int, low: int, out: Tensor, weight
         size = _BLOCK
         pool.each(decode, count)
     if intact.all():
-        pool.each(add_up, -(-n // size))
+        pool.each(add_up, -(-n // max(size, 1)))
     return bool(intact.all())
 
 

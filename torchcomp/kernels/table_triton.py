@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil
 
 import torch
 import triton
@@ -22,7 +22,6 @@ SIZES = {
     "chunk": 256,
     # Blocks whose counts are also added up. With b blocks, a program reads b / 64 + 64 counts.
     "group": 64,
-    "sample": 16384,
     "fill": 512,  # values per program that encodes them, in blocks of 128
     "bit": 256,  # bytes of the high part of an index code per program that decodes them
     # Entries that a program decodes at once. Not fewer than its threads: each reads what it writes.
@@ -33,7 +32,7 @@ SIZES = {
 
 # The columns of the table: a row for each segment, in ascending order. For some kernels a column
 # has the number of the segment's first program.
-WIDTH = tl.constexpr(26)
+WIDTH = tl.constexpr(25)
 BLOCK_PROGRAM = tl.constexpr(0)
 SEGMENT = tl.constexpr(1)
 START = tl.constexpr(2)
@@ -43,23 +42,22 @@ CANDIDATE = tl.constexpr(5)  # where its candidates begin
 CAPACITY = tl.constexpr(6)  # how many of them fit
 FIRST = tl.constexpr(7)  # number of entries of the segments before
 BLOCKS = tl.constexpr(8)
-RANK = tl.constexpr(9)  # in the sample
-COUNT_PROGRAM = tl.constexpr(10)
-COUNT_PROGRAMS = tl.constexpr(11)
-GROUP = tl.constexpr(12)  # its first group of blocks
-FILL_PROGRAM = tl.constexpr(13)
-VALUES = tl.constexpr(14)  # byte of a frame at which its first field begins
-CODES = tl.constexpr(15)  # likewise for its second field
-CODE = tl.constexpr(16)  # and for its index code, the low part of which comes first
-HIGH = tl.constexpr(17)  # and for the high part
-END = tl.constexpr(18)  # and for the end of the code
-LOW_BITS = tl.constexpr(19)
-CODED = tl.constexpr(20)  # whether its index code has any bytes
-SHARE = tl.constexpr(21)  # bytes of the code for each block
-BIT_PROGRAM = tl.constexpr(22)
-BIT_PROGRAMS = tl.constexpr(23)
-TILE_PROGRAM = tl.constexpr(24)
-FILL_PROGRAMS = tl.constexpr(25)
+COUNT_PROGRAM = tl.constexpr(9)
+COUNT_PROGRAMS = tl.constexpr(10)
+GROUP = tl.constexpr(11)  # its first group of blocks
+FILL_PROGRAM = tl.constexpr(12)
+VALUES = tl.constexpr(13)  # byte of a frame at which its first field begins
+CODES = tl.constexpr(14)  # likewise for its second field
+CODE = tl.constexpr(15)  # and for its index code, the low part of which comes first
+HIGH = tl.constexpr(16)  # and for the high part
+END = tl.constexpr(17)  # and for the end of the code
+LOW_BITS = tl.constexpr(18)
+CODED = tl.constexpr(19)  # whether its index code has any bytes
+SHARE = tl.constexpr(20)  # bytes of the code for each block
+BIT_PROGRAM = tl.constexpr(21)
+BIT_PROGRAMS = tl.constexpr(22)
+TILE_PROGRAM = tl.constexpr(23)
+FILL_PROGRAMS = tl.constexpr(24)
 
 
 @kernel()
@@ -117,6 +115,11 @@ class Table:
     entries: int = 0
 
 
+def step_of(segments: Iterable[Segment]) -> int:
+    """Return what all starts and lengths are multiples of, at most 16."""
+    return 16 if all(s.start % 16 == s.n % 16 == 0 for s in segments) else 1
+
+
 def tabled(
     covered: Sequence[tuple[Segment, int]],
     values: Format,
@@ -124,26 +127,6 @@ def tabled(
     wholes: Sequence[int] = (),
 ) -> Table:
     """Make the table of segments. Only the stream that is current now may use it."""
-    rows, programs = _placed(covered, values, wholes)
-    return Table(
-        host.copy_to(torch.tensor(rows, dtype=torch.int64), device),
-        len(rows),
-        programs,
-        step_of([s for s, _ in covered]),
-        sum(row[6] for row in rows),
-        sum(min(s.n, s.k) for s, _ in covered),
-    )
-
-
-def step_of(segments: Iterable[Segment]) -> int:
-    """Return what all starts and lengths are multiples of, at most 16."""
-    return 16 if all(s.start % 16 == s.n % 16 == 0 for s in segments) else 1
-
-
-def _placed(
-    covered: Sequence[tuple[Segment, int]], values: Format, wholes: Sequence[int]
-) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the rows of a table, and how many programs or groups there are of each kind."""
     rows: list[tuple[int, ...]] = []
     at = dict.fromkeys(("block", "count", "group", "fill", "bit", "tile"), 0)
     candidate = first = 0
@@ -151,7 +134,6 @@ def _placed(
         whole, fewest = (wholes[i], 1) if wholes else (n, 0)
         kept = k * n / max(whole, 1)
         capacity = min(n, ceil(4 * kept) + SIZES["block"]) if k else 0
-        expected = min(1, SIZES["sample"] / max(n, 1)) * kept
         coded = 0 < k < n
         low = low_bits(n, k) if coded else 0
         code = offset + values.nbytes(k)
@@ -168,8 +150,6 @@ def _placed(
         rows.append(
             (
                 at["block"], len(rows), start, n, k, candidate, capacity, first, blocks,
-                # With four standard deviations more, the bound is hardly ever too high.
-                ceil(expected + 4 * sqrt(expected) + 8),
                 at["count"], own["count"], at["group"],
                 at["fill"], offset, offset + values.second(k), code, high, end, low, int(coded),
                 triton.cdiv(end - code, blocks), at["bit"], own["bit"], at["tile"], own["fill"],
@@ -177,4 +157,11 @@ def _placed(
         )  # fmt: skip
         candidate, first = candidate + capacity, first + min(n, k)
         at = {kind: at[kind] + own[kind] for kind in at}
-    return rows, at
+    return Table(
+        host.copy_to(torch.tensor(rows, dtype=torch.int64), device),
+        len(rows),
+        at,
+        step_of([segment for segment, _ in covered]),
+        candidate,
+        first,
+    )
