@@ -36,7 +36,7 @@ def vectors(
 ) -> SimpleNamespace:
     """What kernels know of segments (start, n, k)."""
     made = tuple(Segment(*segment) for segment in segments)
-    place = {"device": torch.device(device), "dtype": dtype, "fields": None, "frames": frames}
+    place = {"device": torch.device(device), "dtype": dtype, "frames": frames}
     return SimpleNamespace(segments=made, **place)
 
 

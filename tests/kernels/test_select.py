@@ -45,9 +45,6 @@ def ks(n):
     return sorted({k for k in (0, n // 100, n // 3, n - 1, n) if 0 <= k <= n})
 
 
-# --- Exactness ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [0, *SIZES])
 def test_awkward_numbers(form, n, dtype):
@@ -62,9 +59,6 @@ def test_awkward_numbers(form, n, dtype):
 def test_among_equals_the_lowest_indices_win(form, n, value, dtype):
     x = torch.full((n,), value, dtype=dtype)
     assert torch.equal(largest(x, n // 3 + 1), torch.arange(n // 3 + 1))
-
-
-# --- Workspaces -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", [1000, 20_000, 140_003])

@@ -73,7 +73,6 @@ class Vectors(tuple[Vector, ...]):
         )
         self.drawing = Drawing(device)
         self.frames: Frames | None = None
-        self.fields: Sequence[Parts] | None = None
 
     @classmethod
     def of(

@@ -2,15 +2,13 @@
 
 1. `count_bits` counts the set bits of each block of an index code's high part.
 2. `decode`: the counts of the blocks before it tell a block the number of its first entry. It
-   computes the index of each entry from the place of its bit and its low part, and checks it.
-   Entries with equal high parts have adjacent bits, and all others are in order by their high
-   parts: an entry is compared with the one before it only if their bits are adjacent.
+   computes indices from the places of bits and the low parts. Only entries with adjacent bits can
+   be out of order: all others are in order by their high parts.
 3. `add_up`: each program adds the entries of all messages that fall into its tile of the vector,
    one message after another, while the tile is in the cache.
 
 `work` has int32 numbers: 1 if a code is damaged, otherwise 0; the number of set bits, (messages,
-blocks); then, in their place, each message's first and last entry of each tile. If only the device
-knows the numbers of entries, each message has segments of its own, and `decode` sees one message.
+blocks); then, in their place, each message's first and last entry of each tile.
 """
 
 import triton.language as tl
@@ -219,9 +217,8 @@ def add_up(
 ):  # fmt: skip
     """Write the mean of the messages in a tile. They are added in order.
 
-    From one message to the next are `stride` bytes and, if COUNTED, `step` rows of the table. STEP
-    is what all starts and lengths of segments are multiples of: wide accesses need 16. LANES is at
-    least `messages`, CHUNK entries are added at once, and PART elements zeroed and divided.
+    From one message to the next are `stride` bytes and, if COUNTED, `step` rows of the table. All
+    starts and lengths of segments are multiples of STEP: wide accesses need 16.
     """
     program = tl.program_id(0)
     row = segment_of(program, table, rows, col.TILE_PROGRAM)

@@ -8,9 +8,7 @@ docs/wire.md specifies the code: two bit vectors, the low part and then the high
 depends on the width l of an entry's low part. Sender and receiver compute l, the width that gives
 the fewest bytes, from n and k alone. Intact codes and sets of indices match one to one.
 
-On a CPU with Numba, :mod:`.elias_fano_numba` runs. On CUDA with Triton, the kernels of
-:mod:`.sparse_triton` run, and everywhere else this plain torch, with the same results. Its shapes
-are static, so that the host never waits.
+This plain torch has static shapes, so that the host never waits.
 """
 
 import functools
@@ -45,7 +43,6 @@ def _high_bits(n: int, k: int, low: int) -> int:
 
 def check(ascending: bool, n: int) -> None:
     """Raise a ValueError unless the indices of `n` entries ascend strictly within [0, n)."""
-    # Callers then use the indices in compiled kernels, which do not check bounds.
     if not ascending:
         raise ValueError(
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
@@ -54,7 +51,7 @@ def check(ascending: bool, n: int) -> None:
 
 
 def encode(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Encode the indices of all segments at once. The indices are not checked."""
+    """Encode the indices of all segments at once. They are not checked."""
     coded = [segment for segment in segments if 0 < segment.k < segment.n]
     if not coded:
         return [index.new_empty(0, dtype=torch.uint8) for _ in segments]

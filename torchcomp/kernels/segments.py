@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.engine import host
-from torchcomp.routes.wire import Frames, Parts
+from torchcomp.routes.wire import Frames
 
 TOGETHER = 2**22
 """Number of values that are decoded at once, which limits the memory for it."""
@@ -32,12 +32,11 @@ class Segment(NamedTuple):
 
 
 class Prepared(Protocol):
-    """What kernels know of the vectors of a tensor. Only `fields` and `frames` change later."""
+    """What kernels know of the vectors of a tensor. Only `frames` changes later."""
 
     segments: tuple[Segment, ...]
     device: torch.device
     dtype: torch.dtype  # to which values are rounded before they are encoded
-    fields: Sequence[Parts] | None  # where those of each vector lie in the frames to send
     frames: Frames | None
 
 

@@ -47,14 +47,14 @@ class Selecting:
         self._blocks, self._groups, self._state, self._result = torch.split(memory, lengths)
         self._launches: dict[object, list[Launch]] = {}
 
-    def select(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None) -> Tensor:
+    def select(
+        self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None = None, bound: Any = None
+    ) -> Tensor:
         """Write ``g + e`` to `x`, and select from it. If `g` is `x`, select from it as it is."""
+        index = torch.empty(self._table.entries, dtype=torch.int64, device=x.device)
         if not self._table.programs["block"]:
-            return self._empty()
-        return self._run(g, e, x, frame, self._bound)
-
-    def _run(self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor | None, bound: Tensor) -> Tensor:
-        index = self._empty()
+            return index
+        bound = self._bound if bound is None else bound
         kind = "select", g is not x, frame is not None
         collect, *counts, tally, write = self._launches.get(kind) or self._selection(kind)
         if not self._clean:  # an earlier call did not end
@@ -74,9 +74,6 @@ class Selecting:
         write(x, work, out, index)
         self._clean = True
         return index
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self._table.entries, dtype=torch.int64, device=self._table.rows.device)
 
     # What others do who select together.
 
@@ -158,7 +155,7 @@ class Search(Selecting):
         """Do as :class:`torchcomp.routes.searches.DigitSearch` does."""
         numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
         self._outcome = numbers, after
-        return self._run(g, e, x, None, before), numbers
+        return self.select(g, e, x, None, before), numbers
 
     def _summed(self) -> Tensor:
         summed = self._found.clone()

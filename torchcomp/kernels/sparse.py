@@ -34,6 +34,8 @@ class Sparse:
     reads_frames = False
     """Whether ``mean_of`` decodes frames where they arrived."""
 
+    _encode_values = staticmethod(quantize.encode)
+
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
         self.vectors, self.fmt = vectors, fmt
         self.segments = vectors.segments
@@ -52,14 +54,18 @@ class Sparse:
 
     def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         """Return the fields of each segment's message."""
+        codes = self._coded(index)
+        values = narrow(x.detach().index_select(0, index), self.vectors.dtype)
+        fields = self._encode_values(values, self.counts, self.fmt, noise)
+        return [(*own, code) for own, code in zip(fields, codes, strict=True)]
+
+    def _coded(self, index: Tensor) -> Sequence[Tensor]:
+        """Return the index code of each segment."""
         if self._on_host:
             for own, (start, n, _) in zip(split(index, self.counts), self.segments, strict=True):
                 inside = own.numel() == 0 or bool(own[0] >= start and own[-1] < start + n)
                 elias_fano.check(inside and bool((own[1:] > own[:-1]).all()), n)
-        values = narrow(x.index_select(0, index), self.vectors.dtype)
-        fields = quantize.encode(values, self.counts, self.fmt, noise)
-        codes = elias_fano.encode(index, self.segments)
-        return [(*own, code) for own, code in zip(fields, codes, strict=True)]
+        return elias_fano.encode(index, self.segments)
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None

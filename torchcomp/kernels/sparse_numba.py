@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from torchcomp.kernels import elias_fano, elias_fano_numba, pool, quantize_numba, sparse
-from torchcomp.kernels.cast import narrow
 from torchcomp.kernels.numba_jit import kernel
-from torchcomp.kernels.quantize_numba import value_at
-from torchcomp.kernels.segments import Prepared, part
+from torchcomp.kernels.segments import Prepared, part, split
 from torchcomp.kernels.select_numba import Candidates
 from torchcomp.routes.wire import Parts
 
@@ -25,18 +23,18 @@ _TOGETHER = 1 << 20
 """Number of entries that are decoded at once, which limits the memory for it."""
 
 _WIDE = (torch.float32, torch.float64)
-"""The dtypes of vectors that summands, and entries, are added to and subtracted from here."""
+"""The dtypes of vectors that summands and entries are added to here."""
 
 
 class SparseNumba(sparse.Sparse):
     """See :class:`torchcomp.kernels.sparse.Sparse`."""
 
+    _encode_values = staticmethod(quantize_numba.encode)
+
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
         super().__init__(vectors, fmt)
         self._candidates: list[Candidates | None] = [None] * len(self.segments)
-        self._total = sum(self.counts)
         # The width of the code's low parts, or None if nothing or everything is sent.
-        self._nbytes = [elias_fano.nbytes(n, k) for _, n, k in self.segments]
         self._low = [elias_fano.low_bits(n, k) if 0 < k < n else None for _, n, k in self.segments]
 
     def select(self, x: Tensor) -> Tensor:
@@ -66,37 +64,17 @@ class SparseNumba(sparse.Sparse):
             chosen.append(index.add_(start) if start else index)
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
-    def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
-        known, dtype = self.vectors.fields, self.vectors.dtype
-        plain = self.fmt is None and len(self.counts) == 1
-        into = known[0][0] if known and plain and x.dtype == dtype else None
-        values = narrow(torch.index_select(x.detach(), 0, index, out=into), dtype)
-        fields: Sequence[Parts] = ((values,),)
-        if not plain:
-            fields = quantize_numba.encode(values, self.counts, self.fmt, noise)
-        message, first = [], 0
-        for i, (start, n, k) in enumerate(self.segments):
-            own = index[first : first + k]
-            first += k
-            low = self._low[i]
-            code = known[i][-1] if known else torch.empty(self._nbytes[i], dtype=torch.uint8)
+    def _coded(self, index: Tensor) -> Sequence[Tensor]:
+        codes = []
+        for own, (start, n, k), low in zip(
+            split(index, self.counts), self.segments, self._low, strict=True
+        ):
+            code = torch.empty(elias_fano.nbytes(n, k), dtype=torch.uint8)
             if low is not None:
                 local = own - start if start else own
                 elias_fano.check(elias_fano_numba.encode(local.numpy(), n, low, code.numpy()), n)
-            message.append((*fields[i], code))
-        return message
-
-    def subtract(
-        self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
-    ) -> None:
-        if x.dtype not in _WIDE or not x.is_contiguous():
-            super().subtract(index, parts, x, weight)
-            return
-        first = 0
-        for own, k in zip(parts, self.counts, strict=True):
-            chosen = index[first : first + k].numpy()
-            first += k
-            _subtract(x.detach().numpy(), chosen, *_values(own, x.dtype), weight)
+            codes.append(code)
+        return codes
 
     def accumulate(
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
@@ -121,7 +99,11 @@ def _accumulate(
     """Add one segment of each message, or return False if a code is damaged."""
     target, count = out.detach().numpy(), len(messages)
     codes = [message[-1].contiguous().numpy() for message in messages]
-    values = [_values(message, out.dtype) for message in messages]
+    fields = [message[:-1] for message in messages]
+    values = [
+        each.to(out.dtype).contiguous().numpy()
+        for each in quantize_numba.decode(fields, [k] * count, out.dtype)
+    ]
     index, intact = np.empty((count, k), np.int64), np.empty(count, np.bool_)
     n = target.size
 
@@ -133,7 +115,7 @@ def _accumulate(
 
     def add_up(block: int) -> None:
         for i in range(count):
-            _add(target, index[i], *values[i], weight, block * size, (block + 1) * size)
+            _add(target, index[i], values[i], weight, block * size, (block + 1) * size)
 
     if pool.chunks(count * k) == 1:
         size = n
@@ -147,30 +129,12 @@ def _accumulate(
     return bool(intact.all())
 
 
-def _values(parts: Parts, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values or codes of a message, and its scales; anything if it has none."""
-    *scale, codes, _ = parts
-    values = (codes if scale else codes.to(dtype)).contiguous().numpy()
-    return values, scale[0].contiguous().numpy() if scale else values
-
-
 @kernel()
-def _subtract(x, index, values, scales, weight):
-    """Compute ``x[index] -= weight * values`` in place, where the values are finite."""
-    # In the dtype of `x`: a float64 factor would change the rounding compared with plain torch.
-    factor = x.dtype.type(-weight)
-    for i in range(np.uint64(index.size)):
-        value = value_at(values, scales, i)
-        if np.isfinite(value):
-            x[np.uint64(index[i])] += factor * value
-
-
-@kernel()
-def _add(out, index, values, scales, weight, begin, end):
+def _add(out, index, values, weight, begin, end):
     """Add the entries of a message whose index is at least `begin` and below `end`."""
     factor = out.dtype.type(weight)
     for i in range(np.uint64(np.searchsorted(index, begin)), np.uint64(index.size)):
         at = np.uint64(index[i])
         if at >= np.uint64(end):
             break
-        out[at] += factor * value_at(values, scales, i)
+        out[at] += factor * values[i]

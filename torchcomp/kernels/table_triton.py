@@ -30,34 +30,17 @@ SIZES = {
     "part": 512,  # elements that a program zeroes or divides at once
 }
 
-# The columns of the table: a row for each segment, in ascending order. For some kernels a column
-# has the number of the segment's first program.
+# The columns of the table, which has a row for each segment, in ascending order. PROGRAM is the
+# number of its first program of a kernel, and PROGRAMS how many it has. CANDIDATE is where its
+# candidates begin, CAPACITY how many fit, FIRST the number of entries before, and GROUP its first
+# group of blocks. In bytes of a frame: where the fields VALUES and CODES, the index CODE and the
+# HIGH part of that begin, and its END. CODED is whether it has any, SHARE how many for each block.
+(
+    BLOCK_PROGRAM, SEGMENT, START, N, K, CANDIDATE, CAPACITY, FIRST, BLOCKS, COUNT_PROGRAM,
+    COUNT_PROGRAMS, GROUP, FILL_PROGRAM, VALUES, CODES, CODE, HIGH, END, LOW_BITS, CODED, SHARE,
+    BIT_PROGRAM, BIT_PROGRAMS, TILE_PROGRAM, FILL_PROGRAMS,
+) = map(tl.constexpr, range(25))  # fmt: skip
 WIDTH = tl.constexpr(25)
-BLOCK_PROGRAM = tl.constexpr(0)
-SEGMENT = tl.constexpr(1)
-START = tl.constexpr(2)
-N = tl.constexpr(3)
-K = tl.constexpr(4)
-CANDIDATE = tl.constexpr(5)  # where its candidates begin
-CAPACITY = tl.constexpr(6)  # how many of them fit
-FIRST = tl.constexpr(7)  # number of entries of the segments before
-BLOCKS = tl.constexpr(8)
-COUNT_PROGRAM = tl.constexpr(9)
-COUNT_PROGRAMS = tl.constexpr(10)
-GROUP = tl.constexpr(11)  # its first group of blocks
-FILL_PROGRAM = tl.constexpr(12)
-VALUES = tl.constexpr(13)  # byte of a frame at which its first field begins
-CODES = tl.constexpr(14)  # likewise for its second field
-CODE = tl.constexpr(15)  # and for its index code, the low part of which comes first
-HIGH = tl.constexpr(16)  # and for the high part
-END = tl.constexpr(17)  # and for the end of the code
-LOW_BITS = tl.constexpr(18)
-CODED = tl.constexpr(19)  # whether its index code has any bytes
-SHARE = tl.constexpr(20)  # bytes of the code for each block
-BIT_PROGRAM = tl.constexpr(21)
-BIT_PROGRAMS = tl.constexpr(22)
-TILE_PROGRAM = tl.constexpr(23)
-FILL_PROGRAMS = tl.constexpr(24)
 
 
 @kernel()

@@ -41,12 +41,9 @@ class Codec:
         counts = [len(vectors)] if counts is None else counts
         self.frames = Frames([v.layout for v in vectors], device, checksum, counts, signatures)
         self.vectors.frames = self.frames
-        self._placed = False
 
     def encode(self, x: Tensor, key: Key) -> Encoded:
         """Compress every vector of `x`, a 1-D tensor, and write the frames."""
-        if not self._placed:
-            self._place()
         return self.pack(self.fields(x, key))
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
@@ -54,8 +51,6 @@ class Codec:
         vectors = self.vectors
         if not vectors:
             return _NOTHING
-        if not self._placed:
-            self._place()
         # One call for all of it: a compressor can do it in one pass.
         return self.pack(vectors.compressor.encode_sum(g, e, rest, vectors, key))
 
@@ -98,11 +93,6 @@ class Codec:
         """Write a message to the frames."""
         self.frames.pack(message.parts)
         return message
-
-    def _place(self) -> None:
-        # A compressor that writes its fields where they are sent from saves a copy.
-        self.vectors.fields = self.frames.fields()
-        self._placed = True
 
 
 # Cached: `explain` and every bucket need it, and a bucket can have hundreds of vectors.

@@ -128,9 +128,9 @@ class Frames:
         places = iter(fields)
         # By vector, where its fields begin and end, and whether a view in their dtype is aligned.
         self._places = [list(islice(places, len(layout))) for layout in self.layouts]
-        self._aligned = all(aligned for *_, aligned in fields)
         # Many fields are copied to a device as bytes: all of them in one launch.
-        self._by_bytes = not self._aligned or (not self.on_host and len(fields) > _SEPARATE)
+        aligned = all(aligned for *_, aligned in fields)
+        self._by_bytes = not aligned or (not self.on_host and len(fields) > _SEPARATE)
         # Where the frames begin and end, in 64-bit words, and the two words of their headers.
         self._spans = [
             (begin // 8, (begin + size) // 8)
@@ -161,10 +161,6 @@ class Frames:
     def outgoing(self) -> Tensor:
         """Return the memory of the frames to send, with headers: the same in every step."""
         return self._outgoing
-
-    def fields(self) -> list[Parts] | None:
-        """Return where the fields of each vector lie in :meth:`outgoing`, if all are aligned."""
-        return self._fields if self._aligned else None
 
     def pack(self, messages: Sequence[Parts]) -> Tensor:
         """Write the fields of each vector's message to :meth:`outgoing`, and return that."""
