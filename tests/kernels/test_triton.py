@@ -147,8 +147,8 @@ LAUNCHES = {
 }
 
 
-PARTS = {"table", "fields", "selection", "coding", "decoding", "selecting", "frames"}
-"""What others launch; and `frames`, which has no kernel of its own."""
+PARTS = {"table", "frames", "selection", "coding"}
+"""What others launch."""
 
 
 def test_every_form_is_compiled_below():

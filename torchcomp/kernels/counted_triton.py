@@ -15,13 +15,11 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.kernels import coding_triton as coding
-from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels import table_triton as col
-from torchcomp.kernels.fields_triton import Format
-from torchcomp.kernels.frames_triton import DTYPES, LIMIT
+from torchcomp.kernels.frames_triton import DTYPES, LIMIT, Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.selecting_triton import Search
+from torchcomp.kernels.selection_triton import Search
 from torchcomp.kernels.sparse_triton import adding_up, filling, subtraction
 from torchcomp.kernels.table_triton import SIZES, Table, step_of
 from torchcomp.kernels.triton_jit import kernel
@@ -109,11 +107,11 @@ class Counted:
         self._fill = [filling(out, values, subtract, False) for subtract in (False, True)]
         self._subtract = subtraction(out, values)
         self._count_bits = Launch(
-            decoding.count_bits, (1, 1), back.rows, back.count, 0, headers[3 * len(sends) :],
+            coding.count_bits, (1, 1), back.rows, back.count, 0, headers[3 * len(sends) :],
             len(reads), BYTES=SIZES["bit"], FRAMES=lanes,
         )  # fmt: skip
         self._decode = Launch(
-            decoding.decode, (1, 1), back.rows, back.count, 0, 0,
+            coding.decode, (1, 1), back.rows, back.count, 0, 0,
             BYTES=SIZES["bit"], CHUNK=SIZES["decode"],
         )  # fmt: skip
         self._add_up = adding_up(back, values, densest, step, 0, messages, 0, step)

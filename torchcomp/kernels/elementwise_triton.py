@@ -13,8 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.fields_triton import TYPES, Format, values_of, written
-from torchcomp.kernels.frames_triton import DTYPES, InFrames
+from torchcomp.kernels.frames_triton import DTYPES, TYPES, Format, InFrames, values_of, written
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import Quantizer, largest_scale
 from torchcomp.kernels.table_triton import offsets_of, row_of
@@ -48,28 +47,25 @@ class ElementwiseTriton(InFrames, Quantizer):
         # What all lengths and places are multiples of: wide accesses need 16.
         self._step = gcd(16, *(number for row in rows for number in row[1:]))
         # A copy that the host waits for: no other stream can read it too early.
-        self._table, self._rows = (
-            torch.tensor(rows, dtype=torch.int64).to(vectors.device),
-            len(rows),
-        )
+        self._table = torch.tensor(rows, dtype=torch.int64).to(vectors.device)
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
-        if self.vectors.frames is None or not self._ready(x):
-            return super().encode(x, noise)
-        return self._write(x, x, x, noise)
+        frame = self._frame(x)
+        return super().encode(x, noise) if frame is None else self._write(x, x, x, frame, noise)
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
     ) -> Sequence[Parts]:
-        if self.vectors.frames is None or not self._ready(g, e, rest):
+        frame = self._frame(g, e, rest)
+        if frame is None:
             return super().encode_sum(g, e, rest, noise)
-        return self._write(g, e, rest, noise)
+        return self._write(g, e, rest, frame, noise)
 
-    def _write(self, g: Tensor, e: Tensor, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
+    def _write(
+        self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None
+    ) -> Sequence[Parts]:
         """Write the message of ``g + e``, and to `x` what it lacks; of `g` alone if that is `x`."""
-        frames = self.vectors.frames
-        assert frames is not None
         kind = "encode", g is not x, noise is not None
         launch = self._launches.get(kind)
         if launch is None:
@@ -78,12 +74,12 @@ class ElementwiseTriton(InFrames, Quantizer):
                 RANDOM=kind[2], SOURCE=TYPES[self._format.dtype],
             )  # fmt: skip
         if self._programs:
-            launch(g, e, x, frames.outgoing(), g if noise is None else noise)
-        return frames.placed
+            launch(g, e, x, frame, g if noise is None else noise)
+        return self._placed  # type: ignore[no-any-return]
 
     def subtract(self, parts: Sequence[Parts], x: Tensor, weight: float) -> None:
         frames = self.vectors.frames
-        if frames is None or not self._written(parts):
+        if frames is None or parts is not self._placed:
             super().subtract(parts, x, weight)
         elif not self._ready(x):
             super().subtract(frames.unpack(frames.outgoing())[0], x, weight)
@@ -106,7 +102,7 @@ class ElementwiseTriton(InFrames, Quantizer):
 
     def _made(self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any) -> Launch:
         launch = self._launches[kind] = Launch(
-            kernel, (max(self._programs, 1),), self._table, self._rows, *fixed, ROWS=_ROWS,
+            kernel, (max(self._programs, 1),), self._table, len(self._table), *fixed, ROWS=_ROWS,
             **constants, **self._format.constants,
         )  # fmt: skip
         return launch

@@ -13,12 +13,10 @@ import triton
 from torch import Tensor
 
 from torchcomp.kernels import coding_triton as coding
-from torchcomp.kernels import decoding_triton as decoding
-from torchcomp.kernels.fields_triton import TYPES, Format
-from torchcomp.kernels.frames_triton import InFrames
+from torchcomp.kernels.frames_triton import TYPES, Format, InFrames
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
-from torchcomp.kernels.selecting_triton import Selecting
+from torchcomp.kernels.selection_triton import Selecting
 from torchcomp.kernels.sparse import Sparse
 from torchcomp.kernels.table_triton import SIZES, Table, covering, offsets_of, tabled
 from torchcomp.routes.wire import Parts
@@ -59,32 +57,30 @@ class SparseTriton(InFrames, Sparse):
         return self._selecting.select(g.detach(), e.detach(), out.detach())
 
     def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
-        frames = self.vectors.frames
-        if frames is None or not self._ready(x):
+        frame = self._frame(x)
+        if frame is None:
             return super().encode(x, index, noise)
-        frame = frames.outgoing()
         if self._table.entries:
             self._clear(frame)
             self._code(frame, index)
         self._fill(x, index, frame, noise, False)
-        return frames.placed
+        return self._placed  # type: ignore[no-any-return]
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
     ) -> tuple[Sequence[Parts], Tensor]:
-        frames = self.vectors.frames
-        if frames is None or not self._ready(g, e, rest):
+        frame = self._frame(g, e, rest)
+        if frame is None:
             return super().encode_sum(g, e, rest, noise)
-        frame = frames.outgoing()
         index = self._selecting.select(g, e, rest, frame)
         self._fill(rest, index, frame, noise, True)
-        return frames.placed, index
+        return self._placed, index
 
     def subtract(
         self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
     ) -> None:
         frames = self.vectors.frames
-        if frames is None or not self._written(parts):
+        if frames is None or parts is not self._placed:
             super().subtract(index, parts, x, weight)
         elif not self._ready(x):
             # What is placed can be the bytes of a field that is not aligned.
@@ -119,11 +115,11 @@ class SparseTriton(InFrames, Sparse):
         densest = max((s.k / s.n for s in self.segments if s.n), default=0.0)
         made = self._means[count, stride] = [
             Launch(
-                decoding.count_bits, grid, *place, stride, table.rows, 0,
+                coding.count_bits, grid, *place, stride, table.rows, 0,
                 BYTES=SIZES["bit"], FRAMES=0,
             ),
             Launch(
-                decoding.decode, grid, *place, table.entries, stride,
+                coding.decode, grid, *place, table.entries, stride,
                 BYTES=SIZES["bit"], CHUNK=SIZES["decode"],
             ),
             adding_up(table, self._format, densest, table.count, *numbers, 0),
@@ -141,22 +137,22 @@ def filling(table: Table, values: Format, subtract: bool, random: bool) -> Launc
 
 
 def subtraction(table: Table, values: Format) -> Launch:
-    """Prepare :func:`.decoding_triton.subtract`."""
+    """Prepare :func:`.coding_triton.subtract`."""
     return Launch(
-        decoding.subtract, (table.programs["fill"],), table.rows, table.count,
+        coding.subtract, (table.programs["fill"],), table.rows, table.count,
         BLOCK=SIZES["fill"], **values.constants,
     )  # fmt: skip
 
 
 def adding_up(table: Table, values: Format, densest: float, *numbers: int) -> Launch:
-    """Prepare :func:`.decoding_triton.add_up`."""
+    """Prepare :func:`.coding_triton.add_up`."""
     # Enough for the entries of most tiles.
     most = triton.next_power_of_2(ceil(2 * densest * SIZES["tile"]))
     chunk = min(max(most, 32), 512)
     messages, step = numbers[2], numbers[4]
     options: dict[str, Any] = {"warps": 2 if chunk < 512 else 4, **values.constants}
     return Launch(
-        decoding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
+        coding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
         STEP=table.step, LANES=triton.next_power_of_2(max(messages, 2)), TILE=SIZES["tile"],
         CHUNK=chunk, PART=SIZES["part"], **options,
     )  # fmt: skip

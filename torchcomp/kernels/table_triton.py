@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
-from torchcomp.kernels.fields_triton import Format
+from torchcomp.kernels.frames_triton import Format
 from torchcomp.kernels.segments import Segment, starts
 from torchcomp.kernels.triton_jit import kernel
 
