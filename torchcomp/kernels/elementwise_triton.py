@@ -13,17 +13,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.frames_triton import DTYPES, TYPES, Format, InFrames, values_of, written
+from torchcomp.kernels import table_triton as col
+from torchcomp.kernels.frames_triton import DTYPES, TYPES, values_of, written
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import Quantizer, largest_scale
-from torchcomp.kernels.table_triton import offsets_of, row_of
+from torchcomp.kernels.table_triton import SIZES, InFrames, column, segment_of
 from torchcomp.kernels.triton_jit import clamped, kernel, narrowed, number, rounded, within
 from torchcomp.routes.wire import Parts
 
 __all__ = ["DTYPES", "CastSum", "ElementwiseTriton"]
-
-_ROWS = 4
-"""Blocks of 128 values per program."""
 
 _BLOCK = 1024
 """Elements per program where there are no blocks of values."""
@@ -33,21 +31,14 @@ class ElementwiseTriton(InFrames, Quantizer):
     """See :class:`.quantize.Quantizer`. The segments cover the vector."""
 
     def _prepare(self, numel: int) -> None:
-        vectors, segments = self.vectors, self.vectors.segments
-        self._format = values = Format(self.fmt, vectors.dtype)
-        frames = vectors.frames
-        offsets = offsets_of(segments, values) if frames is None else frames.offsets
-        rows, program = [], 0
-        for (start, n, _), offset in zip(segments, offsets, strict=True):
-            if n:
-                rows.append((program, start, n, offset, offset + values.second(n)))
-                program += triton.cdiv(n, 128 * _ROWS)
-        self._programs = program
-        values.aligned = all(row[3] % values.width == 0 for row in rows)
+        super()._prepare(numel)
+        self._programs = self._table.programs["fill"]
+        places = [
+            (s.start, s.n, offset, offset + self._format.second(s.n))
+            for s, offset in zip(self.vectors.segments, self._offsets, strict=True)
+        ]
         # What all lengths and places are multiples of: wide accesses need 16.
-        self._step = gcd(16, *(number for row in rows for number in row[1:]))
-        # A copy that the host waits for: no other stream can read it too early.
-        self._table = torch.tensor(rows, dtype=torch.int64).to(vectors.device)
+        self._step = gcd(16, *(number for place in places for number in place))
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
@@ -102,14 +93,14 @@ class ElementwiseTriton(InFrames, Quantizer):
 
     def _made(self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any) -> Launch:
         launch = self._launches[kind] = Launch(
-            kernel, (max(self._programs, 1),), self._table, len(self._table), *fixed, ROWS=_ROWS,
-            **constants, **self._format.constants,
+            kernel, (max(self._programs, 1),), self._table.rows, self._table.count, *fixed,
+            ROWS=SIZES["fill"] // 128, **constants, **self._format.constants,
         )  # fmt: skip
         return launch
 
 
 class CastSum:
-    """Messages of a cast that are summed by an all-reduce."""
+    """The messages of a cast that are summed by an all-reduce."""
 
     def __init__(
         self,
@@ -120,32 +111,20 @@ class CastSum:
     ) -> None:
         self._gradient, self._dtype, self._ranks = gradient, dtype, float(world_size)
         self._shares = shares
-        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._launches: dict[torch.dtype, Launch] = {}
 
     def add(self, g: Tensor, e: Tensor, rest: Tensor, message: Tensor) -> None:
         """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`."""
-        launch = self._launches.get(("add", rest.dtype))
+        if not g.numel():
+            return
+        launch = self._launches.get(rest.dtype)
         if launch is None:
-            launch = self._launches["add", rest.dtype] = Launch(
-                _cast_sum, _blocks(g), g.numel(), 1.0 / self._ranks, -self._ranks,
-                _limit(rest.dtype, self._gradient, self._shares[0]),
+            launch = self._launches[rest.dtype] = Launch(
+                _cast_sum, (triton.cdiv(g.numel(), _BLOCK),), g.numel(), 1.0 / self._ranks,
+                -self._ranks, _limit(rest.dtype, self._gradient, self._shares[0]),
                 _limit(self._gradient, self._dtype, self._shares[1]), BLOCK=_BLOCK,
             )  # fmt: skip
-        if g.numel():
-            launch(g, e, rest, message)
-
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """Write the sum of the messages to `out`, 1-D, contiguous, of one of DTYPES."""
-        launch = self._launches.get(("decode",))
-        if launch is None:
-            launch = Launch(_decode_cast, _blocks(out), out.numel(), BLOCK=_BLOCK)
-            self._launches["decode",] = launch
-        if out.numel():
-            launch(message, out)
-
-
-def _blocks(x: Tensor) -> tuple[int]:
-    return (max(triton.cdiv(x.numel(), _BLOCK), 1),)
+        launch(g, e, rest, message)
 
 
 def _limit(source: torch.dtype, dtype: torch.dtype, share: float) -> float:
@@ -162,9 +141,9 @@ def _encode(
 ):  # fmt: skip
     """Encode, and write what the message lacks to `x` if ADD."""
     dtype: tl.constexpr = x.dtype.element_ty
-    row = row_of(tl.program_id(0), table, rows, 5)
-    start, k = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
-    block = (tl.program_id(0) - tl.load(row).to(tl.int32)) * ROWS + tl.arange(0, ROWS)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    start, k = column(row, col.START), column(row, col.K)
+    block = (tl.program_id(0) - column(row, col.FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
     # Two values at a time, as int4 codes are sent in pairs.
     even = block[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
     odd = even + 1
@@ -180,7 +159,7 @@ def _encode(
         drawn_low = tl.load(noise + low_at, mask=even < k, other=0.0)
         drawn_high = tl.load(noise + high_at, mask=odd < k, other=0.0)
     sent_low, sent_high = written(
-        frame + tl.load(row + 3), frame + tl.load(row + 4), block, even, k,
+        frame + tl.load(row + col.VALUES), frame + tl.load(row + col.CODES), block, even, k,
         narrowed(low, dtype, SOURCE), narrowed(high, dtype, SOURCE),
         drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
     )  # fmt: skip
@@ -200,17 +179,18 @@ def _add_up(
 ):  # fmt: skip
     """Add the messages in order. `factor` is a divisor if MEAN, otherwise a factor on values."""
     dtype: tl.constexpr = out.dtype.element_ty
-    row = row_of(tl.program_id(0), table, rows, 5)
-    start = tl.multiple_of(tl.load(row + 1).to(tl.int32), STEP)
-    k = tl.multiple_of(tl.load(row + 2).to(tl.int32), STEP)
-    i = (tl.program_id(0) - tl.load(row).to(tl.int32)) * (ROWS * 128) + tl.arange(0, ROWS * 128)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    start = tl.multiple_of(column(row, col.START), STEP)
+    k = tl.multiple_of(column(row, col.K), STEP)
+    own = tl.program_id(0) - column(row, col.FILL_PROGRAM)
+    i = own * (ROWS * 128) + tl.arange(0, ROWS * 128)
     inside, at = i < k, start + i
     total = tl.zeros((ROWS * 128,), tl.float32)
     if not MEAN:
         total = number(tl.load(out + at, mask=inside, other=0.0))
     raw, step = messages, tl.multiple_of(stride, STEP)
-    first = tl.multiple_of(tl.load(row + 3), STEP)
-    second = tl.multiple_of(tl.load(row + 4), STEP)
+    first = tl.multiple_of(tl.load(row + col.VALUES), STEP)
+    second = tl.multiple_of(tl.load(row + col.CODES), STEP)
     for _ in range(0, count):
         value = values_of(raw + first, raw + second, i, inside, LEVELS, VALUE, ALIGNED)
         value = number(rounded(value, dtype))
@@ -244,11 +224,3 @@ def _cast_sum(
     tl.store(message + at, value, mask=inside)
     lacking = total + ranks * number(value)
     tl.store(rest + at, rounded(lacking, memory), mask=inside)
-
-
-@kernel()
-def _decode_cast(message, out, n, BLOCK: tl.constexpr):
-    """Convert the sum of the messages to the dtype of `out`."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = number(tl.load(message + at, mask=at < n, other=0.0))
-    tl.store(out + at, rounded(value, out.dtype.element_ty), mask=at < n)

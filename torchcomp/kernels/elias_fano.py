@@ -65,18 +65,17 @@ def encode(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 def decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     """Decode the codes of all segments at once, and test whether they are intact."""
     device = codes[0].device
-    coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
-    whole = [segments[i] for i in coded]
-    if len(coded) == len(segments):
+    some = [segment for segment in segments if 0 < segment.k < segment.n]
+    if len(some) == len(segments):
         return _decode(codes, _Shape(segments))
     damaged = torch.zeros((), dtype=torch.bool, device=device)
     index = torch.empty(0, dtype=torch.int64, device=device)
-    if coded:
-        index, damaged = _decode([codes[i] for i in coded], _Shape(whole))
-    found = dict(zip(coded, split(index, [segment.k for segment in whole]), strict=True))
+    if some:
+        index, damaged = _decode([code for code in codes if code.numel()], _Shape(some))
+    found = iter(split(index, [segment.k for segment in some]))
     every = [
-        found[i] if i in found else torch.arange(at, at + k, device=device)
-        for i, (at, _, k) in enumerate(segments)
+        next(found) if 0 < k < n else torch.arange(at, at + k, device=device)
+        for at, n, k in segments
     ]
     return torch.cat(every), damaged
 

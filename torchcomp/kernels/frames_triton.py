@@ -3,15 +3,12 @@
 The formats are those of :mod:`.quantize`. Fields can begin at any byte of a frame.
 """
 
-from abc import abstractmethod
 from typing import Any
 
 import torch
 import triton.language as tl
-from torch import Tensor
 
 from torchcomp.kernels.quantize import CASTS, LEVELS, layout
-from torchcomp.kernels.segments import Prepared
 from torchcomp.kernels.triton_jit import INFINITY, kernel, narrowed, number
 
 TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -47,54 +44,6 @@ class Format:
     def nbytes(self, k: int) -> int:
         """Return the size in bytes of the fields of `k` values."""
         return sum(field.nbytes for field in layout(self.fmt, k, self.dtype))
-
-
-class InFrames:
-    """What kernels of sparse messages, and of messages of all elements, have in common."""
-
-    reads_frames = True
-    vectors: Prepared
-    accumulate: Any
-    _prepared = False
-
-    def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
-        """Write the sum of received messages, in order, divided by `divisor`, to `out`."""
-        if self._ready(out):
-            self._mean(received, received.stride(0) if len(received) > 1 else 0, out, divisor)
-        else:
-            assert self.vectors.frames is not None
-            self.accumulate(self.vectors.frames.unpack(received), out.zero_())
-            out.div_(divisor)
-
-    def _ready(self, *tensors: Tensor) -> bool:
-        """Prepare the kernels, and return whether they support these tensors."""
-        for x in tensors:
-            if x.dtype not in DTYPES or not x.is_contiguous() or x.numel() >= LIMIT:
-                return False
-        if not self._prepared:
-            if self.vectors.dtype not in DTYPES:
-                return False
-            self._prepare(tensors[0].numel())
-            self._prepared = True
-        return True
-
-    def _frame(self, *tensors: Tensor) -> Tensor | None:
-        """Return the memory of the frames if kernels can write the message of these tensors."""
-        frames = self.vectors.frames
-        return frames.outgoing() if frames is not None and self._ready(*tensors) else None
-
-    @property
-    def _placed(self) -> Any:
-        """What is returned for a message that kernels have written."""
-        return None if self.vectors.frames is None else self.vectors.frames.placed
-
-    @abstractmethod
-    def _prepare(self, numel: int) -> None:
-        """Prepare what is the same in every step, for vectors of so many elements."""
-
-    @abstractmethod
-    def _mean(self, received: Tensor, stride: int, out: Tensor, divisor: int) -> None:
-        """Do as :meth:`mean_of`, with kernels. `stride` is the distance of messages in bytes."""
 
 
 @kernel()

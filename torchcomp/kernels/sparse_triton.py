@@ -13,12 +13,12 @@ import triton
 from torch import Tensor
 
 from torchcomp.kernels import coding_triton as coding
-from torchcomp.kernels.frames_triton import TYPES, Format, InFrames
+from torchcomp.kernels.frames_triton import TYPES, Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
 from torchcomp.kernels.selection_triton import Selecting
 from torchcomp.kernels.sparse import Sparse
-from torchcomp.kernels.table_triton import SIZES, Table, covering, offsets_of, tabled
+from torchcomp.kernels.table_triton import SIZES, InFrames, Table
 from torchcomp.routes.wire import Parts
 
 
@@ -26,13 +26,8 @@ class SparseTriton(InFrames, Sparse):
     """See :class:`.sparse.Sparse`. Workspaces are for one stream at a time."""
 
     def _prepare(self, numel: int) -> None:
-        vectors, segments = self.vectors, self.segments
-        self._format = values = Format(self.fmt, vectors.dtype)
-        frames = vectors.frames
-        offsets = offsets_of(segments, values) if frames is None else frames.offsets
-        at = [offset for offset, s in zip(offsets, segments, strict=True) if s.k]
-        values.aligned = all(offset % values.width == 0 for offset in at)
-        self._table = table = tabled(covering(segments, offsets, numel), values, vectors.device)
+        super()._prepare(numel)
+        table, values = self._table, self._format
         self._selecting = Selecting(table)
         place = (table.programs["fill"],), table.rows, table.count
         self._clear = Launch(coding.clear, *place, CHUNK=SIZES["chunk"])

@@ -1,8 +1,10 @@
 """The table of a vector's segments, in memory of the device: what kernels need to know of each."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 import torch
 import triton
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
-from torchcomp.kernels.frames_triton import Format
-from torchcomp.kernels.segments import Segment, starts
+from torchcomp.kernels.frames_triton import DTYPES, LIMIT, Format
+from torchcomp.kernels.segments import Prepared, Segment, starts
 from torchcomp.kernels.triton_jit import kernel
 
 SIZES = {
@@ -50,21 +52,15 @@ def column(row, which: tl.constexpr):
 
 
 @kernel("rows")
-def row_of(program, table, rows, WIDTH: tl.constexpr):
-    """Return the row of the segment of a program; the first column has the first programs."""
+def segment_of(program, table, rows, first: tl.constexpr):
+    """Return the row of the segment of a program; `first` is the column of the first programs."""
     below, above = 0, rows
     while above - below > 1:
         middle = (below + above) // 2
-        later = tl.load(table + middle * WIDTH) > program
+        later = tl.load(table + middle * WIDTH + first) > program
         above = tl.where(later, middle, above)
         below = tl.where(later, below, middle)
     return table + below * WIDTH
-
-
-@kernel("rows")
-def segment_of(program, table, rows, first: tl.constexpr):
-    """Return the row of the segment of a program; `first` is the column of the first programs."""
-    return row_of(program, table + first, rows, WIDTH) - first
 
 
 def offsets_of(segments: Sequence[Segment], values: Format) -> list[int]:
@@ -148,3 +144,57 @@ def tabled(
         candidate,
         first,
     )
+
+
+class InFrames:
+    """Kernels that write the frames to send, and read frames as they were received."""
+
+    reads_frames = True
+    vectors: Prepared
+    fmt: Any
+    accumulate: Any
+    _prepared = False
+
+    def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
+        """Write the sum of received messages, in order, divided by `divisor`, to `out`."""
+        if self._ready(out):
+            self._mean(received, received.stride(0) if len(received) > 1 else 0, out, divisor)
+        else:
+            assert self.vectors.frames is not None
+            self.accumulate(self.vectors.frames.unpack(received), out.zero_())
+            out.div_(divisor)
+
+    def _ready(self, *tensors: Tensor) -> bool:
+        """Prepare the kernels, and return whether they support these tensors."""
+        for x in tensors:
+            if x.dtype not in DTYPES or not x.is_contiguous() or x.numel() >= LIMIT:
+                return False
+        if not self._prepared:
+            if self.vectors.dtype not in DTYPES:
+                return False
+            self._prepare(tensors[0].numel())
+            self._prepared = True
+        return True
+
+    def _frame(self, *tensors: Tensor) -> Tensor | None:
+        """Return the memory of the frames if kernels can write the message of these tensors."""
+        frames = self.vectors.frames
+        return frames.outgoing() if frames is not None and self._ready(*tensors) else None
+
+    @property
+    def _placed(self) -> Any:
+        """What is returned for a message that kernels have written."""
+        return None if self.vectors.frames is None else self.vectors.frames.placed
+
+    def _prepare(self, numel: int) -> None:
+        """Prepare what is the same in every step, for vectors of so many elements."""
+        vectors, segments, frames = self.vectors, self.vectors.segments, self.vectors.frames
+        self._format = values = Format(self.fmt, vectors.dtype)
+        self._offsets = offsets_of(segments, values) if frames is None else frames.offsets
+        placed = zip(self._offsets, segments, strict=True)
+        values.aligned = all(offset % values.width == 0 for offset, s in placed if s.k)
+        self._table = tabled(covering(segments, self._offsets, numel), values, vectors.device)
+
+    @abstractmethod
+    def _mean(self, received: Tensor, stride: int, out: Tensor, divisor: int) -> None:
+        """Do as :meth:`mean_of`, with kernels. `stride` is the distance of messages in bytes."""

@@ -15,7 +15,7 @@ def small_blocks():
     """Make short vectors use several blocks."""
     with (
         mock.patch.dict(SIZES, SMALL),
-        mock.patch.multiple(elementwise_triton, _ROWS=2, _BLOCK=128),
+        mock.patch.object(elementwise_triton, "_BLOCK", 128),
     ):
         yield
 

@@ -63,13 +63,10 @@ def test_a_step_with_all_elements():
     assert launched(Quantize("int8"), [1000]) == [1, 1, 1]
     n, ranks = 1000, 8
     with SIMULATED() as count:
-        g, e, rest, out = (on_device(normal(n)) for _ in range(4))
+        g, e, rest = (on_device(normal(n)) for _ in range(3))
         cast = CastSum(torch.float32, torch.bfloat16, ranks)
         message = on_device(torch.zeros(n, dtype=torch.bfloat16))
-        of_casts = of_second(
-            count, lambda: cast.add(g, e, rest, message), lambda: cast.decode(message, out)
-        )
-    assert of_casts == [1, 1]
+        assert of_second(count, lambda: cast.add(g, e, rest, message)) == [1]
 
 
 @pytest.mark.parametrize("spec", only(WEIGHTS, now=NOW))
