@@ -86,8 +86,6 @@ class Count:
         ]
         return "\n".join(lines)
 
-    called = property(__repr__)
-
     def note(self, kind: str, operation: str) -> None:
         self.by_kind[kind][site(), operation] += 1
 

@@ -77,4 +77,4 @@ def test_a_bucket_costs_at_most_its_budget(spec):
     assert per_bucket.waits <= most.waits, per_bucket
     assert per_bucket.copies == 0, per_bucket
     assert 0 < per_bucket.launches <= most.launches, per_bucket
-    assert 0 < per_bucket.calls <= most.calls, per_bucket.called
+    assert 0 < per_bucket.calls <= most.calls, per_bucket
