@@ -68,16 +68,25 @@ def test_step_after_step(form, n):
         assert torch.equal(kernels.add_and_select(g, e, out), sorted_out(g + e, n // 100))
 
 
-@pytest.mark.parametrize("share", [1, 100])
-def test_a_sample_that_misleads_changes_nothing(share, monkeypatch):
-    """Of a vector in which few or most entries reach the bound."""
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bound", ["zero", "median", "infinity"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_bound_changes_the_result(sampled, bound, dtype, monkeypatch):
     pytest.importorskip("numba")
-    from torchcomp.kernels.select_numba import Candidates
+    from torchcomp.kernels import select_numba
 
-    bound = {1: 0, 100: 0x7F000000}[share]
-    monkeypatch.setattr(Candidates, "_bound", lambda self, *rest: self.keys.dtype.type(bound))
-    x = normal(140_003)
-    assert torch.equal(largest(x, 1400), sorted_out(x, 1400))
+    x, kernels = normal(140_003, dtype=dtype), sparse_kernels((0, 140_003, 1400))
+    word = select_numba._FORMATS[dtype][0]
+    values = {"zero": 0.0, "median": float(x.double().abs().median()), "infinity": torch.inf}
+    bits = torch.tensor(values[bound], dtype=dtype).view(word).item()
+    if sampled:
+        monkeypatch.setattr(
+            select_numba, "_bound", lambda _, bits_of, *rest: bits_of.dtype.type(bits)
+        )
+    kernels.select(x)
+    for threshold in (bits, None):
+        kernels._candidates[0].threshold = threshold
+        assert torch.equal(kernels.select(x), sorted_out(x, 1400))
 
 
 # --- Pool -----------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ def encode(index, n, low, out):
     return True
 
 
-# LLVM compiles the loop over 8 bytes, and `_ones`, to one instruction. It does so for the loop only
+# LLVM compiles the loop over 8 bytes, and `ones`, to one instruction. It does so for the loop only
 # if no index can be negative. This is why the indices below are np.uint64.
 
 
@@ -64,7 +64,7 @@ def _word_at(raw, byte):
 
 
 @kernel(inline="always")
-def _ones(word):
+def ones(word):
     """Return the number of set bits."""
     # Add neighbouring counts of 1, 2 and 4 bits in place. The product sums the 8 bytes.
     word -= (word >> np.uint64(1)) & np.uint64(0x5555555555555555)
@@ -82,7 +82,7 @@ def decode(raw, n, low, index):
     cut, width = (bits + 7) >> 3, np.uint64(low)
     for first in range(cut, raw.size, 8):
         word, base = _word_at(raw, first), 8 * (first - cut)
-        before, count = count, count + _ones(word)
+        before, count = count, count + ones(word)
         if count > k:  # of a damaged code
             return False
         for i in range(np.uint64(before), np.uint64(count)):

@@ -52,15 +52,15 @@ class SparseNumba(sparse.Sparse):
             start, n, k = segment
             own = part(x, segment)
             first, second = (None if y is None else part(y, segment) for y in (g, e))
-            if self._low[i] is None:
-                if first is not None and second is not None:
-                    torch.add(first, second, out=own)
-                index = torch.arange(k)
-            else:
+            if self._low[i] is not None:
                 candidates = self._candidates[i]
                 if candidates is None or candidates.dtype != x.dtype:
                     candidates = self._candidates[i] = Candidates(n, k, x.dtype)
                 index = candidates.select(own, first, second)
+            else:
+                if first is not None and second is not None:
+                    torch.add(first, second, out=own)
+                index = torch.arange(k)
             chosen.append(index.add_(start) if start else index)
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
