@@ -80,9 +80,11 @@ class Candidates:
                 bound = _bound(summands, bits, k, limits)
             else:
                 bound = word(max(guess - self.margin, 0))
-            pool.each(
-                partial(_collect, *summands, bits, bound, *limits, self.ends, *rows), len(counts)
-            )
+            collect = partial(_collect, *summands, bits, bound, *limits, self.ends, *rows)
+            if len(counts) == 1:
+                collect(0)
+            else:
+                pool.each(collect, len(counts))
             summands = None, None, None  # `x` is the sum now
             total = int(counts.sum())
             if counts.min() >= 0 and total >= k:

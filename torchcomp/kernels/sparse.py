@@ -40,6 +40,8 @@ class Sparse:
         self.vectors, self.fmt = vectors, fmt
         self.segments = vectors.segments
         self.counts = [segment.k for segment in vectors.segments]
+        # One vector, whose values are sent as they are, takes few calls.
+        self._plain = fmt is None and len(self.counts) == 1
         self._on_host = host.can_read(torch.empty(0, device=vectors.device))
 
     def select(self, x: Tensor) -> Tensor:
@@ -55,8 +57,12 @@ class Sparse:
     def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         """Return the fields of each segment's message."""
         codes = self._coded(index)
-        values = narrow(x.detach().index_select(0, index), self.vectors.dtype)
-        fields = self._encode_values(values, self.counts, self.fmt, noise)
+        values = x.detach().index_select(0, index)
+        if values.dtype != self.vectors.dtype:
+            values = narrow(values, self.vectors.dtype)
+        fields: Sequence[Parts] = ((values,),)
+        if not self._plain:
+            fields = self._encode_values(values, self.counts, self.fmt, noise)
         return [(*own, code) for own, code in zip(fields, codes, strict=True)]
 
     def _coded(self, index: Tensor) -> Sequence[Tensor]:
@@ -80,7 +86,10 @@ class Sparse:
         self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
     ) -> None:
         """Subtract `weight` times a message, with these indices, from `x`, where it is finite."""
-        values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
+        if self._plain:
+            values = parts[0][0].to(x.dtype)
+        else:
+            values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
         # Replace instead of masking: a boolean index would make the host wait for an accelerator.
         values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
         # Not alpha=-weight: it can fuse both operations, and the Numba form rounds the product.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchcomp.kernels import elias_fano, elias_fano_numba, pool, quantize_numba, sparse
 from torchcomp.kernels.numba_jit import kernel
-from torchcomp.kernels.segments import Prepared, part, split
+from torchcomp.kernels.segments import Prepared
 from torchcomp.kernels.select_numba import Candidates
 from torchcomp.routes.wire import Parts
 
@@ -34,6 +34,7 @@ class SparseNumba(sparse.Sparse):
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
         super().__init__(vectors, fmt)
         self._candidates: list[Candidates | None] = [None] * len(self.segments)
+        self._nbytes = [elias_fano.nbytes(n, k) for _, n, k in self.segments]
         # The width of the code's low parts, or None if nothing or everything is sent.
         self._low = [elias_fano.low_bits(n, k) if 0 < k < n else None for _, n, k in self.segments]
 
@@ -48,10 +49,10 @@ class SparseNumba(sparse.Sparse):
 
     def _select(self, x: Tensor, g: Tensor | None, e: Tensor | None) -> Tensor:
         chosen = []
-        for i, segment in enumerate(self.segments):
-            start, n, k = segment
-            own = part(x, segment)
-            first, second = (None if y is None else part(y, segment) for y in (g, e))
+        for i, (start, n, k) in enumerate(self.segments):
+            own, first, second = x[start : start + n], None, None
+            if g is not None and e is not None:
+                first, second = g[start : start + n], e[start : start + n]
             if self._low[i] is not None:
                 candidates = self._candidates[i]
                 if candidates is None or candidates.dtype != x.dtype:
@@ -65,15 +66,16 @@ class SparseNumba(sparse.Sparse):
         return chosen[0] if len(chosen) == 1 else torch.cat(chosen)
 
     def _coded(self, index: Tensor) -> Sequence[Tensor]:
-        codes = []
-        for own, (start, n, k), low in zip(
-            split(index, self.counts), self.segments, self._low, strict=True
-        ):
-            code = torch.empty(elias_fano.nbytes(n, k), dtype=torch.uint8)
+        codes, first = [], 0
+        for (start, n, k), low, nbytes in zip(self.segments, self._low, self._nbytes, strict=True):
+            code = torch.empty(nbytes, dtype=torch.uint8)
             if low is not None:
+                own = index[first : first + k]
                 local = own - start if start else own
-                elias_fano.check(elias_fano_numba.encode(local.numpy(), n, low, code.numpy()), n)
+                if not elias_fano_numba.encode(local.numpy(), n, low, code.numpy()):
+                    elias_fano.check(False, n)
             codes.append(code)
+            first += k
         return codes
 
     def accumulate(
@@ -82,30 +84,37 @@ class SparseNumba(sparse.Sparse):
         if not messages or out.dtype not in _WIDE or not out.is_contiguous():
             super().accumulate(messages, out, weight)
             return
-        for i, segment in enumerate(self.segments):
-            alone, own = [message[i] for message in messages], part(out, segment)
-            together = max(_TOGETHER // max(segment.k, 1), 1)
-            for first in range(0, len(alone), together):
-                some = alone[first : first + together]
-                if not _accumulate(some, segment.k, self._low[i], own, weight):
+        for i, (start, n, k) in enumerate(self.segments):
+            together = max(_TOGETHER // max(k, 1), 1)
+            for first in range(0, len(messages), together):
+                some = messages[first : first + together]
+                own = out[start : start + n]
+                if not _accumulate(some, i, k, self._low[i], own, weight):
                     # All of it: each rank looks at a part for a NaN.
                     out.fill_(torch.nan)
                     return
 
 
 def _accumulate(
-    messages: Sequence[Parts], k: int, low: int | None, out: Tensor, weight: float
+    messages: Sequence[Sequence[Parts]],
+    at: int,
+    k: int,
+    low: int | None,
+    out: Tensor,
+    weight: float,
 ) -> bool:
     """Add one segment of each message, or return False if a code is damaged."""
-    target, count = out.detach().numpy(), len(messages)
-    codes = [message[-1].contiguous().numpy() for message in messages]
-    fields = [message[:-1] for message in messages]
-    values = [
-        each.to(out.dtype).contiguous().numpy()
-        for each in quantize_numba.decode(fields, [k] * count, out.dtype)
-    ]
+    target, count, n = out.detach().numpy(), len(messages), out.numel()
     index, intact = np.empty((count, k), np.int64), np.empty(count, np.bool_)
-    n = target.size
+    codes, values = [], []
+    for message in messages:
+        *fields, code = message[at]
+        if len(fields) > 1:
+            (decoded,) = quantize_numba.decode([fields], [k], out.dtype)
+        else:
+            decoded = fields[0].to(out.dtype)
+        codes.append(code.contiguous().numpy())
+        values.append(decoded.contiguous().numpy())
 
     def decode(i: int) -> None:
         if low is None:
@@ -117,15 +126,18 @@ def _accumulate(
         for i in range(count):
             _add(target, index[i], values[i], weight, block * size, (block + 1) * size)
 
-    if pool.chunks(count * k) == 1:
-        size = n
+    size = n if count * k <= pool.INLINE else _BLOCK
+    if size == n:
         for i in range(count):
             decode(i)
     else:
-        size = _BLOCK
         pool.each(decode, count)
     if intact.all():
-        pool.each(add_up, -(-n // max(size, 1)))
+        blocks = -(-n // max(size, 1))
+        if blocks > 1:
+            pool.each(add_up, blocks)
+        else:
+            add_up(0)
     return bool(intact.all())
 
 

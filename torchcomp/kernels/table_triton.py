@@ -160,8 +160,8 @@ class InFrames:
         if self._ready(out):
             self._mean(received, received.stride(0) if len(received) > 1 else 0, out, divisor)
         else:
-            assert self.vectors.frames is not None
-            self.accumulate(self.vectors.frames.unpack(received), out.zero_())
+            frames: Any = self.vectors.frames
+            self.accumulate(frames.unpack(received), out.zero_())
             out.div_(divisor)
 
     def _ready(self, *tensors: Tensor) -> bool:
