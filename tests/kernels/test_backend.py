@@ -41,8 +41,8 @@ def use_two_kernels():
 @pytest.mark.usefixtures("uncached_fast_forms")
 def test_without_numba_one_warning_says_how_to_install_it(monkeypatch, warned):
     monkeypatch.setitem(sys.modules, "numba", None)
-    for stem in STEMS:
-        monkeypatch.delitem(sys.modules, f"torchcomp.kernels.{stem}_numba", raising=False)
+    for name in (*(f"{stem}_numba" for stem in STEMS), "numba_jit"):
+        monkeypatch.delitem(sys.modules, f"torchcomp.kernels.{name}", raising=False)
     use_two_kernels()
     assert ['torchcomp-ddp[kernels]"' in message for message in warned()] == [True]
 
