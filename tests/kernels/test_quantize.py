@@ -68,6 +68,13 @@ def test_worked_examples(fmt, values, expected):
     assert bytes(content.tolist()) == bytes.fromhex(expected)
 
 
+@pytest.mark.parametrize(("drawn", "expected"), [(0.0, [127, 2, -1, 3]), (0.5, [127, 1, -2, 3])])
+def test_a_draw_below_the_fraction_rounds_up(drawn, expected):
+    values, noise = torch.tensor([127.0, 1.5, -1.5, 3.0]), torch.full((4,), drawn)
+    ((_, codes),) = quantize_form().encode(values, [4], "int8", noise)
+    assert codes.tolist() == expected
+
+
 def test_the_bounds_have_the_proved_values():
     assert quantize.error_bound("bf16", 10) == 2.0**-16
     assert quantize.error_bound("fp16", 10) == 2.0**-22
