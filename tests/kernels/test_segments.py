@@ -14,7 +14,7 @@ PARTS = {
     "overlapping": lambda x, y: (x[:5], x[4:9]),
     "repeated": lambda x, y: (x[:5], x[:5]),
     "two tensors": lambda x, y: (x[17:], y[:3]),
-    "strided": lambda x, y: (x[:8:2], x[8:12]),
+    "strided": lambda x, y: (x[:8:2], x[4:8]),
     "empty": lambda x, y: (x[:0], y[:3]),
     "of a simulated or absent device": lambda x, y: (x[17:].to("meta"), y[:3].to("meta")),
 }
