@@ -1,6 +1,7 @@
 """The order of streams around real DDP and LocalSGD, under the checker of tests/support/streams."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -83,25 +84,104 @@ def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor, ranks: in
     return list(simulator.faults)
 
 
+# --- Trainings ------------------------------------------------------------------------------------
+
+BIDIRECTIONAL = "bidirectional(topk(0.1), topk(0.1))"
+RESUMED = TOPK, "powersgd(rank=1)", "dgc(topk(0.1))", BIDIRECTIONAL
+LOCAL = OVERLAP, OVERLAP | {"fragments": 3}, OVERLAP | {"moments": "average"}
+
+
+def trained(spec: str, **options: Any) -> None:
+    Run(spec, **options).train(0, 1, 2)
+
+
+def loaded(run: Run) -> None:
+    state = reloaded(run.handle.state_dict())
+    run.handle.load_state_dict(state)
+    del state  # as a script drops what it has loaded
+
+
+def resumed(spec: str) -> None:
+    state = reloaded(Run(spec).train(0, 1).handle.state_dict())
+    run = Run(spec)
+    run.handle.load_state_dict(state)
+    del state
+    run.train(2, 3)
+    loaded(run)  # once more, in the middle of a run
+    run.train(4, 5)
+
+
+def scaler_overflow() -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
+    run = Run(TOPK, scaler=scaler)
+    run.train(0, 1, 2)
+    run.step(3, factor=1e308)
+    assert scaler.get_scale() < 2.0**11
+    run.train(4, 5)
+
+
+def unused_parameters() -> None:
+    run = Run(TOPK, Branches().double(), find_unused_parameters=True)
+    for step, used in enumerate([("left",), ("left", "right"), ("right",), ()]):
+        run.step(step, used)
+
+
+def accumulation() -> None:
+    run = Run(TOPK)
+    for step in range(3):
+        run.optimizer.zero_grad()
+        with run.model.no_sync():
+            run.backward(2 * step)
+        run.backward(2 * step + 1)
+        run.optimizer.step()
+
+
+def norms_in_another_thread(spec: str) -> None:
+    """It reads them during a backward pass, and DDP has not waited for the side stream yet."""
+    run, other = Run(spec, check="late"), torch.cuda.Stream()
+    norms: list[dict[str, float]] = []
+
+    def read(counts: bool) -> None:
+        with torch.cuda.stream(other):
+            norms.append(run.handle.residual_norms())
+
+    run.handle.averager.on_finish(read)
+    run.train(0, 1, 2)
+    assert all(map(any, map(dict.values, norms)))
+
+
+def averaged(local: dict[str, Any]) -> None:
+    script = Script("every(2)", total_steps=8, local=local, bucket_cap_mb=0.0002)
+    script.train(0, 8)
+    script.sync.close()
+
+
+def jointspar() -> None:
+    """Norms are computed on the side stream, and read on the main stream."""
+    model = wrap(mlp())
+    sampled = torchcomp.JointSpar(model, budget=0.5)
+    for step in range(6):
+        model.zero_grad()
+        loss_of(model(rows(step))).backward()
+    sampled.close()
+
+
 # The ranks are fake, and echo what this one sends. Here, it sends each owner another number.
 ECHOED = [s for s in METHODS if not ('scope="tensor"' in s and '"exact"' in s)]
 
 
 @pytest.mark.parametrize("spec", only(ECHOED, now=THROUGH_DDP))
 def test_steps_of_every_method(spec: str) -> None:
-    assert not faults_of(lambda: Run(spec).train(0, 1, 2))
+    assert not faults_of(partial(trained, spec))
 
 
-@pytest.mark.parametrize("spec", [TOPK, "powersgd(rank=1)", "bidirectional(topk(0.1), topk(0.1))"])
+@pytest.mark.parametrize("spec", [TOPK, "powersgd(rank=1)", BIDIRECTIONAL])
 def test_steps_that_are_checked_late(spec: str) -> None:
     """No wait of the host orders the streams at the end of a step."""
 
     def body() -> None:
         run = Run(spec, check="late").train(0, 1, 2)
-        state = reloaded(run.handle.state_dict())
-        run.train(3)
-        run.handle.load_state_dict(state)
-        del state
+        loaded(run)
         run.train(4, 5)
         run.handle.swap("mean")
         run.train(6, 7)
@@ -117,130 +197,43 @@ IN_PIECES = [s for s in ECHOED if '"exact"' not in s]
 def test_two_levels(spec: str) -> None:
     def body() -> None:
         run = Run(spec, nodes=2, bucket_cap_mb=SMALL_BUCKETS).train(0, 1, 2)
-        state = reloaded(run.handle.state_dict())
-        run.handle.load_state_dict(state)
-        del state
+        loaded(run)
         run.train(3)
-        run.handle.swap("bidirectional(topk(0.1), topk(0.1))")
+        run.handle.swap(BIDIRECTIONAL)
         run.train(4, 5)
         run.handle.close()
 
     assert not faults_of(body, ranks=4)
 
 
+TRAININGS: dict[str, Callable[[], Any]] = {
+    **{
+        f"{options}": partial(trained, TOPK, **options)
+        for options in (
+            {"gradient_as_bucket_view": True},
+            {"static_graph": True},
+            {"bucket_cap_mb": None},
+        )
+    },
+    **{f"resume {spec}": partial(resumed, spec) for spec in RESUMED},
+    **{f"norms {spec}": partial(norms_in_another_thread, spec) for spec in (TOPK, BIDIRECTIONAL)},
+    **{f"local steps {local}": partial(averaged, local) for local in LOCAL},
+    "scaler": scaler_overflow,
+    "unused parameters": unused_parameters,
+    "accumulation": accumulation,
+    "jointspar": jointspar,
+}
+
+
+@pytest.mark.parametrize("case", TRAININGS)
+def test_a_training(case: str) -> None:
+    assert not faults_of(TRAININGS[case])
+
+
 @pytest.mark.parametrize("options", [{"inside": "bf16"}, {"check": "late"}], ids=str)
 def test_options_of_two_levels(options: dict[str, Any]) -> None:
-    def body() -> None:
-        Run(TOPK, nodes=2, bucket_cap_mb=SMALL_BUCKETS, **options).train(0, 1, 2)
-
-    assert not faults_of(body, ranks=4)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"gradient_as_bucket_view": True}, {"static_graph": True}, {"bucket_cap_mb": None}],
-    ids=str,
-)
-def test_options_of_ddp(options: dict[str, Any]) -> None:
-    assert not faults_of(lambda: Run(TOPK, **options).train(0, 1, 2))
-
-
-def resumed(spec: str) -> None:
-    state = reloaded(Run(spec).train(0, 1).handle.state_dict())
-    run = Run(spec)
-    run.handle.load_state_dict(state)
-    # A script drops what it has loaded.
-    del state
-    run.train(2, 3)
-    # And once more, in the middle of a run.
-    state = reloaded(run.handle.state_dict())
-    run.handle.load_state_dict(state)
-    del state
-    run.train(4, 5)
-
-
-@pytest.mark.parametrize(
-    "spec", [TOPK, "powersgd(rank=1)", "dgc(topk(0.1))", "bidirectional(topk(0.1), topk(0.1))"]
-)
-def test_resume(spec: str) -> None:
-    assert not faults_of(lambda: resumed(spec))
-
-
-def test_scaler_overflow() -> None:
-    def body() -> None:
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
-        run = Run(TOPK, scaler=scaler)
-        run.train(0, 1, 2)
-        run.step(3, factor=1e308)
-        assert scaler.get_scale() < 2.0**11
-        run.train(4, 5)
-
-    assert not faults_of(body)
-
-
-def test_unused_parameters() -> None:
-    def body() -> None:
-        run = Run(TOPK, Branches().double(), find_unused_parameters=True)
-        for step, used in enumerate([("left",), ("left", "right"), ("right",), ()]):
-            run.step(step, used)
-
-    assert not faults_of(body)
-
-
-def test_accumulation() -> None:
-    def body() -> None:
-        run = Run(TOPK)
-        for step in range(3):
-            run.optimizer.zero_grad()
-            with run.model.no_sync():
-                run.backward(2 * step)
-            run.backward(2 * step + 1)
-            run.optimizer.step()
-
-    assert not faults_of(body)
-
-
-@pytest.mark.parametrize("spec", [TOPK, "bidirectional(topk(0.1), topk(0.1))"])
-def test_norms_that_another_thread_reads_during_a_backward_pass(spec: str) -> None:
-    """It has another stream, and DDP has not waited for the side stream yet."""
-
-    def body() -> None:
-        run, other = Run(spec, check="late"), torch.cuda.Stream()
-        norms: list[dict[str, float]] = []
-
-        def read(counts: bool) -> None:
-            with torch.cuda.stream(other):
-                norms.append(run.handle.residual_norms())
-
-        run.handle.averager.on_finish(read)
-        run.train(0, 1, 2)
-        assert all(map(any, map(dict.values, norms)))
-
-    assert not faults_of(body)
-
-
-def test_local_sgd_with_overlap() -> None:
-    assert not faults_of(averaged)
-
-
-def averaged() -> None:
-    script = Script("every(2)", total_steps=8, local=OVERLAP, bucket_cap_mb=0.0002)
-    script.train(0, 8)
-    script.sync.close()
-
-
-def test_jointspar() -> None:
-    """Norms are computed on the side stream, and read on the main stream."""
-
-    def body() -> None:
-        model = wrap(mlp())
-        jointspar = torchcomp.JointSpar(model, budget=0.5)
-        for step in range(6):
-            model.zero_grad()
-            loss_of(model(rows(step))).backward()
-        jointspar.close()
-
-    assert not faults_of(body)
+    nodes = partial(trained, TOPK, nodes=2, bucket_cap_mb=SMALL_BUCKETS, **options)
+    assert not faults_of(nodes, ranks=4)
 
 
 # --- Negative controls: what the checker must find ------------------------------------------------

@@ -13,7 +13,6 @@ from tests.support.outcomes import same
 from tests.support.vectors import normal
 from torchcomp.compressors import Compressor
 from torchcomp.engine.keys import Key
-from torchcomp.kernels import quantize
 
 SIZES = [2, 65, 4097, 20_000] if REHEARSAL else [2, 65, 4097, 20_000, 140_003, 5_000_011]
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -63,29 +62,6 @@ def test_selection(n: int, dtype: torch.dtype) -> None:
         assert_same(out, total)
         assert_same(cold, sorted_out(total, k))
         assert_same(warm, sorted_out(total, k))
-
-
-@pytest.mark.parametrize("fmt", [None, *quantize.FORMATS])
-@pytest.mark.parametrize(("n", "k"), [(5000, 70), (5000, 4000), (50, 50), (300_000, 3000)])
-def test_sparse_messages(n: int, k: int, fmt: str | None) -> None:
-    g, e, x = normal(n), normal(n, seed=1), normal(n, seed=2)
-    on_device = there(g, e, x)
-
-    def step(g: Tensor, e: Tensor, x: Tensor) -> list[Tensor]:
-        kernels = sparse_kernels((0, n, k), fmt=fmt, device=g.device)
-        rest, mean = torch.empty_like(g), torch.empty_like(g)
-        parts, index = kernels.encode_sum(g, e, rest, None)
-        others = kernels.encode(x, kernels.select(x), None)
-        kernels.subtract(index, parts, x.clone(), 1 / 3)
-        kernels.mean([parts, others, parts], mean, 3)
-        return [*parts[0], *others[0], index, rest, mean]
-
-    expected = step(g, e, x)
-    step(*on_device)  # compiles, which may wait
-    with device_forms():
-        found = step(*on_device)
-    for one, other in zip(found, expected, strict=True):
-        assert_same(one, other)
 
 
 # --- Whole messages -------------------------------------------------------------------------------

@@ -4,12 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-import torchcomp
 from tests.gpu.compiler import c_compiler
 from tests.gpu.place import DEVICE, GPUS, REHEARSAL, WIDTH, delayed, gpu
 from tests.gpu.training import PLAIN, Run, model_of, trained
 from tests.support.models import CONSERVING, THROUGH_DDP, Account, assert_conserved, residual_norm
-from tests.support.outcomes import caught
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -34,15 +32,18 @@ def accounted(run: Run, steps: int = STEPS) -> Account:
     return run.account.close(run.handle)
 
 
-@pytest.mark.parametrize("spec", CONSERVING)
-def test_the_sum_of_all_gradients_is_conserved(spec: str) -> None:
-    assert_conserved([accounted(Run(spec, dtype=torch.float64))])
+NARROW = "ef(topk(0.1))", 'bidirectional(topk(0.1), topk(0.1), selection="exact")'
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_gradients_of_narrow_dtypes_are_conserved(dtype: torch.dtype) -> None:
-    for spec in ("ef(topk(0.1))", 'bidirectional(topk(0.1), topk(0.1), selection="exact")'):
-        assert_conserved([accounted(Run(spec, dtype=dtype))], 1e-5)
+@pytest.mark.parametrize(
+    ("spec", "dtype", "tolerance"),
+    [(spec, torch.float64, 1e-12) for spec in CONSERVING]
+    + [(s, d, 1e-5) for s in NARROW for d in (torch.float32, torch.float16, torch.bfloat16)],
+)
+def test_the_sum_of_all_gradients_is_conserved(
+    spec: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    assert_conserved([accounted(Run(spec, dtype=dtype))], tolerance)
 
 
 # --- Checkpoints and swaps ------------------------------------------------------------------------
@@ -124,20 +125,6 @@ def test_an_overflow_skips_the_step_and_the_state_stays(spec: str) -> None:
     run.train(4, 6)
     assert run.weights().isfinite().all()
     assert not torch.equal(run.weights(), weights)
-    run.close()
-
-
-@pytest.mark.parametrize("spec", THROUGH_DDP[1:])
-def test_a_nan_raises_and_training_can_continue(spec: str) -> None:
-    run = Run(spec).train(0, 2)
-    state = run.residual()
-    first = next(run.model.module.parameters())
-    hook = first.register_hook(lambda gradient: gradient.fill_(torch.nan))
-    error = caught(lambda: run.backward(2))
-    hook.remove()
-    assert isinstance(error, torchcomp.NonFiniteError), repr(error)
-    assert torch.equal(run.residual(), state)
-    assert run.train(3, 5).weights().isfinite().all()
     run.close()
 
 

@@ -28,16 +28,7 @@ def model_of(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 class Run:
-    """One rank's model, optimizer and handle.
-
-    Args:
-        spec: the method, or PLAIN.
-        dtype: of the parameters.
-        place: the device of the model.
-        module: the model; by default a small one, with one DDP bucket per layer.
-        nodes: number of ranks of a node, for two levels.
-        scale: initial loss scale of a GradScaler; without it, there is no scaler.
-    """
+    """One rank's model, optimizer and handle. `spec` is a method or PLAIN."""
 
     def __init__(
         self,
@@ -66,7 +57,6 @@ class Run:
         return rows(step, self.dtype, WIDTH).to(self.place)
 
     def backward(self, step: int) -> None:
-        """Compute the gradients of a step and exchange them."""
         self.optimizer.zero_grad()
         # A mean, not a sum: the gradients of wide models stay in the range of float16.
         loss = loss_of(self.model(self.rows(step))) / WIDTH
@@ -82,17 +72,14 @@ class Run:
         return self
 
     def weights(self) -> Tensor:
-        """Return a copy of all parameters, on the CPU."""
         return flat(self.model.module.parameters()).cpu()
 
     def residual(self) -> Tensor:
-        """Return a copy of all tensors of the method's state, on the CPU."""
         slots = self.handle.state_dict()["slots"].values() if self.handle else ()
         tensors = [tensor for slot in slots for tensor in slot["tensors"].values()]
         return flat([torch.zeros(1), *(tensor.cpu() for tensor in tensors)])
 
     def save(self) -> bytes:
-        """Return a checkpoint, as the bytes of its file."""
         file = io.BytesIO()
         parts = {"model": self.model.module, "optimizer": self.optimizer, "handle": self.handle}
         torch.save({name: part.state_dict() for name, part in parts.items()}, file)

@@ -1,6 +1,7 @@
 """Choose between the forms of a kernel for the CPU."""
 
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -27,13 +28,20 @@ def quantize_form(device: torch.device | str = "cpu") -> ModuleType:
     return backend.host_form("quantize", torch.empty(0, device=device)) or quantize
 
 
-def sparse_kernels(
+def vectors(
     *segments: tuple[int, int, int],
-    fmt: str | None = None,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
+    frames: object = None,
+) -> SimpleNamespace:
+    """What kernels know of segments (start, n, k)."""
+    made = tuple(Segment(*segment) for segment in segments)
+    place = {"device": torch.device(device), "dtype": dtype, "frames": frames}
+    return SimpleNamespace(segments=made, **place)
+
+
+def sparse_kernels(
+    *segments: tuple[int, int, int], fmt: str | None = None, **options: Any
 ) -> Sparse:
     """Return the kernels of segments (start, n, k), in the form that is in use."""
-    made = tuple(Segment(*segment) for segment in segments)
-    place = {"device": torch.device(device), "dtype": dtype, "fields": None, "frames": None}
-    return kernels_for(SimpleNamespace(segments=made, **place), fmt)
+    return kernels_for(vectors(*segments, **options), fmt)

@@ -27,13 +27,12 @@ def device(request, monkeypatch):
 
 def encode(index, n):
     """Encode in the form of the test."""
-    if form := backend.fast_form("elias_fano", "cpu" if index.is_cpu else ""):
-        k = index.numel()
-        out = torch.empty(elias_fano.nbytes(n, k), dtype=torch.uint8)
-        if 0 < k < n:
-            elias_fano.check(form.encode(index, n, elias_fano.low_bits(n, k), out), n)
-        return out
-    return elias_fano.encode(index, [Segment(0, n, index.numel())])[0]
+    k, form = index.numel(), backend.fast_form("elias_fano", "cpu" if index.is_cpu else "")
+    if form is None or k in (0, n):
+        return elias_fano.encode(index, [Segment(0, n, k)])[0]
+    out = torch.empty(elias_fano.nbytes(n, k), dtype=torch.uint8)
+    elias_fano.check(form.encode(index.numpy(), n, elias_fano.low_bits(n, k), out.numpy()), n)
+    return out
 
 
 def decode(code, n, k):
@@ -42,53 +41,33 @@ def decode(code, n, k):
     if form is None or k in (0, n):
         index, damaged = elias_fano.decode([code], [Segment(0, n, k)])
         return index, ~damaged
-    low, index, raw = elias_fano.low_bits(n, k), np.zeros(k, np.int64), code.numpy()
-    # The checks of entries_numba, for the whole vector at once.
-    count, word, _ = form.decode_below(raw, k, low, n, 0, 0, index)
-    intact = count == k and word == form.last_word(raw, k, low)
-    intact = intact and form.padding_is_zero(raw, k, low)
-    intact = intact and index[-1] < n and form.ascends(index)
-    return torch.from_numpy(index) if intact else torch.arange(k), torch.tensor(bool(intact))
-
-
-def indices(*values, device="cpu"):
-    return torch.tensor(values, dtype=torch.int64, device=device)
+    index = np.zeros(k, np.int64)
+    intact = form.decode(code.numpy(), n, elias_fano.low_bits(n, k), index)
+    return torch.from_numpy(index) if intact else torch.arange(k), torch.tensor(intact)
 
 
 def raw(content, device="cpu"):
     return torch.tensor(list(content), dtype=torch.uint8, device=device)
 
 
-def bound(n, k):
-    """log2 C(n, k)."""
-    nats = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
-    return nats / math.log(2)
-
-
-# --- The bytes ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("chosen", "n", "expected"), EXAMPLES)
 def test_worked_examples(device, chosen, n, expected):
-    code = encode(indices(*chosen, device=device), n)
+    code = encode(torch.tensor(chosen, dtype=torch.int64, device=device), n)
     assert (code.dtype, code.device.type) == (torch.uint8, device)
     assert bytes(code.tolist()) == bytes.fromhex(expected)
     index, intact = decode(raw(bytes.fromhex(expected), device), n, len(chosen))
-    assert intact.dtype == torch.bool
-    assert intact.shape == ()
-    assert intact
+    assert (intact.dtype, intact.shape, bool(intact)) == (torch.bool, (), True)
     assert (index.dtype, index.device.type, index.tolist()) == (torch.int64, device, chosen)
-
-
-# --- Its size -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("ratio", "factor"), [(0.001, 1.10), (0.01, 1.10), (0.1, 1.15)])
 @pytest.mark.parametrize("n", [20_000, 65_537, 10**6, 2**20, 25_557_032, BIG, 10**11])
 def test_the_size_is_near_the_information_bound(n, ratio, factor):
     k = math.ceil(ratio * n)
+    nats = math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)
+    bound = nats / math.log(2)  # log2 C(n, k)
     # Both parts are padded to whole bytes. With few entries, these 14 bits exceed the factor.
-    assert bound(n, k) <= 8 * elias_fano.nbytes(n, k) <= factor * bound(n, k) + 14
+    assert bound <= 8 * elias_fano.nbytes(n, k) <= factor * bound + 14
 
 
 @pytest.mark.parametrize("k", [0, 1, 200, 300, 500, 900, 999, 1000])
@@ -106,8 +85,8 @@ TINY = [(n, k) for n in range(9) for k in range(n + 1)]
 @pytest.mark.parametrize("shapes", [TINY, *thorough([[(40, 2)]])], ids=["bitmaps", "low parts"])
 def test_of_all_strings_exactly_the_codes_are_intact(device, shapes):
     for n, k in shapes:
-        sets = map(list, itertools.combinations(range(n), k))
-        codes = {bytes(encode(indices(*s, device=device), n).tolist()) for s in sets}
+        sets = (torch.tensor(s, dtype=torch.int64) for s in itertools.combinations(range(n), k))
+        codes = {bytes(encode(s.to(device), n).tolist()) for s in sets}
         assert len(codes) == math.comb(n, k)
         strings = map(bytes, itertools.product(range(256), repeat=elias_fano.nbytes(n, k)))
         intact = {s for s in strings if decode(raw(s, device), n, k)[1]}
@@ -115,6 +94,8 @@ def test_of_all_strings_exactly_the_codes_are_intact(device, shapes):
 
 
 SHAPES = [(64, 9), (100, 1), (100, 60), (1000, 10), (4096, 64), (70_000, 3), (BIG, 4)]
+WIDTHS = [(2**14 << low // 2, 2**14 << low // 2 >> low) for low in range(1, 22)]
+MANY = [(BIG, 1), (2**55, 7), (10**5, 99_999), (4 * 10**5, 140_000), (BIG, 140_000)]
 
 
 @pytest.mark.parametrize(("n", "k"), SHAPES)
@@ -126,8 +107,7 @@ def test_every_flipped_bit_gives_another_set_or_is_found(device, n, k):
         flipped = code.clone()
         flipped[bit // 8] ^= 1 << bit % 8
         index, intact = decode(flipped, n, k)
-        assert index.min() >= 0
-        assert index.max() < n
+        assert 0 <= index.min() <= index.max() < n
         assert not intact or encode(index, n).equal(flipped)
         assert not (intact and index.equal(chosen))
         assert not (intact and bit >= low_part), "the number of set bits has changed"
@@ -139,13 +119,7 @@ def test_indices_out_of_order_or_range_are_refused(form, monkeypatch, chosen):
     use_form(form, "sparse", monkeypatch)
     # Numba's form reads the values first, and torch finds what is outside of the tensor.
     with pytest.raises((ValueError, IndexError), match=r"Elias-Fano.*\[0, 100\)|out of range"):
-        sparse_kernels((100, 100, 2)).encode(torch.zeros(300), indices(*chosen) + 100, None)
-
-
-# --- Low parts ------------------------------------------------------------------------------------
-
-
-WIDTHS = [(2**14 << low // 2, 2**14 << low // 2 >> low) for low in range(1, 22)]
+        sparse_kernels((100, 100, 2)).encode(torch.zeros(300), torch.tensor(chosen) + 100, None)
 
 
 @pytest.mark.parametrize(("n", "k"), [*WIDTHS, (2**32, 1000), (2**32 - 2**27, 1000)])
@@ -160,9 +134,6 @@ def test_entries_swapped_within_a_bucket_are_found(device, n, k):
         swapped = bits.copy()
         swapped[first], swapped[second] = bits[second], bits[first]
         assert not decode(raw(np.packbits(swapped, bitorder="little"), device), n, k)[1]
-
-
-MANY = [(BIG, 1), (2**55, 7), (10**5, 99_999), (4 * 10**5, 140_000), (BIG, 140_000)]
 
 
 @pytest.mark.parametrize(("n", "k"), [*SHAPES, *MANY, *WIDTHS])

@@ -77,20 +77,15 @@ def test_each_class_of_arguments_has_its_own_form(recorded, other):
     assert len(recorded.slow) == len(recorded.quick) == 2
 
 
-def test_on_another_current_device(recorded, monkeypatch):
+@pytest.mark.parametrize("reason", ["another device", "not compiled"])
+def test_triton_s_own_way_is_taken(recorded, monkeypatch, reason):
     run, _ = prepared()
+    if reason == "not compiled":
+        monkeypatch.setattr(launch, "plain", lambda *args: recorded.slow.append(args))
     run(tensor(), tensor(), 0.5)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: int(reason == "another device"))
     run(tensor(), tensor(), 0.5)
     assert (len(recorded.slow), len(recorded.quick)) == (2, 0)
-
-
-def test_what_is_not_compiled_goes_triton_s_own_way(recorded, monkeypatch):
-    monkeypatch.setattr(launch, "plain", lambda *args: recorded.slow.append(args))
-    run, _ = prepared()
-    for _ in range(3):
-        run(tensor(), tensor(), 0.5)
-    assert len(recorded.slow) == 3
 
 
 def test_a_driver_that_fails_is_not_asked_again(recorded, caplog):

@@ -3,7 +3,6 @@
 import subprocess
 import sys
 import threading
-import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -46,9 +45,6 @@ def ks(n):
     return sorted({k for k in (0, n // 100, n // 3, n - 1, n) if 0 <= k <= n})
 
 
-# --- Exactness ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [0, *SIZES])
 def test_awkward_numbers(form, n, dtype):
@@ -65,9 +61,6 @@ def test_among_equals_the_lowest_indices_win(form, n, value, dtype):
     assert torch.equal(largest(x, n // 3 + 1), torch.arange(n // 3 + 1))
 
 
-# --- Workspaces -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("n", [1000, 20_000, 140_003])
 def test_step_after_step(form, n):
     kernels = sparse_kernels((0, n, n // 100))
@@ -76,67 +69,24 @@ def test_step_after_step(form, n):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bound", ["zero", "denormal", "median", "infinity"])
-@pytest.mark.parametrize("n", [20_000, 140_003])
-@pytest.mark.parametrize("share", [100, 50])
-def test_no_bound_changes_the_result(n, bound, dtype, share):
-    pytest.importorskip("numba")
-    x, kernels = normal(n, dtype=dtype), sparse_kernels((0, n, n // share))
-    expected = sorted_out(x, n // share)
-    kernels.select(x)
-    infinity = int(torch.tensor(torch.inf, dtype=dtype).view(_integer(dtype)))
-    median = int(x.abs().median().view(_integer(dtype)))
-    bounds = {"zero": 0, "denormal": 1, "median": median, "infinity": infinity}
-    kernels._candidates[0].lowest = bounds[bound]
-    for _ in range(2):
-        assert torch.equal(kernels.select(x), expected)
-
-
-def _integer(dtype):
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """Record the bound of every pass that collects candidates."""
+@pytest.mark.parametrize("bound", ["zero", "median", "infinity"])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_bound_changes_the_result(sampled, bound, dtype, monkeypatch):
     pytest.importorskip("numba")
     from torchcomp.kernels import select_numba
 
-    bounds, collect = [], select_numba.Candidates._collect
-    spy = lambda self, *task: (bounds.append(task[-1]), collect(self, *task))[1]  # noqa: E731
-    monkeypatch.setattr(select_numba.Candidates, "_collect", spy)
-    return bounds
-
-
-@pytest.mark.parametrize("n", [100_003, 140_003])
-def test_bounds_adapt_to_vectors_that_change_from_step_to_step(n, passes):
-    kernels, twice = sparse_kernels((0, n, n // 100)), 0
-    for step in range(30):
-        del passes[:]
-        x = normal(n, seed=step) * (1.0, 0.9, 1.1, 0.95)[step % 4]
-        assert torch.equal(kernels.select(x), sorted_out(x, n // 100))
-        twice += len(passes) > 1
-    assert twice <= 6  # with the initial tight bound, it would be every second step
-    assert kernels._candidates[0].spare > 0.5
-
-
-def test_in_steady_state_only_the_result_is_allocated():
-    pytest.importorskip("numba")
-    n = 1 << 20
-    kernels = sparse_kernels((0, n, n // 100))
-    g, e, out = normal(n), normal(n, seed=1), torch.empty(n)
-    for _ in range(3):
-        kernels.add_and_select(g, e, out)
-    kept = kernels._candidates[0]
-    addresses = [array.ctypes.data for array in (kept.keys, kept.positions, kept.counts)]
-    # tracemalloc sees NumPy's arrays but not torch's. The only torch tensor here is the result.
-    tracemalloc.start()
-    kernels.add_and_select(g, e, out)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 50_000  # less than a byte per entry of the vector
-    assert kernels._candidates[0] is kept
-    assert addresses == [array.ctypes.data for array in (kept.keys, kept.positions, kept.counts)]
+    x, kernels = normal(140_003, dtype=dtype), sparse_kernels((0, 140_003, 1400))
+    word = select_numba._FORMATS[dtype][0]
+    values = {"zero": 0.0, "median": float(x.double().abs().median()), "infinity": torch.inf}
+    bits = torch.tensor(values[bound], dtype=dtype).view(word).item()
+    if sampled:
+        monkeypatch.setattr(
+            select_numba, "_bound", lambda _, bits_of, *rest: bits_of.dtype.type(bits)
+        )
+    kernels.select(x)
+    for threshold in (bits, None):
+        kernels._candidates[0].threshold = threshold
+        assert torch.equal(kernels.select(x), sorted_out(x, 1400))
 
 
 # --- Pool -----------------------------------------------------------------------------------------

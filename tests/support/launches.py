@@ -48,8 +48,7 @@ WAITS = {
 """Operations that always make the host wait: it reads their result, or the result's size."""
 
 _FIRST_LAUNCH = {
-    *(("kernels/launch.py", "plain"), ("kernels/launch.py", "_options")),
-    ("kernels/triton_jit.py", "on_device_of"),
+    ("kernels/launch.py", "plain"),
 }
 """What the first launch of a kernel calls on a GPU, and every launch in the interpreter."""
 
@@ -86,8 +85,6 @@ class Count:
             for entry, times in sorted(counter.items(), key=lambda item: (-item[1], item[0]))
         ]
         return "\n".join(lines)
-
-    called = property(__repr__)
 
     def note(self, kind: str, operation: str) -> None:
         self.by_kind[kind][site(), operation] += 1

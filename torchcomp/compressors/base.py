@@ -69,7 +69,6 @@ class Vectors(tuple[Vector, ...]):
         kept = (Segment(v.span.start, size, v.compressor.kept(size)) for v, size in sizes)
         self.segments = tuple(kept)
         self.frames: Frames | None = None
-        self.fields: Sequence[Parts] | None = None
 
     @classmethod
     def of(

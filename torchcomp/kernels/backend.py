@@ -20,7 +20,7 @@ _failed: set[str] = set()
 
 
 def _silent(*values: object, **options: Any) -> None:
-    """Stand in for a replaced `print` while Numba is imported."""
+    pass
 
 
 _print = builtins.print if isinstance(builtins.print, BuiltinFunctionType) else _silent
@@ -46,14 +46,14 @@ def fast_form(stem: str, device: str) -> ModuleType | None:
     return None
 
 
-def host_form(stem: str, like: Tensor) -> ModuleType | None:
-    """Return the fast form of a kernel for tensors like `like` that the host can read, or None."""
+def host_form(stem: str, like: Tensor) -> Any:
+    """Return the Numba form of a kernel for tensors like `like`, or None."""
     numba = _LIBRARY.get(like.device.type) == "numba" and host.can_read(like)
     return fast_form(stem, like.device.type) if numba else None
 
 
-def device_form(stem: str, like: Tensor) -> ModuleType | None:
-    """Return the fast form of a kernel for tensors like `like` on an accelerator, or None."""
+def device_form(stem: str, like: Tensor) -> Any:
+    """Return the Triton form of a kernel for tensors like `like`, or None."""
     triton = _LIBRARY.get(like.device.type) == "triton"
     return fast_form(stem, like.device.type) if triton else None
 

@@ -15,13 +15,12 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.kernels import coding_triton as coding
-from torchcomp.kernels import decoding_triton as decoding
 from torchcomp.kernels import table_triton as col
-from torchcomp.kernels.fields_triton import Format
+from torchcomp.kernels.frames_triton import DTYPES, LIMIT, Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.selecting_triton import Search
-from torchcomp.kernels.sparse_triton import DTYPES, LIMIT, adding_up, filling, subtraction
+from torchcomp.kernels.selection_triton import Search
+from torchcomp.kernels.sparse_triton import adding_up, filling, subtraction
 from torchcomp.kernels.table_triton import SIZES, Table, step_of
 from torchcomp.kernels.triton_jit import kernel
 from torchcomp.routes.wire import HEADER, MARK, Frames
@@ -96,7 +95,7 @@ class Counted:
             warps=8,
         )  # fmt: skip
         # Only the first fields of frames are at multiples of 8 bytes.
-        alone = all(len(own) <= 1 for own in (*sends, *reads))
+        values.aligned = all(len(own) <= 1 for own in (*sends, *reads))
         # Grids are those of the step.
         programs, self._tiles = {"fill": 1, "tile": max(sum(tiles), 1)}, sum(tiles)
         out = Table(whole, rows[0], programs, step_of(sent))
@@ -105,17 +104,17 @@ class Counted:
             coding.code, (1,), out.rows, out.count, headers, len(sends),
             BLOCK=SIZES["fill"], FRAMES=lanes,
         )  # fmt: skip
-        self._fill = [filling(out, values, alone, subtract, False) for subtract in (False, True)]
-        self._subtract = subtraction(out, values, alone)
+        self._fill = [filling(out, values, subtract, False) for subtract in (False, True)]
+        self._subtract = subtraction(out, values)
         self._count_bits = Launch(
-            decoding.count_bits, (1, 1), back.rows, back.count, 0, headers[3 * len(sends) :],
+            coding.count_bits, (1, 1), back.rows, back.count, 0, headers[3 * len(sends) :],
             len(reads), BYTES=SIZES["bit"], FRAMES=lanes,
         )  # fmt: skip
         self._decode = Launch(
-            decoding.decode, (1, 1), back.rows, back.count, 0, 0,
+            coding.decode, (1, 1), back.rows, back.count, 0, 0,
             BYTES=SIZES["bit"], CHUNK=SIZES["decode"],
         )  # fmt: skip
-        self._add_up = adding_up(back, values, alone, densest, step, 0, messages, 0, step)
+        self._add_up = adding_up(back, values, densest, step, 0, messages, 0, step)
 
     def _memory(self, lengths: Sequence[int]) -> Sequence[Tensor]:
         memory = torch.empty(sum(lengths), dtype=torch.int64, device=self._device)

@@ -13,121 +13,94 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from torchcomp.kernels.fields_triton import TYPES, Format, aligned, values_of, written
+from torchcomp.kernels import table_triton as col
+from torchcomp.kernels.frames_triton import DTYPES, TYPES, values_of, written
 from torchcomp.kernels.launch import Launch
-from torchcomp.kernels.quantize import largest_scale
-from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.table_triton import offsets_of, row_of
-from torchcomp.kernels.triton_jit import (
-    clamped,
-    kernel,
-    narrowed,
-    number,
-    rounded,
-    within,
-)
+from torchcomp.kernels.quantize import Quantizer, largest_scale
+from torchcomp.kernels.table_triton import SIZES, InFrames, column, segment_of
+from torchcomp.kernels.triton_jit import clamped, kernel, narrowed, number, rounded, within
+from torchcomp.routes.wire import Parts
 
-_ROWS = 4
-"""Blocks of 128 values per program."""
+__all__ = ["DTYPES", "CastSum", "ElementwiseTriton"]
 
 _BLOCK = 1024
 """Elements per program where there are no blocks of values."""
 
-# Offsets are 32-bit.
-LIMIT = 2**30
-"""A vector must have fewer elements."""
 
-DTYPES = tuple(TYPES)
-"""Supported dtypes of vectors and values."""
+class ElementwiseTriton(InFrames, Quantizer):
+    """See :class:`.quantize.Quantizer`. The segments cover the vector."""
 
-
-class ElementwiseTriton:
-    """Messages of all elements of some segments of a vector, which cover it.
-
-    `offsets` has the byte of a message at which the fields of each segment begin.
-
-    A message is 1-D uint8, and begins at a multiple of 4 bytes.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        fmt: str | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        offsets: Sequence[int] | None = None,
-    ) -> None:
-        self._format = Format(fmt, dtype)
-        offsets = offsets_of(segments, self._format) if offsets is None else offsets
-        rows, program = [], 0
-        for (start, n, _), offset in zip(segments, offsets, strict=True):
-            if n:
-                rows.append((program, start, n, offset, offset + self._format.second(n)))
-                program += triton.cdiv(n, 128 * _ROWS)
-        self._programs = program
-        self._aligned = all(row[3] % self._format.width == 0 for row in rows)
+    def _prepare(self, numel: int) -> None:
+        super()._prepare(numel)
+        self._programs = self._table.programs["fill"]
+        places = [
+            (s.start, s.n, offset, offset + self._format.second(s.n))
+            for s, offset in zip(self.vectors.segments, self._offsets, strict=True)
+        ]
         # What all lengths and places are multiples of: wide accesses need 16.
-        self._step = gcd(16, *(number for row in rows for number in row[1:]))
-        # A copy that the host waits for: no other stream can read it too early.
-        self._table, self._rows = torch.tensor(rows, dtype=torch.int64).to(device), len(rows)
+        self._step = gcd(16, *(number for place in places for number in place))
         self._launches: dict[tuple[Any, ...], Launch] = {}
 
-    def encode(self, x: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
-        """Write the message of `x` to `frame`."""
-        self.encode_sum(x, x, x, frame, noise)
+    def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
+        frame = self._frame(x)
+        return super().encode(x, noise) if frame is None else self._write(x, x, x, frame, noise)
 
     def encode_sum(
-        self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None = None
-    ) -> None:
-        """Write the message of ``g + e`` to `frame`, and the sum less the message to `x`."""
+        self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
+    ) -> Sequence[Parts]:
+        frame = self._frame(g, e, rest)
+        if frame is None:
+            return super().encode_sum(g, e, rest, noise)
+        return self._write(g, e, rest, frame, noise)
+
+    def _write(
+        self, g: Tensor, e: Tensor, x: Tensor, frame: Tensor, noise: Tensor | None
+    ) -> Sequence[Parts]:
+        """Write the message of ``g + e``, and to `x` what it lacks; of `g` alone if that is `x`."""
         kind = "encode", g is not x, noise is not None
         launch = self._launches.get(kind)
         if launch is None:
-            levels = self._format.levels
-            launch = self._prepared(
-                kind, _encode, largest_scale(levels), ADD=kind[1],
+            launch = self._made(
+                kind, _encode, largest_scale(self._format.levels), ADD=kind[1],
                 RANDOM=kind[2], SOURCE=TYPES[self._format.dtype],
             )  # fmt: skip
         if self._programs:
             launch(g, e, x, frame, g if noise is None else noise)
+        return self._placed  # type: ignore[no-any-return]
 
-    def subtract(self, frame: Tensor, x: Tensor, weight: float = 1.0) -> None:
-        """Subtract `weight` times a message from `x`."""
-        self._add_up(frame[None], x, -weight, False)
+    def subtract(self, parts: Sequence[Parts], x: Tensor, weight: float) -> None:
+        frames = self.vectors.frames
+        if frames is None or parts is not self._placed:
+            super().subtract(parts, x, weight)
+        elif not self._ready(x):
+            super().subtract(frames.unpack(frames.outgoing())[0], x, weight)
+        else:
+            self._add_up(frames.outgoing()[None], 0, x, -weight, False)
 
-    def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
-        self._add_up(messages, out, divisor, True)
+    def _mean(self, received: Tensor, stride: int, out: Tensor, divisor: int) -> None:
+        self._add_up(received, stride, out, divisor, True)
 
-    def _add_up(self, messages: Tensor, out: Tensor, factor: float, mean: bool) -> None:
-        count = messages.shape[0]
-        stride = messages.stride(0) if count > 1 else 0
-        if (messages.data_ptr() | stride) & 3:
-            messages = aligned(messages)
-            stride = messages.stride(0)
-        kind = "add", count, stride, mean
+    def _add_up(
+        self, messages: Tensor, stride: int, out: Tensor, factor: float, mean: bool
+    ) -> None:
+        kind = "add", len(messages), stride, mean
         launch = self._launches.get(kind)
         if launch is None:
-            launch = self._prepared(
-                kind, _add_up, count, stride, MEAN=mean, STEP=gcd(self._step, stride)
-            )
+            step = gcd(self._step, stride)
+            launch = self._made(kind, _add_up, len(messages), stride, MEAN=mean, STEP=step)
         if self._programs:
             launch(messages, out, float(factor))
 
-    def _prepared(
-        self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any
-    ) -> Launch:
-        values = self._format
+    def _made(self, kind: tuple[Any, ...], kernel: Any, *fixed: Any, **constants: Any) -> Launch:
         launch = self._launches[kind] = Launch(
-            kernel, (max(self._programs, 1),), self._table, self._rows, *fixed,
-            VALUE=TYPES[values.value], LEVELS=values.levels, ALIGNED=self._aligned, ROWS=_ROWS,
-            **constants,
+            kernel, (max(self._programs, 1),), self._table.rows, self._table.count, *fixed,
+            ROWS=SIZES["fill"] // 128, **constants, **self._format.constants,
         )  # fmt: skip
         return launch
 
 
 class CastSum:
-    """Messages of a cast that are summed by an all-reduce."""
+    """The messages of a cast that are summed by an all-reduce."""
 
     def __init__(
         self,
@@ -136,35 +109,22 @@ class CastSum:
         world_size: int,
         shares: tuple[float, float] = (1.0, 1.0),
     ) -> None:
-        self._gradient, self._dtype, self._world_size = gradient, dtype, world_size
+        self._gradient, self._dtype, self._ranks = gradient, dtype, float(world_size)
         self._shares = shares
-        self._launches: dict[tuple[Any, ...], Launch] = {}
+        self._launches: dict[torch.dtype, Launch] = {}
 
     def add(self, g: Tensor, e: Tensor, rest: Tensor, message: Tensor) -> None:
         """Write this rank's part of the mean of ``g + e`` to `message`, and the rest to `rest`."""
-        kind = "add", g.numel(), rest.dtype
-        launch = self._launches.get(kind)
+        if not g.numel():
+            return
+        launch = self._launches.get(rest.dtype)
         if launch is None:
-            launch = self._launches[kind] = Launch(
-                _cast_sum, self._grid(g.numel()), g.numel(), 1.0 / self._world_size,
-                -float(self._world_size), _limit(rest.dtype, self._gradient, self._shares[0]),
+            launch = self._launches[rest.dtype] = Launch(
+                _cast_sum, (triton.cdiv(g.numel(), _BLOCK),), g.numel(), 1.0 / self._ranks,
+                -self._ranks, _limit(rest.dtype, self._gradient, self._shares[0]),
                 _limit(self._gradient, self._dtype, self._shares[1]), BLOCK=_BLOCK,
             )  # fmt: skip
-        if g.numel():
-            launch(g, e, rest, message)
-
-    def decode(self, message: Tensor, out: Tensor) -> None:
-        """Write the sum of the messages to `out`, 1-D, contiguous, of one of DTYPES."""
-        kind = "decode", out.numel()
-        launch = self._launches.get(kind)
-        if launch is None:
-            grid = self._grid(out.numel())
-            launch = self._launches[kind] = Launch(_decode_cast, grid, out.numel(), BLOCK=_BLOCK)
-        if out.numel():
-            launch(message, out)
-
-    def _grid(self, numel: int) -> tuple[int, ...]:
-        return (max(triton.cdiv(numel, _BLOCK), 1),)
+        launch(g, e, rest, message)
 
 
 def _limit(source: torch.dtype, dtype: torch.dtype, share: float) -> float:
@@ -181,9 +141,9 @@ def _encode(
 ):  # fmt: skip
     """Encode, and write what the message lacks to `x` if ADD."""
     dtype: tl.constexpr = x.dtype.element_ty
-    row = row_of(tl.program_id(0), table, rows, 5)
-    start, k = tl.load(row + 1).to(tl.int32), tl.load(row + 2).to(tl.int32)
-    block = (tl.program_id(0) - tl.load(row).to(tl.int32)) * ROWS + tl.arange(0, ROWS)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    start, k = column(row, col.START), column(row, col.K)
+    block = (tl.program_id(0) - column(row, col.FILL_PROGRAM)) * ROWS + tl.arange(0, ROWS)
     # Two values at a time, as int4 codes are sent in pairs.
     even = block[:, None] * 128 + 2 * tl.arange(0, 64)[None, :]
     odd = even + 1
@@ -199,7 +159,7 @@ def _encode(
         drawn_low = tl.load(noise + low_at, mask=even < k, other=0.0)
         drawn_high = tl.load(noise + high_at, mask=odd < k, other=0.0)
     sent_low, sent_high = written(
-        frame + tl.load(row + 3), frame + tl.load(row + 4), block, even, k,
+        frame + tl.load(row + col.VALUES), frame + tl.load(row + col.CODES), block, even, k,
         narrowed(low, dtype, SOURCE), narrowed(high, dtype, SOURCE),
         drawn_low, drawn_high, largest_scale, SOURCE, VALUE, LEVELS, RANDOM, ALIGNED,
     )  # fmt: skip
@@ -219,17 +179,18 @@ def _add_up(
 ):  # fmt: skip
     """Add the messages in order. `factor` is a divisor if MEAN, otherwise a factor on values."""
     dtype: tl.constexpr = out.dtype.element_ty
-    row = row_of(tl.program_id(0), table, rows, 5)
-    start = tl.multiple_of(tl.load(row + 1).to(tl.int32), STEP)
-    k = tl.multiple_of(tl.load(row + 2).to(tl.int32), STEP)
-    i = (tl.program_id(0) - tl.load(row).to(tl.int32)) * (ROWS * 128) + tl.arange(0, ROWS * 128)
+    row = segment_of(tl.program_id(0), table, rows, col.FILL_PROGRAM)
+    start = tl.multiple_of(column(row, col.START), STEP)
+    k = tl.multiple_of(column(row, col.K), STEP)
+    own = tl.program_id(0) - column(row, col.FILL_PROGRAM)
+    i = own * (ROWS * 128) + tl.arange(0, ROWS * 128)
     inside, at = i < k, start + i
     total = tl.zeros((ROWS * 128,), tl.float32)
     if not MEAN:
         total = number(tl.load(out + at, mask=inside, other=0.0))
     raw, step = messages, tl.multiple_of(stride, STEP)
-    first = tl.multiple_of(tl.load(row + 3), STEP)
-    second = tl.multiple_of(tl.load(row + 4), STEP)
+    first = tl.multiple_of(tl.load(row + col.VALUES), STEP)
+    second = tl.multiple_of(tl.load(row + col.CODES), STEP)
     for _ in range(0, count):
         value = values_of(raw + first, raw + second, i, inside, LEVELS, VALUE, ALIGNED)
         value = number(rounded(value, dtype))
@@ -263,11 +224,3 @@ def _cast_sum(
     tl.store(message + at, value, mask=inside)
     lacking = total + ranks * number(value)
     tl.store(rest + at, rounded(lacking, memory), mask=inside)
-
-
-@kernel()
-def _decode_cast(message, out, n, BLOCK: tl.constexpr):
-    """Convert the sum of the messages to the dtype of `out`."""
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    value = number(tl.load(message + at, mask=at < n, other=0.0))
-    tl.store(out + at, rounded(value, out.dtype.element_ty), mask=at < n)

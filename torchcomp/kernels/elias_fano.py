@@ -8,9 +8,7 @@ docs/wire.md specifies the code: two bit vectors, the low part and then the high
 depends on the width l of an entry's low part. Sender and receiver compute l, the width that gives
 the fewest bytes, from n and k alone. Intact codes and sets of indices match one to one.
 
-On a CPU with Numba, :mod:`.elias_fano_numba` runs. On CUDA with Triton, the kernels of
-:mod:`.sparse_triton` run, and everywhere else this plain torch, with the same results. Its shapes
-are static, so that the host never waits.
+This plain torch has static shapes, so that the host never waits.
 """
 
 import functools
@@ -45,7 +43,6 @@ def _high_bits(n: int, k: int, low: int) -> int:
 
 def check(ascending: bool, n: int) -> None:
     """Raise a ValueError unless the indices of `n` entries ascend strictly within [0, n)."""
-    # Callers then use the indices in compiled kernels, which do not check bounds.
     if not ascending:
         raise ValueError(
             f"Elias-Fano can encode only indices that ascend strictly within [0, {n}); check the "
@@ -54,7 +51,7 @@ def check(ascending: bool, n: int) -> None:
 
 
 def encode(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
-    """Encode the indices of all segments at once. The indices are not checked."""
+    """Encode the indices of all segments at once. They are not checked."""
     coded = [segment for segment in segments if 0 < segment.k < segment.n]
     if not coded:
         return [index.new_empty(0, dtype=torch.uint8) for _ in segments]
@@ -68,18 +65,17 @@ def encode(index: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
 def decode(codes: Sequence[Tensor], segments: Sequence[Segment]) -> tuple[Tensor, Tensor]:
     """Decode the codes of all segments at once, and test whether they are intact."""
     device = codes[0].device
-    coded = [i for i, segment in enumerate(segments) if 0 < segment.k < segment.n]
-    whole = [segments[i] for i in coded]
-    if len(coded) == len(segments):
+    some = [segment for segment in segments if 0 < segment.k < segment.n]
+    if len(some) == len(segments):
         return _decode(codes, _Shape(segments))
     damaged = torch.zeros((), dtype=torch.bool, device=device)
     index = torch.empty(0, dtype=torch.int64, device=device)
-    if coded:
-        index, damaged = _decode([codes[i] for i in coded], _Shape(whole))
-    found = dict(zip(coded, split(index, [segment.k for segment in whole]), strict=True))
+    if some:
+        index, damaged = _decode([code for code in codes if code.numel()], _Shape(some))
+    found = iter(split(index, [segment.k for segment in some]))
     every = [
-        found[i] if i in found else torch.arange(at, at + k, device=device)
-        for i, (at, _, k) in enumerate(segments)
+        next(found) if 0 < k < n else torch.arange(at, at + k, device=device)
+        for at, n, k in segments
     ]
     return torch.cat(every), damaged
 

@@ -1,8 +1,4 @@
-"""Launch: one kernel of Triton, prepared once and launched in every step.
-
-Triton's own way, ``kernel[grid](...)``, sorts the arguments into classes at every launch and takes
-20 to 50 us of the host. Here, only the first launch with arguments of the same classes does so.
-"""
+"""Launch: one kernel of Triton, prepared once. Triton's own way takes 20 to 50 us a launch."""
 
 import logging
 from typing import Any
@@ -11,7 +7,7 @@ import torch
 import triton
 from torch import Tensor
 
-from torchcomp.kernels.triton_jit import EXACT, on_device_of
+from torchcomp.kernels.triton_jit import EXACT
 
 _log = logging.getLogger(__name__)
 
@@ -28,24 +24,17 @@ class _Quick:
 
 
 class Launch:
-    """A kernel with everything that stays the same from step to step.
+    """A kernel with all arguments that stay the same: those after the changing ones, and constants.
 
-    The parameters of the kernel are, in this order: what changes from step to step, what stays, and
-    constants.
-
-    Args:
-        kernel: the kernel. Integers are in its ``do_not_specialize``.
-        grid: number of programs along each of at most two axes, at least one.
-        fixed: the arguments that stay: tensors and numbers.
-        warps: number of warps of each program.
-        constants: the constants, by name.
+    Integers are in its ``do_not_specialize``. `grid` has one or two numbers of programs.
     """
 
     def __init__(
         self, kernel: Any, grid: tuple[int, ...], *fixed: Any, warps: int = 4, **constants: Any
     ) -> None:
-        self._kernel, self._grid, self._warps = kernel, (*grid, 1, 1)[:3], warps
+        self._kernel, self._grid = kernel, (*grid, 1, 1)[:3]
         self._fixed, self._constants = fixed, constants
+        self._options = {**constants, "num_warps": warps, **EXACT}
         # By the classes of what changes: the compiled kernel's launcher and handles.
         self._compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 
@@ -77,10 +66,6 @@ class Launch:
         if _Quick.on and x.is_cuda and hasattr(compiled, "packed_metadata"):
             self._compiled[tuple(kind)] = self._prepared(compiled, x.device.index)
 
-    @property
-    def _options(self) -> dict[str, Any]:
-        return {**self._constants, "num_warps": self._warps, **EXACT}
-
     def _prepared(self, compiled: Any, index: int) -> tuple[Any, ...]:
         rest = [a.data_ptr() if isinstance(a, Tensor) else a for a in self._fixed]
         if _TAKES_CONSTANTS:
@@ -95,5 +80,8 @@ def plain(
     kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...], options: dict[str, Any]
 ) -> Any:
     """Launch a kernel Triton's own way, on the device of its first argument."""
-    with on_device_of(arguments[0]):
+    x = arguments[0]
+    # It launches on the current device. -1 changes nothing: in Triton's interpreter, tensors are on
+    # the CPU.
+    with torch.cuda.device(x.device.index if x.is_cuda else -1):
         return kernel[grid](*arguments, **options)

@@ -5,8 +5,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from numba import njit, types
-from numba.extending import intrinsic
+from numba import njit
 
 _log = logging.getLogger(__name__)
 
@@ -31,16 +30,3 @@ def _warn_once() -> None:
         "Numba cannot store compiled kernels, so every process compiles them again, which takes "
         "seconds. Set NUMBA_CACHE_DIR to a folder that can be written"
     )
-
-
-def _make_pointer(typing_context: Any, address: Any) -> Any:
-    """Convert an address to a pointer, for Numba."""
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
-
-    return types.voidptr(types.int64), generate
-
-
-pointer: Any = intrinsic(_make_pointer)
-"""In a kernel: the pointer with an address, for :func:`numba.carray`."""

@@ -20,15 +20,14 @@ _CHUNKS = 4
 
 
 def chunks(entries: int, inline: int = INLINE) -> int:
-    """Return the number of parts to split work on `entries` into: 1 for up to `inline` entries."""
+    """Return the number of parts to split work on `entries` into: 1 for up to `inline`."""
     return 1 if entries <= inline else _CHUNKS * torch.get_num_threads()
 
 
 def each(work: Callable[[int], object], count: int) -> None:
-    """Call ``work(0)``, ..., ``work(count - 1)`` on up to torch.get_num_threads() threads.
+    """Call ``work(0)``, ..., ``work(count - 1)`` in any order, on torch.get_num_threads() threads.
 
-    The calls run in any order. `work` must be thread-safe and should release the GIL. If a call
-    raises, the exception is raised here, and some of the calls might not be made.
+    `work` should release the GIL. An exception is raised here, and ends the calls.
     """
     if count == 1:
         work(0)

@@ -7,9 +7,6 @@
 
 A scale below 2^-126 counts as 0: float32 has no full accuracy there, and the result must not depend
 on whether the processor flushes subnormal numbers. A NaN or an infinity makes the whole block NaN.
-
-On a CPU with Numba, :mod:`.quantize_numba` runs. On CUDA with Triton, :mod:`.elementwise_triton`
-and :mod:`.sparse_triton` run, and everywhere else plain torch, with the same results.
 """
 
 import math
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, part, split
+from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, part, runs, split
 from torchcomp.routes.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -57,7 +54,9 @@ def encode(
     levels = LEVELS[fmt]
     rows = [-(-count // BLOCK) for count in counts]
     fields = [count if fmt == "int8" else (count + 1) // 2 for count in counts]
-    scale, blocks = _encode_blocks(_blocks(values.float(), counts), levels, noise, counts)
+    scale, blocks = _encode_blocks(
+        _rows(split(values.float(), counts), BLOCK), levels, noise, counts
+    )
     # A message has whole blocks, of which the last ends in zeros that are not sent.
     whole = zip(split(blocks, rows), fields, strict=True)
     each = tuple(codes.view(-1)[:size] for codes, size in whole)
@@ -76,7 +75,7 @@ def _encode_blocks(
         rounded = quotient.round_()
     else:
         lower = quotient.floor()
-        rounded = lower + (_blocks(noise, counts) < quotient - lower)
+        rounded = lower + (_rows(split(noise, counts), BLOCK) < quotient - lower)
     codes = rounded.to(torch.int8)
     if levels == LEVELS["int8"]:
         return scale, codes
@@ -106,11 +105,6 @@ def decode(
     return [part[:count] for part, count in zip(split(values, sizes), counts, strict=True)]
 
 
-def _blocks(values: Tensor, counts: Sequence[int]) -> Tensor:
-    """Return the values of messages in blocks, one row each; filled up with zeros."""
-    return _rows(split(values, counts), BLOCK)
-
-
 def _rows(parts: Sequence[Tensor], length: int) -> Tensor:
     """Return 1-D tensors as rows of this length, each filled up with zeros to whole rows."""
     zeros = parts[0].new_zeros(length)
@@ -129,10 +123,7 @@ def _scale(blocks: Tensor, levels: int) -> Tensor:
 
 
 def largest_scale(levels: int) -> float:
-    """Return the largest scale at which the code `levels` still decodes to a finite float32.
-
-    The scale of the largest float32 values could be rounded up, and would decode them to infinity.
-    """
+    """Return the largest scale at which the code `levels` still decodes to a finite float32."""
     return _LARGEST * (1 - 2.0**-23) / levels
 
 
@@ -169,11 +160,9 @@ def error_bound(fmt: str | None, count: int) -> float:
 
 def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
     """Return the fastest kernels for the vectors of a tensor."""
-    if backend.device_form("elementwise", torch.empty(0, device=vectors.device)):
-        from torchcomp.kernels import frames_triton  # it imports Triton
-
-        if frames_triton.applies(vectors):
-            return frames_triton.QuantizedFrames(vectors, fmt)
+    triton = backend.device_form("elementwise", torch.empty(0, device=vectors.device))
+    if triton and len(runs(vectors.segments)) == 1:
+        return triton.ElementwiseTriton(vectors, fmt)  # type: ignore[no-any-return]
     return Quantizer(vectors, fmt)
 
 

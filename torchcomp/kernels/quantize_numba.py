@@ -1,21 +1,15 @@
 """Block quantization in Numba, for the CPU. Results equal those of plain torch bit for bit."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
-from numba import types
-from numba.extending import overload
-from numpy.typing import NDArray
 from torch import Tensor
 
 from torchcomp.kernels import quantize
 from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.quantize import BLOCK, LEVELS, largest_scale
 from torchcomp.routes.wire import Parts
-
-Array = NDArray[Any]
 
 _SMALLEST = np.finfo(np.float32).tiny
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
@@ -54,7 +48,8 @@ def decode(
     values = []
     for (scale, codes), count in zip(messages, counts, strict=True):
         out = torch.empty(count)
-        _decode(scale.contiguous().numpy(), codes.contiguous().numpy(), out.numpy())
+        form = _decode if codes.dtype == torch.int8 else _decode_pairs
+        form(scale.contiguous().numpy(), codes.contiguous().numpy(), out.numpy())
         values.append(out.to(dtype))
     return values
 
@@ -112,29 +107,14 @@ def _at_random(values, step, levels, uniform, line):
         line[i] = np.int8(lower) + (uniform[i] < quotient - lower)
 
 
-def value_at(values: Any, scale: Any, i: Any) -> Any:
-    """Return value `i` of a message, decoded to float32 if sent as a code; for compiled code."""
-    raise NotImplementedError
-
-
-@overload(value_at, inline="always")
-def _choose_value(values: Any, scale: Any, i: Any) -> Any:
-    # Numba chooses by dtype at compile time, so the loops over values contain no branch for it.
-    def single(values: Any, scale: Any, i: Any) -> Any:
-        return np.float32(values[i]) * scale[np.uint64(i) // np.uint64(BLOCK)]
-
-    def of_a_pair(values: Any, scale: Any, i: Any) -> Any:
-        position = np.uint64(i)  # unsigned: otherwise Numba adds code for negative indices
-        nibble = (np.int32(values[position >> np.uint64(1)]) >> (4 * (i & 1))) & 15
-        return np.float32((nibble ^ 8) - 8) * scale[np.uint64(i) // np.uint64(BLOCK)]
-
-    def plain(values: Any, scale: Any, i: Any) -> Any:
-        return values[i]
-
-    return {types.int8: single, types.uint8: of_a_pair}.get(values.dtype, plain)
+@kernel()
+def _decode(scale, codes, out):
+    for i in range(np.uint64(out.size)):
+        out[i] = np.float32(codes[i]) * scale[i // np.uint64(BLOCK)]
 
 
 @kernel()
-def _decode(scale, codes, out):
-    for i in range(out.size):
-        out[i] = value_at(codes, scale, i)
+def _decode_pairs(scale, codes, out):
+    for i in range(np.uint64(out.size)):
+        nibble = (codes[i >> np.uint64(1)] >> (np.uint64(4) * (i & np.uint64(1)))) & 15
+        out[i] = np.float32((np.int32(nibble) ^ 8) - 8) * scale[i // np.uint64(BLOCK)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.engine import host
-from torchcomp.routes.wire import Frames, Parts
+from torchcomp.routes.wire import Frames
 
 TOGETHER = 2**22
 """Number of values that are decoded at once, which limits the memory for it."""
@@ -32,12 +32,11 @@ class Segment(NamedTuple):
 
 
 class Prepared(Protocol):
-    """What kernels know of the vectors of a tensor. Only `fields` and `frames` change later."""
+    """What kernels know of the vectors of a tensor. Only `frames` changes later."""
 
     segments: tuple[Segment, ...]
     device: torch.device
     dtype: torch.dtype  # to which values are rounded before they are encoded
-    fields: Sequence[Parts] | None  # where those of each vector lie in the frames to send
     frames: Frames | None
 
 
@@ -103,27 +102,18 @@ def add(x: Tensor, offset: Tensor | int) -> Tensor:
 
 def joined(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate 1-D tensors of one dtype. Parts that are adjacent in memory are not copied."""
+    first = parts[0]
     if len(parts) == 1:
-        return parts[0]
-    whole, at = within(parts)
-    sizes = [part.numel() for part in parts]
-    return whole if at == starts(sizes) else torch.cat(list(parts))
-
-
-def within(parts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-    """Return a tensor that contains 1-D tensors of one dtype, and where each begins in it."""
-    first, sizes = parts[0], [part.numel() for part in parts]
-    width, begin = first.element_size(), first.data_ptr()
-    at = [(part.data_ptr() - begin) // width for part in parts]
+        return first
     # The address of a tensor without memory is 0: that of a simulated device, for example.
-    end = begin and first.untyped_storage().nbytes() // width - first.storage_offset()
-    apart = all(
-        this + size <= following
-        for this, size, following in zip(at, sizes, [*at[1:], end], strict=True)
+    adjacent = first.data_ptr() and all(
+        a.data_ptr() + a.nbytes == b.data_ptr() and a.is_contiguous() for a, b in pairwise(parts)
     )
-    if not apart or not all(part.is_contiguous() for part in parts):
-        return torch.cat(list(parts)), starts(sizes)
-    return first.as_strided((at[-1] + sizes[-1],), (1,)), at
+    # Another tensor's memory can begin where that of the first one ends.
+    storages = {part.untyped_storage().data_ptr() for part in parts} if adjacent else ()
+    if len(storages) == 1 and parts[-1].is_contiguous():
+        return first.as_strided((sum(part.numel() for part in parts),), (1,))
+    return torch.cat(list(parts))
 
 
 def split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:

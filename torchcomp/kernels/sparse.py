@@ -13,7 +13,7 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.kernels import backend, elias_fano, quantize, select
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, Prepared, Segment, batches, joined, runs, split
+from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, runs, split
 from torchcomp.routes.wire import Parts
 
 
@@ -22,11 +22,9 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     like = torch.empty(0, device=vectors.device)
     if numba := backend.host_form("sparse", like):
         return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
-    if backend.device_form("sparse", like):
-        from torchcomp.kernels import frames_triton  # it imports Triton
-
-        if frames_triton.applies(vectors):
-            return frames_triton.SparseFrames(vectors, fmt)
+    triton = backend.device_form("sparse", like)
+    if triton and len(runs(vectors.segments)) == 1:
+        return triton.SparseTriton(vectors, fmt)  # type: ignore[no-any-return]
     return Sparse(vectors, fmt)
 
 
@@ -36,10 +34,14 @@ class Sparse:
     reads_frames = False
     """Whether ``mean_of`` decodes frames where they arrived."""
 
+    _encode_values = staticmethod(quantize.encode)
+
     def __init__(self, vectors: Prepared, fmt: str | None) -> None:
         self.vectors, self.fmt = vectors, fmt
         self.segments = vectors.segments
         self.counts = [segment.k for segment in vectors.segments]
+        # One vector, whose values are sent as they are, takes few calls.
+        self._plain = fmt is None and len(self.counts) == 1
         self._on_host = host.can_read(torch.empty(0, device=vectors.device))
 
     def select(self, x: Tensor) -> Tensor:
@@ -54,14 +56,22 @@ class Sparse:
 
     def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         """Return the fields of each segment's message."""
+        codes = self._coded(index)
+        values = x.detach().index_select(0, index)
+        if values.dtype != self.vectors.dtype:
+            values = narrow(values, self.vectors.dtype)
+        fields: Sequence[Parts] = ((values,),)
+        if not self._plain:
+            fields = self._encode_values(values, self.counts, self.fmt, noise)
+        return [(*own, code) for own, code in zip(fields, codes, strict=True)]
+
+    def _coded(self, index: Tensor) -> Sequence[Tensor]:
+        """Return the index code of each segment."""
         if self._on_host:
             for own, (start, n, _) in zip(split(index, self.counts), self.segments, strict=True):
                 inside = own.numel() == 0 or bool(own[0] >= start and own[-1] < start + n)
                 elias_fano.check(inside and bool((own[1:] > own[:-1]).all()), n)
-        values = narrow(x.index_select(0, index), self.vectors.dtype)
-        fields = quantize.encode(values, self.counts, self.fmt, noise)
-        codes = elias_fano.encode(index, self.segments)
-        return [(*own, code) for own, code in zip(fields, codes, strict=True)]
+        return elias_fano.encode(index, self.segments)
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
@@ -76,7 +86,10 @@ class Sparse:
         self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
     ) -> None:
         """Subtract `weight` times a message, with these indices, from `x`, where it is finite."""
-        values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
+        if self._plain:
+            values = parts[0][0].to(x.dtype)
+        else:
+            values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
         # Replace instead of masking: a boolean index would make the host wait for an accelerator.
         values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
         # Not alpha=-weight: it can fuse both operations, and the Numba form rounds the product.
@@ -85,38 +98,29 @@ class Sparse:
     def accumulate(
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
     ) -> None:
-        """Add `weight` times each message to `out`, in order; see :func:`accumulate`."""
-        accumulate(messages, self.segments, out, weight)
+        """Add `weight` times each message to `out`, in order.
+
+        If an index code is damaged, all of `out` becomes NaN, which stops the step on all ranks:
+        each looks at a part of it.
+        """
+        segments = self.segments
+        cuts = runs(segments)
+        each = [(segments[cut], message[cut]) for message in messages for cut in cuts]
+        sizes = [sum(segment.k for segment in some) for some, _ in each]
+        # As many at once as memory allows: each launch on an accelerator delays the backward pass.
+        for batch in batches(sizes, TOGETHER):
+            every = [segment for some, _ in each[batch] for segment in some]
+            parts = [own for _, message in each[batch] for own in message]
+            counts = [segment.k for segment in every]
+            values = iter(quantize.decode([fields for *fields, _ in parts], counts, out.dtype))
+            index, damaged = elias_fano.decode([code for *_, code in parts], every)
+            for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
+                out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
+            # Reading `damaged` would make the host wait.
+            out.masked_fill_(damaged, torch.nan)
 
     def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
         self.accumulate(messages, out.zero_())
         if divisor != 1:
             out.div_(divisor)
-
-
-def accumulate(
-    messages: Sequence[Sequence[Parts]],
-    segments: Sequence[Segment],
-    out: Tensor,
-    weight: float = 1.0,
-) -> None:
-    """Add `weight` times each message to `out`, in order.
-
-    If the index code of a message is damaged, all of `out` becomes NaN, which stops the step on all
-    ranks: each looks at a part of it.
-    """
-    cuts = runs(segments)
-    each = [(segments[cut], message[cut]) for message in messages for cut in cuts]
-    sizes = [sum(segment.k for segment in some) for some, _ in each]
-    # As many at once as memory allows: each launch on an accelerator delays the backward pass.
-    for batch in batches(sizes, TOGETHER):
-        every = [segment for some, _ in each[batch] for segment in some]
-        parts = [own for _, message in each[batch] for own in message]
-        counts = [segment.k for segment in every]
-        values = iter(quantize.decode([fields for *fields, _ in parts], counts, out.dtype))
-        index, damaged = elias_fano.decode([code for *_, code in parts], every)
-        for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
-            out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
-        # Reading `damaged` would make the host wait.
-        out.masked_fill_(damaged, torch.nan)

@@ -13,85 +13,75 @@ import triton
 from torch import Tensor
 
 from torchcomp.kernels import coding_triton as coding
-from torchcomp.kernels import decoding_triton as decoding
-from torchcomp.kernels.fields_triton import TYPES, Format, aligned
+from torchcomp.kernels.frames_triton import TYPES, Format
 from torchcomp.kernels.launch import Launch
 from torchcomp.kernels.quantize import largest_scale
-from torchcomp.kernels.segments import Segment
-from torchcomp.kernels.selecting_triton import Selecting
-from torchcomp.kernels.table_triton import SIZES, Table, covering, offsets_of, tabled
-
-# Offsets are 32-bit, also those of bits in an index code.
-LIMIT = 2**30
-"""A vector must have fewer elements."""
-
-DTYPES = tuple(TYPES)
-"""Supported dtypes of vectors and values."""
+from torchcomp.kernels.selection_triton import Selecting
+from torchcomp.kernels.sparse import Sparse
+from torchcomp.kernels.table_triton import SIZES, InFrames, Table
+from torchcomp.routes.wire import Parts
 
 
-class SparseTriton:
-    """Sparse messages of the segments of a vector. Workspaces are for one stream at a time.
+class SparseTriton(InFrames, Sparse):
+    """See :class:`.sparse.Sparse`. Workspaces are for one stream at a time."""
 
-    A message is 1-D uint8, and begins at a multiple of 4 bytes. `offsets` has the byte of a message
-    at which the fields of each segment begin. By default they follow each other from 0 on.
-    """
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        numel: int,
-        fmt: str | None,
-        dtype: torch.dtype,
-        device: torch.device,
-        offsets: Sequence[int] | None = None,
-    ) -> None:
-        self._format = Format(fmt, dtype)
-        offsets = offsets_of(segments, self._format) if offsets is None else offsets
-        at = [offset for offset, s in zip(offsets, segments, strict=True) if s.k]
-        self._aligned = all(offset % self._format.width == 0 for offset in at)
-        self._densest = max((s.k / s.n for s in segments if s.n), default=0.0)
-        self._table = tabled(covering(segments, offsets, numel), self._format, device)
-        self._selecting = Selecting(self._table)
-        place = (self._table.programs["fill"],), self._table.rows, self._table.count
+    def _prepare(self, numel: int) -> None:
+        super()._prepare(numel)
+        table, values = self._table, self._format
+        self._selecting = Selecting(table)
+        place = (table.programs["fill"],), table.rows, table.count
         self._clear = Launch(coding.clear, *place, CHUNK=SIZES["chunk"])
-        rows, block = self._table.rows, SIZES["fill"]
-        self._code = Launch(coding.code, *place, rows, 0, BLOCK=block, FRAMES=0)
-        values = self._table, self._format, self._aligned
+        self._code = Launch(coding.code, *place, table.rows, 0, BLOCK=SIZES["fill"], FRAMES=0)
         self._fills = {
-            (subtract, random): filling(*values, subtract, random)
+            (subtract, random): filling(table, values, subtract, random)
             for subtract in (False, True)
             for random in (False, True)
         }
-        self._subtract = subtraction(*values)
-        self._launches: dict[object, list[Launch]] = {}  # of means
+        self._subtract = subtraction(table, values)
+        self._means: dict[tuple[int, int], list[Launch]] = {}
 
     def select(self, x: Tensor) -> Tensor:
-        """Return the indices of the entries of largest magnitude of each segment."""
+        if not self._ready(x):
+            return super().select(x)
+        x = x.detach()
         return self._selecting.select(x, x, x)
 
     def add_and_select(self, g: Tensor, e: Tensor, out: Tensor) -> Tensor:
-        """Write ``g + e`` to `out`, and :meth:`select` from it. All are like `x` there."""
-        return self._selecting.select(g, e, out)
+        if not self._ready(g, e, out):
+            return super().add_and_select(g, e, out)
+        return self._selecting.select(g.detach(), e.detach(), out.detach())
 
-    def encode(self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None = None) -> None:
-        """Write the message of given entries to `frame`."""
+    def encode(self, x: Tensor, index: Tensor, noise: Tensor | None) -> Sequence[Parts]:
+        frame = self._frame(x)
+        if frame is None:
+            return super().encode(x, index, noise)
         if self._table.entries:
             self._clear(frame)
             self._code(frame, index)
         self._fill(x, index, frame, noise, False)
+        return self._placed  # type: ignore[no-any-return]
 
     def encode_sum(
-        self, g: Tensor, e: Tensor, rest: Tensor, frame: Tensor, noise: Tensor | None = None
-    ) -> Tensor:
-        """Select from ``g + e``, and write the message to `frame`."""
+        self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
+    ) -> tuple[Sequence[Parts], Tensor]:
+        frame = self._frame(g, e, rest)
+        if frame is None:
+            return super().encode_sum(g, e, rest, noise)
         index = self._selecting.select(g, e, rest, frame)
         self._fill(rest, index, frame, noise, True)
-        return index
+        return self._placed, index
 
-    def subtract(self, frame: Tensor, index: Tensor, x: Tensor, weight: float = 1.0) -> None:
-        """Subtract `weight` times the finite values of a message from `x`, at the indices."""
-        if self._table.entries:
-            self._subtract(x, frame, index, float(weight))
+    def subtract(
+        self, index: Tensor, parts: Sequence[Parts], x: Tensor, weight: float = 1.0
+    ) -> None:
+        frames = self.vectors.frames
+        if frames is None or parts is not self._placed:
+            super().subtract(index, parts, x, weight)
+        elif not self._ready(x):
+            # What is placed can be the bytes of a field that is not aligned.
+            super().subtract(index, frames.unpack(frames.outgoing())[0], x, weight)
+        elif self._table.entries:
+            self._subtract(x, frames.outgoing(), index, float(weight))
 
     def _fill(
         self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None, subtract: bool
@@ -100,78 +90,64 @@ class SparseTriton:
             fill = self._fills[subtract, noise is not None]
             fill(x, frame, index, index if noise is None else noise)
 
-    def mean(self, messages: Tensor, out: Tensor, divisor: float) -> None:
-        """Write the sum of all messages, in order, divided by `divisor`, to `out`."""
+    def _mean(self, received: Tensor, stride: int, out: Tensor, divisor: int) -> None:
         bits, tiles = self._table.programs["bit"], self._table.programs["tile"]
         if not tiles:
             return
-        count = messages.shape[0]
-        stride = messages.stride(0) if count > 1 else 0
-        if (messages.data_ptr() | stride) & 3:
-            messages = aligned(messages)
-            stride = messages.stride(0)
-        kind = "mean", count, stride
-        launches = self._launches.get(kind) or self._decoding(kind)
-        empty, device = torch.empty if bits else torch.zeros, out.device
-        work = empty(1 + count * max(bits, 2 * tiles), dtype=torch.int32, device=device)
-        index = torch.empty(count * self._table.entries, dtype=torch.int32, device=device)
+        count, entries, device = len(received), self._table.entries, out.device
+        launches = self._means.get((count, stride)) or self._decoding(count, stride)
+        size, empty = 1 + count * max(bits, 2 * tiles), torch.empty if bits else torch.zeros
+        work = empty(size, dtype=torch.int32, device=device)
+        index = torch.empty(count * entries, dtype=torch.int32, device=device)
         if bits:
-            launches[0](messages, work, work)
-            launches[1](messages, work, index)
-        launches[2](messages, work, index, out, float(divisor))
+            launches[0](received, work, work)
+            launches[1](received, work, index)
+        launches[2](received, work, index, out, float(divisor))
 
-    def _decoding(self, kind: tuple[Any, ...]) -> list[Launch]:
-        _, count, stride = kind
-        table, bits = self._table, self._table.programs["bit"]
-        place = table.rows, table.count
-        made = self._launches[kind] = [
+    def _decoding(self, count: int, stride: int) -> list[Launch]:
+        table, place = self._table, (self._table.rows, self._table.count)
+        grid, numbers = (table.programs["bit"], count), (table.entries, count, stride)
+        densest = max((s.k / s.n for s in self.segments if s.n), default=0.0)
+        made = self._means[count, stride] = [
             Launch(
-                decoding.count_bits, (bits, count), *place, stride, place[0], 0,
+                coding.count_bits, grid, *place, stride, table.rows, 0,
                 BYTES=SIZES["bit"], FRAMES=0,
             ),
             Launch(
-                decoding.decode, (bits, count), *place, table.entries, stride,
+                coding.decode, grid, *place, table.entries, stride,
                 BYTES=SIZES["bit"], CHUNK=SIZES["decode"],
             ),
-            adding_up(
-                table, self._format, self._aligned, self._densest,
-                table.count, table.entries, count, stride, 0,
-            ),
+            adding_up(table, self._format, densest, table.count, *numbers, 0),
         ]  # fmt: skip
         return made
 
 
-def filling(table: Table, values: Format, aligned: bool, subtract: bool, random: bool) -> Launch:
+def filling(table: Table, values: Format, subtract: bool, random: bool) -> Launch:
     """Prepare :func:`.coding_triton.fill`."""
     return Launch(
         coding.fill, (table.programs["fill"],), table.rows, table.count,
         largest_scale(values.levels) if values.levels else 0.0, SUBTRACT=subtract, RANDOM=random,
-        SOURCE=TYPES[values.dtype], ROWS=SIZES["fill"] // 128, **_constants(values, aligned),
+        SOURCE=TYPES[values.dtype], ROWS=SIZES["fill"] // 128, **values.constants,
     )  # fmt: skip
 
 
-def subtraction(table: Table, values: Format, aligned: bool) -> Launch:
-    """Prepare :func:`.decoding_triton.subtract`."""
+def subtraction(table: Table, values: Format) -> Launch:
+    """Prepare :func:`.coding_triton.subtract`."""
     return Launch(
-        decoding.subtract, (table.programs["fill"],), table.rows, table.count,
-        BLOCK=SIZES["fill"], **_constants(values, aligned),
+        coding.subtract, (table.programs["fill"],), table.rows, table.count,
+        BLOCK=SIZES["fill"], **values.constants,
     )  # fmt: skip
 
 
-def adding_up(table: Table, values: Format, aligned: bool, densest: float, *numbers: int) -> Launch:
-    """Prepare :func:`.decoding_triton.add_up`."""
+def adding_up(table: Table, values: Format, densest: float, *numbers: int) -> Launch:
+    """Prepare :func:`.coding_triton.add_up`."""
     # Enough for the entries of most tiles.
     most = triton.next_power_of_2(ceil(2 * densest * SIZES["tile"]))
     chunk = min(max(most, 32), 512)
     messages, step = numbers[2], numbers[4]
+    options: dict[str, Any] = {"warps": 2 if chunk < 512 else 4, **values.constants}
     return Launch(
-        decoding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
+        coding.add_up, (table.programs["tile"],), table.rows, *numbers, COUNTED=step > 0,
         STEP=table.step, LANES=triton.next_power_of_2(max(messages, 2)), TILE=SIZES["tile"],
-        CHUNK=chunk, PART=SIZES["part"], warps=2 if chunk < 512 else 4,
-        **_constants(values, aligned),
+        CHUNK=chunk, PART=SIZES["part"], **options,
     )  # fmt: skip
-
-
-def _constants(values: Format, aligned: bool) -> dict[str, Any]:
-    """Constants of kernels for the values of messages."""
-    return {"VALUE": TYPES[values.value], "LEVELS": values.levels, "ALIGNED": aligned}

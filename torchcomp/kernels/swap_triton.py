@@ -12,16 +12,10 @@ from torchcomp.kernels.triton_jit import kernel
 _BLOCK = 8192
 
 
-def swap_where(condition: Tensor, a: Tensor, b: Tensor) -> None:
-    """Swap the values of `a` and `b`, as :func:`torchcomp.kernels.swap.swap_where` does."""
-    if a.numel():
-        _launch_of("swap", a.numel(), a.get_device())(a, b, condition.view(1))
-
-
-def fill_where(condition: Tensor, x: Tensor, value: float) -> None:
-    """Fill `x`, as :func:`torchcomp.kernels.swap.fill_where` does."""
+def launch(kind: str, condition: Tensor, x: Tensor, other: Tensor | float) -> None:
+    """Swap ("swap") or fill ("fill") `x`, as :mod:`torchcomp.kernels.swap` does."""
     if x.numel():
-        _launch_of("fill", x.numel(), x.get_device())(x, condition.view(1), value)
+        _launch_of(kind, x.numel(), x.get_device())(x, other, condition.view(1))
 
 
 @cache  # a model has few buckets
@@ -41,7 +35,7 @@ def _swap(a, b, condition, n, BLOCK: tl.constexpr):
 
 
 @kernel("n")
-def _fill(x, condition, value, n, BLOCK: tl.constexpr):
+def _fill(x, value, condition, n, BLOCK: tl.constexpr):
     if tl.load(condition) != 0:
         i = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         tl.store(x + i, value, mask=i < n)

@@ -1,8 +1,10 @@
 """The table of a vector's segments, in memory of the device: what kernels need to know of each."""
 
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
+from math import ceil
+from typing import Any
 
 import torch
 import triton
@@ -11,8 +13,8 @@ from torch import Tensor
 
 from torchcomp.engine import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
-from torchcomp.kernels.fields_triton import Format
-from torchcomp.kernels.segments import Segment, starts
+from torchcomp.kernels.frames_triton import DTYPES, LIMIT, Format
+from torchcomp.kernels.segments import Prepared, Segment, starts
 from torchcomp.kernels.triton_jit import kernel
 
 SIZES = {
@@ -22,7 +24,6 @@ SIZES = {
     "chunk": 256,
     # Blocks whose counts are also added up. With b blocks, a program reads b / 64 + 64 counts.
     "group": 64,
-    "sample": 16384,
     "fill": 512,  # values per program that encodes them, in blocks of 128
     "bit": 256,  # bytes of the high part of an index code per program that decodes them
     # Entries that a program decodes at once. Not fewer than its threads: each reads what it writes.
@@ -31,35 +32,17 @@ SIZES = {
     "part": 512,  # elements that a program zeroes or divides at once
 }
 
-# The columns of the table: a row for each segment, in ascending order. For some kernels a column
-# has the number of the segment's first program.
-WIDTH = tl.constexpr(26)
-BLOCK_PROGRAM = tl.constexpr(0)
-SEGMENT = tl.constexpr(1)
-START = tl.constexpr(2)
-N = tl.constexpr(3)
-K = tl.constexpr(4)
-CANDIDATE = tl.constexpr(5)  # where its candidates begin
-CAPACITY = tl.constexpr(6)  # how many of them fit
-FIRST = tl.constexpr(7)  # number of entries of the segments before
-BLOCKS = tl.constexpr(8)
-RANK = tl.constexpr(9)  # in the sample
-COUNT_PROGRAM = tl.constexpr(10)
-COUNT_PROGRAMS = tl.constexpr(11)
-GROUP = tl.constexpr(12)  # its first group of blocks
-FILL_PROGRAM = tl.constexpr(13)
-VALUES = tl.constexpr(14)  # byte of a frame at which its first field begins
-CODES = tl.constexpr(15)  # likewise for its second field
-CODE = tl.constexpr(16)  # and for its index code, the low part of which comes first
-HIGH = tl.constexpr(17)  # and for the high part
-END = tl.constexpr(18)  # and for the end of the code
-LOW_BITS = tl.constexpr(19)
-CODED = tl.constexpr(20)  # whether its index code has any bytes
-SHARE = tl.constexpr(21)  # bytes of the code for each block
-BIT_PROGRAM = tl.constexpr(22)
-BIT_PROGRAMS = tl.constexpr(23)
-TILE_PROGRAM = tl.constexpr(24)
-FILL_PROGRAMS = tl.constexpr(25)
+# The columns of the table, which has a row for each segment, in ascending order. PROGRAM is the
+# number of its first program of a kernel, and PROGRAMS how many it has. CANDIDATE is where its
+# candidates begin, CAPACITY how many fit, FIRST the number of entries before, and GROUP its first
+# group of blocks. In bytes of a frame: where the fields VALUES and CODES, the index CODE and the
+# HIGH part of that begin, and its END. CODED is whether it has any, SHARE how many for each block.
+(
+    BLOCK_PROGRAM, SEGMENT, START, N, K, CANDIDATE, CAPACITY, FIRST, BLOCKS, COUNT_PROGRAM,
+    COUNT_PROGRAMS, GROUP, FILL_PROGRAM, VALUES, CODES, CODE, HIGH, END, LOW_BITS, CODED, SHARE,
+    BIT_PROGRAM, BIT_PROGRAMS, TILE_PROGRAM, FILL_PROGRAMS,
+) = map(tl.constexpr, range(25))  # fmt: skip
+WIDTH = tl.constexpr(25)
 
 
 @kernel()
@@ -69,21 +52,15 @@ def column(row, which: tl.constexpr):
 
 
 @kernel("rows")
-def row_of(program, table, rows, WIDTH: tl.constexpr):
-    """Return the row of the segment of a program; the first column has the first programs."""
+def segment_of(program, table, rows, first: tl.constexpr):
+    """Return the row of the segment of a program; `first` is the column of the first programs."""
     below, above = 0, rows
     while above - below > 1:
         middle = (below + above) // 2
-        later = tl.load(table + middle * WIDTH) > program
+        later = tl.load(table + middle * WIDTH + first) > program
         above = tl.where(later, middle, above)
         below = tl.where(later, below, middle)
     return table + below * WIDTH
-
-
-@kernel("rows")
-def segment_of(program, table, rows, first: tl.constexpr):
-    """Return the row of the segment of a program; `first` is the column of the first programs."""
-    return row_of(program, table + first, rows, WIDTH) - first
 
 
 def offsets_of(segments: Sequence[Segment], values: Format) -> list[int]:
@@ -117,6 +94,11 @@ class Table:
     entries: int = 0
 
 
+def step_of(segments: Iterable[Segment]) -> int:
+    """Return what all starts and lengths are multiples of, at most 16."""
+    return 16 if all(s.start % 16 == s.n % 16 == 0 for s in segments) else 1
+
+
 def tabled(
     covered: Sequence[tuple[Segment, int]],
     values: Format,
@@ -124,26 +106,6 @@ def tabled(
     wholes: Sequence[int] = (),
 ) -> Table:
     """Make the table of segments. Only the stream that is current now may use it."""
-    rows, programs = _placed(covered, values, wholes)
-    return Table(
-        host.copy_to(torch.tensor(rows, dtype=torch.int64), device),
-        len(rows),
-        programs,
-        step_of([s for s, _ in covered]),
-        sum(row[6] for row in rows),
-        sum(min(s.n, s.k) for s, _ in covered),
-    )
-
-
-def step_of(segments: Iterable[Segment]) -> int:
-    """Return what all starts and lengths are multiples of, at most 16."""
-    return 16 if all(s.start % 16 == s.n % 16 == 0 for s in segments) else 1
-
-
-def _placed(
-    covered: Sequence[tuple[Segment, int]], values: Format, wholes: Sequence[int]
-) -> tuple[list[tuple[int, ...]], dict[str, int]]:
-    """Return the rows of a table, and how many programs or groups there are of each kind."""
     rows: list[tuple[int, ...]] = []
     at = dict.fromkeys(("block", "count", "group", "fill", "bit", "tile"), 0)
     candidate = first = 0
@@ -151,7 +113,6 @@ def _placed(
         whole, fewest = (wholes[i], 1) if wholes else (n, 0)
         kept = k * n / max(whole, 1)
         capacity = min(n, ceil(4 * kept) + SIZES["block"]) if k else 0
-        expected = min(1, SIZES["sample"] / max(n, 1)) * kept
         coded = 0 < k < n
         low = low_bits(n, k) if coded else 0
         code = offset + values.nbytes(k)
@@ -168,8 +129,6 @@ def _placed(
         rows.append(
             (
                 at["block"], len(rows), start, n, k, candidate, capacity, first, blocks,
-                # With four standard deviations more, the bound is hardly ever too high.
-                ceil(expected + 4 * sqrt(expected) + 8),
                 at["count"], own["count"], at["group"],
                 at["fill"], offset, offset + values.second(k), code, high, end, low, int(coded),
                 triton.cdiv(end - code, blocks), at["bit"], own["bit"], at["tile"], own["fill"],
@@ -177,4 +136,65 @@ def _placed(
         )  # fmt: skip
         candidate, first = candidate + capacity, first + min(n, k)
         at = {kind: at[kind] + own[kind] for kind in at}
-    return rows, at
+    return Table(
+        host.copy_to(torch.tensor(rows, dtype=torch.int64), device),
+        len(rows),
+        at,
+        step_of([segment for segment, _ in covered]),
+        candidate,
+        first,
+    )
+
+
+class InFrames:
+    """Kernels that write the frames to send, and read frames as they were received."""
+
+    reads_frames = True
+    vectors: Prepared
+    fmt: Any
+    accumulate: Any
+    _prepared = False
+
+    def mean_of(self, received: Tensor, out: Tensor, divisor: int) -> None:
+        """Write the sum of received messages, in order, divided by `divisor`, to `out`."""
+        if self._ready(out):
+            self._mean(received, received.stride(0) if len(received) > 1 else 0, out, divisor)
+        else:
+            frames: Any = self.vectors.frames
+            self.accumulate(frames.unpack(received), out.zero_())
+            out.div_(divisor)
+
+    def _ready(self, *tensors: Tensor) -> bool:
+        """Prepare the kernels, and return whether they support these tensors."""
+        for x in tensors:
+            if x.dtype not in DTYPES or not x.is_contiguous() or x.numel() >= LIMIT:
+                return False
+        if not self._prepared:
+            if self.vectors.dtype not in DTYPES:
+                return False
+            self._prepare(tensors[0].numel())
+            self._prepared = True
+        return True
+
+    def _frame(self, *tensors: Tensor) -> Tensor | None:
+        """Return the memory of the frames if kernels can write the message of these tensors."""
+        frames = self.vectors.frames
+        return frames.outgoing() if frames is not None and self._ready(*tensors) else None
+
+    @property
+    def _placed(self) -> Any:
+        """What is returned for a message that kernels have written."""
+        return None if self.vectors.frames is None else self.vectors.frames.placed
+
+    def _prepare(self, numel: int) -> None:
+        """Prepare what is the same in every step, for vectors of so many elements."""
+        vectors, segments, frames = self.vectors, self.vectors.segments, self.vectors.frames
+        self._format = values = Format(self.fmt, vectors.dtype)
+        self._offsets = offsets_of(segments, values) if frames is None else frames.offsets
+        placed = zip(self._offsets, segments, strict=True)
+        values.aligned = all(offset % values.width == 0 for offset, s in placed if s.k)
+        self._table = tabled(covering(segments, self._offsets, numel), values, vectors.device)
+
+    @abstractmethod
+    def _mean(self, received: Tensor, stride: int, out: Tensor, divisor: int) -> None:
+        """Do as :meth:`mean_of`, with kernels. `stride` is the distance of messages in bytes."""

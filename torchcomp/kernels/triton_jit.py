@@ -6,10 +6,8 @@ With ``TRITON_INTERPRET=1`` before the first import, they run on CPU tensors, in
 from collections.abc import Callable
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 INFINITY = tl.constexpr(0x7F800000)
 """The bits of infinity in float32. The bits of NaN are larger."""
@@ -22,13 +20,6 @@ EXACT = {"enable_fp_fusion": False}
 def kernel(*general: str) -> Callable[[Callable[..., Any]], Any]:
     """Compile a function with ``triton.jit``, once for all values of the integers `general`."""
     return lambda function: triton.jit(function, do_not_specialize=general)
-
-
-def on_device_of(x: Tensor) -> torch.cuda.device:
-    """Make the device of `x` the current one, in a ``with`` block."""
-    # Triton launches on the current device, which can differ from the device of `x`. -1 changes
-    # nothing: in Triton's interpreter, tensors are on the CPU.
-    return torch.cuda.device(x.device.index if x.is_cuda else -1)
 
 
 @kernel()

@@ -78,8 +78,8 @@ class AllReduceRoute:
         total = values[0] if len(values) == 1 else torch.cat(values)
         self._exchange.all_reduce(total, divide=self._sent == 1.0)
         with span("decode") if profiler._is_profiler_enabled else OFF:
-            if total is self._memory and out.dtype in self._dtypes:
-                self._casts.decode(total, out)
+            if total is self._memory:
+                out.copy_(total)
                 return
             summed = [total] if len(values) == 1 else torch.split(total, self._counts)
             self._codec.mean([[(value,) for value in summed]], out, self._key, 1)

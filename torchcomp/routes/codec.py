@@ -1,7 +1,7 @@
 """Codec: a compressor applied to one tensor, whole, parameter by parameter or shard by shard."""
 
 from collections.abc import Sequence
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from itertools import accumulate
 
 import torch
@@ -36,20 +36,13 @@ class Codec:
         self.frames = Frames([v.layout for v in vectors], device, checksum, counts, signatures)
         self.vectors.frames = self.frames
 
-    @cached_property
-    def _sent(self) -> Vectors:
-        # A compressor that writes its fields where they are sent from saves a copy.
-        self.vectors.fields = self.frames.fields()
-        return self.vectors
-
     def encode(self, x: Tensor, key: Key) -> Encoded:
         """Compress every vector of `x`, a 1-D tensor, and write the frames."""
-        vectors = self._sent
-        return self.pack(vectors.compressor.encode(x, vectors, key) if vectors else _NOTHING)
+        return self.pack(self.fields(x, key))
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, key: Key) -> Encoded:
         """Encode ``g + e`` in one call, and write to `rest` what the message does not contain."""
-        vectors = self._sent
+        vectors = self.vectors
         if not vectors:
             return _NOTHING
         return self.pack(vectors.compressor.encode_sum(g, e, rest, vectors, key))

@@ -9,7 +9,7 @@ a window around the previous step's threshold. With a good guess, this takes two
 Accelerators: the number of rounds is fixed, so that the host never waits. In each, the ranks add up
 histograms of the next digit of those magnitudes' bits whose first digits are decided. At the end,
 they all-gather how many are above and equal to the threshold. With Triton,
-:class:`torchcomp.kernels.selecting_triton.Search` runs, and sends the same messages.
+:class:`torchcomp.kernels.selection_triton.Search` runs, and sends the same messages.
 """
 
 from collections.abc import Iterable, Sequence

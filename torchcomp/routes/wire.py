@@ -110,9 +110,9 @@ class Frames:
         places = iter(fields)
         # By vector, where its fields begin and end, and whether a view in their dtype is aligned.
         self._places = [list(islice(places, len(layout))) for layout in self.layouts]
-        self._aligned = all(aligned for *_, aligned in fields)
         # Many fields are copied to a device as bytes: all of them in one launch.
-        self._by_bytes = not self._aligned or (not self.on_host and len(fields) > _SEPARATE)
+        aligned = all(aligned for *_, aligned in fields)
+        self._by_bytes = not aligned or (not self.on_host and len(fields) > _SEPARATE)
         self._headers = torch.tensor(headers, dtype=torch.int64).view(-1, 2)
         self._words = self._headers.numpy()
         # Equally long frames are the rows of a matrix.
@@ -132,12 +132,8 @@ class Frames:
         """Return the memory of the frames to send, with headers: the same in every step."""
         return self._outgoing
 
-    def fields(self) -> Sequence[Parts] | None:
-        """Return where the fields of each vector lie in :meth:`outgoing`, if all are aligned."""
-        return self.placed if self._aligned else None
-
     @cached_property
-    def placed(self) -> Sequence[Parts]:
+    def _placed(self) -> Sequence[Parts]:
         """The fields in :meth:`outgoing`, by vector; as bytes where one is not aligned."""
         memory = self._outgoing
         return [
@@ -151,7 +147,7 @@ class Frames:
     def pack(self, messages: Sequence[Parts]) -> Tensor:
         """Write the fields of each vector's message to :meth:`outgoing`, and return that."""
         targets, sources = [], []
-        for parts, layout, within in zip(messages, self.layouts, self.placed, strict=True):
+        for parts, layout, within in zip(messages, self.layouts, self._placed, strict=True):
             for part, field, target in zip(parts, layout, within, strict=True):
                 if part is target:
                     continue

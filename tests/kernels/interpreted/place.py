@@ -6,7 +6,7 @@ from unittest import mock
 from torchcomp.kernels import backend, elementwise_triton
 from torchcomp.kernels.table_triton import SIZES
 
-SMALL = {"block": 512, "count": 256, "chunk": 128, "group": 2, "sample": 512, "fill": 128}
+SMALL = {"block": 512, "count": 256, "chunk": 128, "group": 2, "fill": 128}
 SMALL |= {"bit": 32, "decode": 128, "tile": 512, "part": 256}
 
 
@@ -15,7 +15,7 @@ def small_blocks():
     """Make short vectors use several blocks."""
     with (
         mock.patch.dict(SIZES, SMALL),
-        mock.patch.multiple(elementwise_triton, _ROWS=2, _BLOCK=128),
+        mock.patch.object(elementwise_triton, "_BLOCK", 128),
     ):
         yield
 

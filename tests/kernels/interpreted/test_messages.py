@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from tests.kernels.definitions import awkward, drift, is_code, same, some_of, sorted_out, specified
+from tests.kernels.forms import vectors
 from tests.kernels.interpreted.place import small_blocks, triton_on_the_cpu
 from tests.support import outcomes
 from tests.support.cases import only, thorough
@@ -17,11 +18,8 @@ from torchcomp.kernels import backend, quantize
 from torchcomp.kernels.cast import narrow, saturate
 from torchcomp.kernels.elementwise_triton import DTYPES, CastSum
 from torchcomp.kernels.elias_fano import low_bits
-from torchcomp.kernels.segments import Segment
 from torchcomp.kernels.sparse_triton import SparseTriton
 from torchcomp.routes.allreduce import _share
-
-CPU = torch.device("cpu")
 
 # Differences of infinities.
 pytestmark = pytest.mark.filterwarnings(
@@ -92,21 +90,15 @@ def test_frames_rests_and_means_are_those_of_plain_torch(case):
 
 
 @pytest.mark.parametrize("ranks", [1, 5, *thorough([64])])
-def test_any_number_of_messages_at_any_address(ranks):
+def test_any_number_of_messages(ranks):
     codec, rows = codec_of(TopK(0.1), [300]), []
     for rank in range(ranks):
         codec.encode(normal(300, seed=rank), Key(3))
         rows.append(codec.frames.outgoing().clone())
     rows, out, expected = torch.stack(rows), torch.empty(300), torch.empty(300)
     codec.mean(codec.frames.unpack(rows), expected, Key(3), ranks)
-    kernels = SparseTriton(
-        codec.vectors.segments, 300, None, torch.float32, CPU, codec.frames.offsets
-    )
-    for shift in (0, 3):
-        memory = torch.zeros(ranks, rows.shape[1] + 7, dtype=torch.uint8)
-        memory[:, shift : shift + rows.shape[1]] = rows
-        kernels.mean(memory[:, shift : shift + rows.shape[1]], out, ranks)
-        same(out, expected)
+    SparseTriton(codec.vectors, None).mean_of(rows, out, ranks)
+    same(out, expected)
 
 
 CASTS = [(g, w, e) for g in DTYPES for w in quantize.CASTS.values() for e in DTYPES]
@@ -132,16 +124,13 @@ def test_a_sum_of_casts(combination, ranks):
     same(message, wanted)
     # In float32: torch's `add_` rounds `alpha * wanted` first in the last elements of a vector.
     same(rest, (sums.float() - ranks * wanted.float()).to(memory))
-    out = torch.empty(n, dtype=dtype)
-    kernels.decode(message, out)
-    same(out, torch.empty_like(out).copy_(wanted))
 
 
 # --- Selection ------------------------------------------------------------------------------------
 
 
 def selecting(n, k, dtype=torch.float32):
-    return SparseTriton([Segment(0, n, k)], n, None, dtype, CPU)
+    return SparseTriton(vectors((0, n, k), dtype=dtype), None)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -149,7 +138,7 @@ def test_awkward_numbers_and_vectors_that_drift(dtype):
     n = 1400
     for k in (1, 14, 700, n - 1):
         x, kernels = awkward(n, dtype), selecting(n, k, dtype)
-        for _ in range(2):  # from a sample, and from the last threshold
+        for _ in range(2):  # from all, and from the last threshold
             assert kernels.select(x).equal(sorted_out(x, k))
     kernels = selecting(900, 9)
     for g, e, out in drift(900, 3):
