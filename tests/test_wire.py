@@ -9,7 +9,7 @@ import torch
 from tests.support import codecs
 from tests.support.codecs import codec_of, fields_of, framed, is_intact, message_of, nbytes_of
 from tests.support.vectors import normal
-from tests.test_compressors import COMPRESSOR_EXAMPLES
+from tests.test_compressors import EXAMPLES
 from torchcomp.compressors import Cast, Identity, Quantize, RandK, TopK
 from torchcomp.engine import host
 from torchcomp.engine.keys import Key
@@ -20,7 +20,7 @@ KEY = Key(seed=7, step=3)
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
-every_compressor = pytest.mark.parametrize("compressor", COMPRESSOR_EXAMPLES, ids=str)
+every_compressor = pytest.mark.parametrize("compressor", list(EXAMPLES), ids=str)
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 

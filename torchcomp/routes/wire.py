@@ -133,7 +133,7 @@ class Frames:
         return self._outgoing
 
     @cached_property
-    def _placed(self) -> Sequence[Parts]:
+    def placed(self) -> Sequence[Parts]:
         """The fields in :meth:`outgoing`, by vector; as bytes where one is not aligned."""
         memory = self._outgoing
         return [
@@ -147,7 +147,7 @@ class Frames:
     def pack(self, messages: Sequence[Parts]) -> Tensor:
         """Write the fields of each vector's message to :meth:`outgoing`, and return that."""
         targets, sources = [], []
-        for parts, layout, within in zip(messages, self.layouts, self._placed, strict=True):
+        for parts, layout, within in zip(messages, self.layouts, self.placed, strict=True):
             for part, field, target in zip(parts, layout, within, strict=True):
                 if part is target:
                     continue
