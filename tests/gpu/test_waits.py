@@ -10,8 +10,9 @@ from tests.gpu.training import Run
 from tests.support.budgets import BUDGETS
 
 BUDGET = {
-    # The other ranks only exist in name: their messages must be as long as this rank's.
-    spec.format(ratio=0.125): (budget.waits, budget.waits_per_step)
+    # The other ranks only exist in name: their messages must be as long as this rank's. Only plain
+    # torch waits more than twice, for the search of an exact downlink.
+    spec.format(ratio=0.125): (min(2, budget.waits), budget.waits_per_step)
     for spec, budget in BUDGETS.items()
 }
 

@@ -11,7 +11,7 @@ from torchcomp.compressors import TopK
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.kernels import select
 from torchcomp.kernels.segments import Segment
-from torchcomp.routes.searches import DigitSearch, HostSearch, order_bits, search_load
+from torchcomp.routes.searches import HostSearch, order_bits, search_load
 from torchcomp.routes.shards import direction
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
@@ -51,7 +51,7 @@ class Counted:
         return getattr(self.exchange, name)
 
 
-def searched(form, xs, k, ranks, guesses=None):
+def searched(xs, k, ranks, guesses=None):
     """Search several vectors of one bucket, and require that the topk of each is found.
 
     Returns:
@@ -65,14 +65,7 @@ def searched(form, xs, k, ranks, guesses=None):
 
     def work(exchange):
         rank, counted = exchange.rank, Counted(exchange)
-        if form is HostSearch:
-            search = HostSearch(down, counted)
-        else:
-            at = [p.vector + o * len(xs) for o in range(ranks) for p in down.pieces[o]]
-            places = [down.place(v, rank) for v in range(len(xs))]
-            search = DigitSearch(
-                places, at, down.sizes, down.searched, counted, torch.device("cpu")
-            )
+        search = HostSearch(down, counted, torch.device("cpu"))
         own = down.shards[rank]
         g = whole[own.start : own.stop]
         out, after = torch.empty_like(g), torch.zeros_like(before)
@@ -90,14 +83,13 @@ def searched(form, xs, k, ranks, guesses=None):
     return outcomes[0][0], [traffic for _, traffic in outcomes]
 
 
-@pytest.mark.parametrize("form", [HostSearch, DigitSearch])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 5])
-def test_the_ranks_select_what_one_rank_would(ranks, dtype, form):
+def test_the_ranks_select_what_one_rank_would(ranks, dtype):
     for n, ks in ((1, [1]), (67, [1, 20, 66, 67]), (500, [72])):
         for k in ks:
-            searched(form, [*vectors(n, dtype), gaussian(3, dtype)], k, ranks)
-            searched(form, [gaussian(n, dtype)], k, ranks)  # alone, with longer digits
+            searched([*vectors(n, dtype), gaussian(3, dtype)], k, ranks)
+            searched([gaussian(n, dtype)], k, ranks)  # alone
 
 
 @pytest.mark.parametrize("ranks", [2, 5])
@@ -107,36 +99,36 @@ def test_a_guess_never_changes_the_selection(dtype, ranks):
     octave = 2**23 if dtype == torch.float32 else 2**52
     for off in (-3 * octave, -octave, -1, 0, 1, octave, 3 * octave):
         guesses = [threshold_of(x, k) + off for x in xs]
-        searched(HostSearch, xs, k, ranks, [min(max(guess, -(2**63)), width) for guess in guesses])
+        searched(xs, k, ranks, [min(max(guess, -(2**63)), width) for guess in guesses])
     for guess in (1, -1, -(2**63), width - 1, 2**63 - 1):
-        searched(HostSearch, xs, k, ranks, [guess] * len(xs))
+        searched(xs, k, ranks, [guess] * len(xs))
 
 
 def test_a_good_guess_takes_one_round_of_histograms():
     xs = [gaussian(100_000 + i).float() * 10.0**i for i in range(3)]
     for scale in (1, 1.1, 0.9):
         guesses = [threshold_of(x * scale, 1000) for x in xs]
-        assert searched(HostSearch, xs, 1000, 4, guesses)[0] == [HISTOGRAM, CANDIDATES]
+        assert searched(xs, 1000, 4, guesses)[0] == [HISTOGRAM, CANDIDATES]
 
 
 def test_without_a_guess_it_takes_more_rounds():
-    calls, _ = searched(HostSearch, [gaussian(100_000).float()], 1000, 4)
+    calls, _ = searched([gaussian(100_000).float()], 1000, 4)
     assert 2 <= calls.count(HISTOGRAM) <= 6
 
 
 def test_messages_that_would_tell_nothing_are_not_sent():
     few, equal = gaussian(12).float(), torch.full((4000,), 0.5)
-    assert searched(HostSearch, [few], 2, 3)[0] == [CANDIDATES]
-    calls, _ = searched(HostSearch, [equal], 1000, 2, [threshold_of(equal, 1)])
+    assert searched([few], 2, 3)[0] == [CANDIDATES]
+    calls, _ = searched([equal], 1000, 2, [threshold_of(equal, 1)])
     assert set(calls) == {HISTOGRAM}, "the counts of equal candidates are enough"
-    assert searched(HostSearch, [few], 12, 2)[0] == []
+    assert searched([few], 12, 2)[0] == []
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_the_planned_load_is_about_the_counted_one(ranks):
     x, k = gaussian(50_000).float(), 500
     planned = search_load([(k, k * ranks, k)], 4, ranks)
-    for traffic in searched(HostSearch, [x], k, ranks, [threshold_of(x, k)])[1]:
+    for traffic in searched([x], k, ranks, [threshold_of(x, k)])[1]:
         # The plan counts only histograms, because it cannot know how many candidates a bin has.
         assert planned.sent <= traffic.sent <= 3 * planned.sent
         assert planned.received <= traffic.received <= 3 * planned.received

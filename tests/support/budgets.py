@@ -26,7 +26,7 @@ BUDGETS = {
     'ef(topk({ratio}, values="int8"), exchange="allgather")': Budget(0, 1, 94, 1),
     'ef(topk({ratio}), exchange="sharded")': Budget(1, 1, 88, 2),
     'bidirectional(topk({ratio}), topk({ratio}), selection="shard")': Budget(0, 1, 134, 1),
-    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(2, 1, 254, 1),
+    'bidirectional(topk({ratio}), topk({ratio}), selection="exact")': Budget(12, 1, 190, 1),
     "ef(randk({ratio}))": Budget(0, 1, 17, 0),
     'ef(cast("bf16"))': Budget(0, 1, 14, 0),
     'quantize("int8")': Budget(0, 1, 34, 1),

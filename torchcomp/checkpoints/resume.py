@@ -15,6 +15,7 @@ from torchcomp.engine.method_in_use import FLUSH, MethodInUse
 from torchcomp.engine.settlement import Steps
 from torchcomp.engine.state import Kind, Slot, State
 from torchcomp.exchange import Exchange
+from torchcomp.kernels.backend import fast_form
 from torchcomp.specs.errors import CheckpointError
 
 
@@ -44,9 +45,15 @@ class Resumable(Steps):
         # Each rank's threshold search starts from the previous thresholds. If they differed, the
         # ranks would run different collectives.
         found = [(name, t.tolist()) for name, t in state.items("thresholds")]
-        names = {slot.name for slot in running.slots(exchange) if slot.equal}
+        slots = list(running.slots(exchange))
+        names = {slot.name for slot in slots if slot.equal}
         equal = {f"{slot} {name}": part for slot in names for name, part in state.items(slot)}
         digest = checkpoint.digest_of(dict(sorted(equal.items())))
+        if any(slot.name == "thresholds" for slot in slots):
+            # The two forms of the search send different messages.
+            devices = {parameter.device.type for parameter in self.parameters.values()}
+            forms = [fast_form("counted", device) is not None for device in sorted(devices)]
+            values["searches with Triton"] = forms
         on_level = {"thresholds": sorted(found), "checksum of equal slots": digest}
         exchange.verify("the first step", values, checkpoint.ONE_STEP, on_level)
 

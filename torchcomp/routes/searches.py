@@ -2,14 +2,10 @@
 
 Each rank contributes the candidates of its part, as integers with the order of the magnitudes.
 
-CPUs: the ranks all-gather histograms of an interval that contains the k-th largest, narrow it to
-one bin, and repeat until few candidates are left, which they all-gather. The first histogram covers
-a window around the previous step's threshold. With a good guess, this takes two collectives.
-
-Accelerators: the number of rounds is fixed, so that the host never waits. In each, the ranks add up
-histograms of the next digit of those magnitudes' bits whose first digits are decided. At the end,
-they all-gather how many are above and equal to the threshold. With Triton,
-:class:`torchcomp.kernels.selection_triton.Search` runs, and sends the same messages.
+The ranks all-gather histograms of an interval that contains the k-th largest, narrow it to one bin,
+and repeat until few candidates are left, which they all-gather. The first histogram covers a window
+around the previous step's threshold. With a good guess, this takes two collectives. On accelerators
+with Triton, :class:`torchcomp.kernels.selection_triton.Search` runs instead, without a wait.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +19,6 @@ from torchcomp.compressors.base import Vectors
 from torchcomp.engine import host
 from torchcomp.exchange import Exchange
 from torchcomp.exchange.traffic import Load, gathered
-from torchcomp.kernels.segments import Segment, digit_bits
 from torchcomp.routes.shards import Direction
 
 # log2 of the width of a window of two octaves, by bytes of a candidate. One octave, a factor of 2,
@@ -112,14 +107,15 @@ class Search:
 def find_largest(exchange: Exchange, searches: Sequence[Search]) -> None:
     """End the searches for the same vectors on all ranks. They share messages, to save latency."""
     while wide := [search for search in searches if search.wide]:
-        rows = exchange.all_gather_rows(torch.cat([search.histogram() for search in wide]))
+        mine = torch.cat([search.histogram() for search in wide])
+        rows = exchange.all_gather_rows(mine.to(exchange.device)).cpu()
         for search, columns in zip(wide, torch.split(rows, [s.bins for s in wide], 1), strict=True):
             search.narrow(columns, exchange.rank)
     if left := [search for search in searches if search.open]:
-        mine = np.concatenate([search.candidates for search in left])
+        mine = torch.from_numpy(np.concatenate([search.candidates for search in left]))
         counts = np.stack([search.inside for search in left], 1)  # by rank and vector
-        rows = exchange.all_gather_v(torch.from_numpy(mine), counts.sum(1).tolist())
-        parts = np.split(rows.numpy(), counts.ravel().cumsum()[:-1])
+        rows = exchange.all_gather_v(mine.to(exchange.device), counts.sum(1).tolist())
+        parts = np.split(rows.cpu().numpy(), counts.ravel().cumsum()[:-1])
         for i, search in enumerate(left):
             search.decide(parts[i :: len(left)])
 
@@ -127,11 +123,11 @@ def find_largest(exchange: Exchange, searches: Sequence[Search]) -> None:
 class HostSearch:
     """The search for the entries of a bucket's downlink, decided on the host."""
 
-    def __init__(self, down: Direction, exchange: Exchange) -> None:
-        self._down, self._exchange = down, exchange
+    def __init__(self, down: Direction, exchange: Exchange, device: torch.device) -> None:
+        self._down, self._exchange, self._device = down, exchange, device
         most = [place.k for place in down.places(exchange.rank, False)]
         candidates = down.counted(exchange.rank, most)
-        self._candidates = Vectors(candidates, torch.device("cpu"), down.shape.dtype)
+        self._candidates = Vectors(candidates, device, down.shape.dtype)
 
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
@@ -142,100 +138,31 @@ class HostSearch:
         for none. Return the indices of this owner's entries, and the counts in all pieces.
         """
         down, rank = self._down, self._exchange.rank
-        index = torch.empty(0, dtype=torch.int64)  # a shard can be empty
+        index = torch.empty(0, dtype=torch.int64, device=self._device)  # a shard can be empty
         if not down.kept:
             return index, index
         if self._candidates:
             index = down.selector.select_sum(g, e, x, self._candidates)
         # A vector without elements in this shard needs a search too: all ranks take part in each.
         sizes = [counts[rank] for counts in down.candidates]
-        bits = torch.split(order_bits(x.index_select(0, index)), sizes)
+        bits = torch.split(order_bits(x.index_select(0, index)).cpu(), sizes)
         asked = zip(bits, down.candidates, down.kept, before.tolist(), strict=True)
         searches = [Search(*each) for each in asked]
         find_largest(self._exchange, searches)
         after.copy_(torch.tensor([search.low for search in searches]))
         counts = [search.counts().tolist() for search in searches]
-        chosen = []
-        for own, keys, search, count in zip(
-            torch.split(index, sizes), bits, searches, counts, strict=True
-        ):
-            mask = _mask(keys, search.low, count[rank] - (keys > search.low).sum())
+        chosen, first = [], 0
+        for keys, search, count in zip(bits, searches, counts, strict=True):
+            above, tied = keys > search.low, keys == search.low
+            # Of those that are equal, the first ones.
+            mask = above | (tied & (tied.cumsum(0) <= count[rank] - above.sum()))
             # As many as announced: counts that were damaged on the way must not lead outside.
             found = torch.nonzero_static(mask, size=count[rank], fill_value=0)[:, 0]
-            chosen.append(own.index_select(0, found))
+            chosen.append(found + first)
+            first += len(keys)
         every = [counts[p.vector][owner] for owner, its in enumerate(down.pieces) for p in its]
-        return torch.cat(chosen), torch.tensor(every, dtype=torch.int64)
-
-
-def _mask(keys: Tensor, threshold: Tensor | int, ties: Tensor) -> Tensor:
-    """Whether each is above the threshold, or one of the first `ties` that are equal to it."""
-    tied = keys == threshold
-    return (keys > threshold) | (tied & (tied.cumsum(0) <= ties))
-
-
-class DigitSearch:
-    """The search for the entries of a bucket's downlink, decided on an accelerator."""
-
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        at: Sequence[int],
-        sizes: Sequence[int],
-        searched: Sequence[bool],
-        exchange: Exchange,
-        device: torch.device,
-    ) -> None:
-        self._segments, self._exchange = segments, exchange
-        self._bits = digit_bits(len(segments))
-        self._at, self._k, self._searched = (
-            host.copy_to(torch.tensor(each, dtype=torch.int64), device)
-            for each in (at, [segment.k for segment in segments], searched)
-        )
-        self._digits = torch.arange(1 << self._bits, device=device)
-        self._none = torch.zeros(len(segments), dtype=torch.int32, device=device)
-        self._room = sum(min(segment.n, segment.k) for segment in segments)
-
-    def __call__(
-        self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`HostSearch` does. There can be more indices than entries."""
-        torch.add(g, e, out=x)
-        exchange = self._exchange
-        if not self._segments:
-            return self._at, self._at
-        keys = [order_bits(x[segment.span]) for segment in self._segments]
-        # Those with Triton look at few candidates, if all owners together have enough. So that they
-        # look at all magnitudes, this rank has none, and takes away those of the others.
-        exchange.all_reduce(self._none.fill_(-(2**30)))
-        left, prefix = self._k, torch.zeros_like(self._k)
-        for shift in range(8 * keys[0].itemsize - self._bits, -1, -self._bits):
-            counts = self._count(keys, prefix, shift)
-            exchange.all_reduce(counts.view(-1))
-            larger = counts.sum(1, keepdim=True) - counts.cumsum(1)
-            # Not of the lowest: it is chosen if no other is, also if counts were damaged.
-            digit = (larger + counts >= left[:, None])[:, 1:].sum(1)
-            left = left - larger.gather(1, digit[:, None])[:, 0]
-            prefix = (prefix << self._bits) + digit
-        torch.mul(prefix, self._searched, out=after)
-        pairs = zip(keys, prefix, strict=True)
-        own = torch.stack([torch.stack([(k > t).sum(), (k == t).sum()]) for k, t in pairs])
-        above, tied = exchange.all_gather_rows(own.int().view(-1)).view(-1, len(keys), 2).unbind(2)
-        taken = torch.minimum((left - (tied.cumsum(0) - tied)).clamp(min=0), tied)
-        each = zip(keys, prefix, taken[exchange.rank], strict=True)
-        masks = torch.cat([_mask(*one) for one in each])
-        # Static shapes, because nonzero() would make the host wait.
-        index = torch.nonzero_static(masks, size=self._room, fill_value=0)[:, 0]
-        return index, (above + taken).view(-1).index_select(0, self._at)
-
-    def _count(self, keys: Sequence[Tensor], prefix: Tensor, shift: int) -> Tensor:
-        """Return the number of this rank's magnitudes by vector and digit."""
-        counts = self._digits.new_zeros(len(keys), len(self._digits), dtype=torch.int32)
-        for own, key, known in zip(counts, keys, prefix, strict=True):
-            # In two steps: a shift by all bits of a number is not defined.
-            digits = key >> shift
-            matches = (digits >> self._bits) == known
-            own.index_add_(0, digits & (len(self._digits) - 1), matches.int())
-        return counts
+        found = host.copy_to(torch.cat(chosen), self._device)
+        return index.index_select(0, found), torch.tensor(every, dtype=torch.int64)
 
 
 def search_load(

@@ -25,7 +25,7 @@ from torchcomp.engine.profiling import OFF, span
 from torchcomp.engine.state import Kind
 from torchcomp.kernels.cast import narrow
 from torchcomp.routes.codec import Codec
-from torchcomp.routes.searches import DigitSearch, HostSearch
+from torchcomp.routes.searches import HostSearch
 from torchcomp.routes.shards import Direction
 from torchcomp.routes.wire import counted_signature
 
@@ -176,9 +176,8 @@ class _ExactDownlink:
         self._bucket, self._exchange = bucket, bucket.exchange
         rank, ranks = self._exchange.rank, range(self._exchange.world_size)
         self._messages = _messages(bucket, down, [rank], ranks)
-        self._search: Any
-        if host.can_read(torch.empty(0, device=bucket.device)):
-            self._search = HostSearch(down, self._exchange)
+        if isinstance(self._messages, Messages):
+            self._search: Any = HostSearch(down, self._exchange, bucket.device)
         else:
             self._search = self._messages.search(
                 [down.place(v, rank) for v in range(len(down.kept))],
@@ -210,8 +209,6 @@ class Messages:
     This rank sends and reads entries of the shards of the owners `sends` and `reads`, in frames of
     `sizes` and `arriving` bytes.
     """
-
-    search = DigitSearch
 
     def __init__(
         self, direction: Direction, sends: Sequence[int], reads: Sequence[int], bucket: Prepared
