@@ -152,7 +152,7 @@ OTHER_GROUPS = (("gain", "conv"), ("bias", "empty", "matrix"))
 
 def rebuilt(averager):
     """Buckets that come in another form, as when DDP rebuilds its own."""
-    averager.running.buckets = OTHER_GROUPS
+    averager.buckets = OTHER_GROUPS
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -1,22 +1,25 @@
 """Resume: save and restore an averager, and compare those of all ranks before the first step."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchcomp.aggregators import Aggregator
+from torchcomp.aggregators import EF, Aggregator
 from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.checkpoint import FLOATS, RECUT, listed, require, tensor
-from torchcomp.engine.bucket import memory_order
-from torchcomp.engine.method_in_use import FLUSH, MethodInUse
+from torchcomp.compressors import Identity
+from torchcomp.engine.bucket import Group, memory_order
 from torchcomp.engine.settlement import Steps
 from torchcomp.engine.state import Kind, Slot, State
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.backend import fast_form
 from torchcomp.specs.errors import CheckpointError
+
+FLUSH = EF(Identity())
+"""Sends a residual that the next method has no slot for, usually in one step."""
 
 
 class Resumable(Steps):
@@ -24,7 +27,8 @@ class Resumable(Steps):
 
     exchange: Exchange
     parameters: dict[str, Tensor]  # shapes, dtypes and devices of what is averaged
-    running: MethodInUse
+    groups: tuple[Group, ...]
+    buckets: tuple[Group, ...]
     seed: int
     aggregator: Aggregator  # that the user chose
     flushing: bool = False  # whether the residual of another method is sent before
@@ -33,19 +37,24 @@ class Resumable(Steps):
     def settle(self) -> None: ...
 
     @abstractmethod
-    def _changed(self) -> None: ...
+    def slots(
+        self, method: Aggregator | None = None, buckets: Sequence[Group] | None = None
+    ) -> Iterator[Slot]: ...
+
+    @abstractmethod
+    def _run(self, method: Aggregator) -> None: ...
 
     def _compare_ranks(self, lrs: Mapping[str, float]) -> None:
         """Raise RankMismatchError if the ranks differ in what must be the same."""
-        running, state, exchange = self.running, self.state, self.exchange
+        state, exchange = self.state, self.exchange
         # The scale that the state has, before it follows that of this step.
         values = {"spec": self.aggregator, "step": self.step, "seed": self.seed}
-        values |= {"groups": running.groups, "buckets": running.buckets, "flushing": self.flushing}
+        values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self.flushing}
         values |= {"lr": lrs, "scale": self.units.scale, "checksum": exchange.checksum}
         # Each rank's threshold search starts from the previous thresholds. If they differed, the
         # ranks would run different collectives.
         found = [(name, t.tolist()) for name, t in state.items("thresholds")]
-        slots = list(running.slots(exchange))
+        slots = list(self.slots())
         names = {slot.name for slot in slots if slot.equal}
         equal = {f"{slot} {name}": part for slot in names for name, part in state.items(slot)}
         digest = checkpoint.digest_of(dict(sorted(equal.items())))
@@ -63,9 +72,7 @@ class Resumable(Steps):
         Every rank must save its own. ``torch.load(..., weights_only=True)`` can load it.
         """
         self.settle()
-        running = self.running
         with self._lock:
-            slots = running.slots(self.exchange)
             return {
                 **checkpoint.header(str(self.aggregator), self.exchange),
                 "step": self.step,
@@ -73,11 +80,11 @@ class Resumable(Steps):
                 "scale": self.units.scale,
                 "lrs": dict(self.units.lrs),
                 "flushing": self.flushing,
-                "groups": [list(group) for group in running.groups],
-                "buckets": [list(group) for group in running.buckets],
+                "groups": [list(group) for group in self.groups],
+                "buckets": [list(group) for group in self.buckets],
                 "parameters": checkpoint.layout_of(self.parameters),
                 "traffic": self.meter.state_dict(),
-                "slots": save_slots(slots, self.state, self.parameters),
+                "slots": save_slots(self.slots(), self.state, self.parameters),
             }
 
     def prepare(
@@ -96,7 +103,7 @@ class Resumable(Steps):
         groups, buckets = (tuple(map(tuple, state[name])) for name in ("groups", "buckets"))
         # During a flush, the checkpoint has the slots of FLUSH and the spec of the next method.
         method = FLUSH if state["flushing"] else chosen
-        declared = self.running.slots(self.exchange, method, buckets)
+        declared = self.slots(method, buckets)
         slots = load_slots(declared, state, self.parameters, str(chosen))
 
         def restore() -> None:
@@ -109,10 +116,9 @@ class Resumable(Steps):
             self.seed = state["seed"]
             self.units.scale, self.units.lrs = float(state["scale"]), dict(state["lrs"])
             self.meter.load_state_dict(state["traffic"], self.step)
-            self.running.groups, self.running.buckets = groups, buckets
+            self.groups, self.buckets = groups, buckets
             self.aggregator, self.flushing = chosen, state["flushing"]
-            self.running.run(method, self.step)
-            self._changed()
+            self._run(method)
 
         return restore
 

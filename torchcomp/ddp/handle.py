@@ -236,7 +236,7 @@ class Handle(OfOneProcess, Gatherable):
         if self.averager.abandoned:
             self._buckets.join()  # or its jobs would be taken for those of this one
             # One of them can have prepared a bucket for a state that was replaced since.
-            self.averager.running.forget()
+            self.averager.forget()
             self.averager.abandoned = False
         self._buckets.start()
         self._step_before, self._running = self.averager.step, True

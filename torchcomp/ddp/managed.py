@@ -147,21 +147,21 @@ class Managed(Buckets):
         # After a step that failed, the same ranks often meet again. The state then stays.
         met = exchange.same(-1 if before is None else before) and before is not None
         averager.settle()
-        state, old, running = averager.state, averager.exchange, averager.running
+        state, old = averager.state, averager.exchange
         with averager._lock:
             averager._require_wanted()
             state.rollback()
             if not (met and old.world_size == world_size):
                 # If a rank that joins has no residual, and all others go on, the mean over the
                 # ranks of what is unsent does not change.
-                state.unshard(running.owned(old), old.world_size)
+                state.unshard(averager.owned(), old.world_size)
                 ratio = exchange.world_size / old.world_size
                 state.scale_debts(dict.fromkeys(averager.parameters, ratio))
                 # Estimates start again on all ranks, because a rank that joins has none.
                 state.keep(())
             exchange.checksum = averager._checksum
             averager.exchange, averager._verified = exchange, False
-            running.forget()
+            averager.forget()
             averager._tell_changed()
         self._quorum = manager._quorum_id
 
@@ -230,7 +230,7 @@ class Managed(Buckets):
             # This rank has missed the message that says so.
             averager._end_flush()
         averager.units.rescale(averager.state, peer["scale"])
-        averager.running.groups = tuple(map(tuple, peer["groups"]))
+        averager.groups = tuple(map(tuple, peer["groups"]))
         averager.use(peer["spec"])
         averager._flush(peer["flushing"])
         averager.step, averager.seed = peer["step"], peer["seed"]

@@ -1,23 +1,35 @@
 """Averager: averages named tensors over the ranks with one compression method, step after step."""
 
+import sys
 import zlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import profiler
 
+from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.checkpoint import listed
-from torchcomp.checkpoints.resume import Resumable
-from torchcomp.engine.bucket import DEFAULT_CAPS, Bucket, BucketShape, Group, partition
+from torchcomp.checkpoints.resume import FLUSH, Resumable
+from torchcomp.engine.bucket import (
+    DEFAULT_CAPS,
+    Bucket,
+    BucketShape,
+    Group,
+    Shard,
+    merge,
+    partition,
+)
 from torchcomp.engine.keys import Key, check_seed
-from torchcomp.engine.method_in_use import FLUSH, ClientSlots, MethodInUse
 from torchcomp.engine.nonfinite import FiniteWatch
 from torchcomp.engine.observer import Observer
+from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.profiling import OFF, span
 from torchcomp.engine.settlement import Reason, Status
-from torchcomp.engine.state import LR, by_name, hand_over, is_sent
+from torchcomp.engine.state import LR, Slot, by_name, hand_over, is_sent
 from torchcomp.exchange import Exchange
 from torchcomp.kernels.swap import fill_where
 from torchcomp.specs.component import Component
@@ -97,7 +109,7 @@ class Averager(Resumable):
         unchanged: str = UNCHANGED,
         late: bool = False,
         vote: Callable[[], bool] | None = None,
-        client_slots: ClientSlots | None = None,
+        client_slots: Callable[[BucketShape], tuple[Slot, ...]] | None = None,
         checksum: bool = False,
         takes_back: bool = False,
     ) -> None:
@@ -105,7 +117,10 @@ class Averager(Resumable):
         self.exchange = exchange
         self.parameters = dict(parameters)
         groups = groups or partition(self.parameters.items(), DEFAULT_CAPS)
-        self.running = MethodInUse(self.parameters, groups, merged, client_slots)
+        self.groups = self.buckets = tuple(groups)
+        self._merged, self._client_slots = merged, client_slots
+        self._shapes: dict[Group, BucketShape] = {}
+        self._prepared: dict[Group, Prepared] = {}
         self.observer: Observer | None = None
         self.changes = 0
         self.unused: tuple[str, ...] = ()
@@ -119,14 +134,6 @@ class Averager(Resumable):
         self._callbacks: list[Callable[[bool], None]] = []
         self._watch, self._combined = FiniteWatch(exchange), False
         self.use(aggregator)
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return self.running.groups
-
-    @property
-    def buckets(self) -> tuple[Group, ...]:
-        return self.running.buckets
 
     def begin(self, scale: float = 1.0, lr: LR = None, watch: FiniteWatch | None = None) -> None:
         """Begin a step. Roll back whatever a step that raised left behind.
@@ -170,8 +177,7 @@ class Averager(Resumable):
             units.before = units.scale, units.lrs
             if scale != units.scale or lrs or units.lrs:
                 ratios = units.follow(self.state, scale, lrs, self.parameters)
-        running = self.running
-        running.at(self.step)
+        self._follow_stage()
         self._key = Key(self.seed, self.step, rank=self.exchange.rank)
         if self.observer is not None:
             self.observer.begin(ratios)
@@ -185,15 +191,15 @@ class Averager(Resumable):
         with span("average", self._averaged) if profiler._is_profiler_enabled else OFF:
             if self.abandoned:
                 self._require_wanted()
-            flat, running, observer = bucket.flat, self.running, self.observer
-            prepared = running.prepared(bucket.shape, self.exchange, self.state, flat.device)
+            flat, now, observer = bucket.flat, self.now, self.observer
+            prepared = self._prepare(bucket.shape, flat.device)
             if self.guarded and not (prepared.shows_nonfinite or self._combined):
                 self._watch.before(bucket)
             if observer is not None:
-                observer.before(bucket, running.now)
-            running.now.aggregate(flat, prepared, self._key)
+                observer.before(bucket, now)
+            now.aggregate(flat, prepared, self._key)
             if observer is not None:
-                observer.after(bucket, running.now)
+                observer.after(bucket, now)
             # A method that is dense for its first steps only is checked in all of them.
             if self.guarded:
                 self._watch.after(bucket)
@@ -308,7 +314,7 @@ class Averager(Resumable):
                 exchange.verify(where, fate, _SAME_FATE)
             if not finite and not may_skip:
                 residual = () if self._combined else self.state.pending("error", undone=late)
-                shows = self.running.now.residual_shows_nonfinite
+                shows = self.now.residual_shows_nonfinite
                 shown = [part for part in residual if shows(self.parameters[part[0]].dtype)]
                 problem = f"{unchanged} {advice}".rstrip()
                 raise watch.error(f"{self._what} at {where}", problem, shown)
@@ -328,8 +334,7 @@ class Averager(Resumable):
             self.state.undo(unchanged)
         if any(leaves):
             self._tell_changed()
-            owned = self.running.owned(self.exchange)
-            hand_over(self.state, self.exchange, self.parameters, owned, leaving)
+            hand_over(self.state, self.exchange, self.parameters, self.owned(), leaving)
         if not self.flushing:
             return False
         self._tell_changed()  # what is left of the residual is dropped if it is rounding
@@ -388,9 +393,6 @@ class Averager(Resumable):
         """Register a function that is called at the end of :meth:`finish` with its return value."""
         self._callbacks.append(callback)
 
-    def shape_of(self, group: Group) -> BucketShape:
-        return self.running.shape_of(group)
-
     def use(self, aggregator: str | Component) -> str:
         """Change the method between two steps. All ranks make the same call.
 
@@ -412,7 +414,7 @@ class Averager(Resumable):
         # A slot can exist without any values, so look for a value and not for a slot.
         if not any(True for debt in self.state.debts() for _ in self.state.items(debt)):
             return "There is no residual yet."
-        if self.state.debts() <= {slot.name for slot in self.running.slots(self.exchange)}:
+        if self.state.debts() <= {slot.name for slot in self.slots()}:
             return f"The residual is kept: {method} continues with it."
         self._flush(True)
         return (
@@ -423,7 +425,7 @@ class Averager(Resumable):
     def regroup(self, groups: Sequence[Group]) -> None:
         """Change which parameters are compressed together, between two steps."""
         self.settle()
-        self.running.groups = tuple(groups)
+        self.groups = tuple(groups)
         self._flush(self.flushing)
         self._verified = False
 
@@ -431,16 +433,24 @@ class Averager(Resumable):
         """Add parameters, between two steps."""
         self.parameters |= parameters
         self._nbytes += sum(parameter.nbytes for parameter in parameters.values())
-        self.running.groups = (*self.groups, *groups)
-        self.running.buckets = (*self.buckets, *groups)
+        self.groups = (*self.groups, *groups)
+        self.buckets = (*self.buckets, *groups)
         self.changes += 1
 
     def _flush(self, flushing: bool) -> None:
+        """Run the user's method, or FLUSH before it, with the groups. The state follows."""
         with self._lock:
             self.flushing = flushing
             method = FLUSH if flushing else self.aggregator
-            self.running.install(method, self.step, self.state, self.exchange)
-            self._changed()
+            owned, before = self.owned(), self.buckets
+            merged = method.whole_model and self._merged
+            self.buckets = merge(self.groups, self.parameters) if merged else self.groups
+            declared = {slot.name: slot for slot in self.slots(method)}
+            # A server residual is stored by the shards of the old buckets, and fits no others.
+            if self.buckets != before or not any(slot.sharded for slot in declared.values()):
+                self.state.unshard(owned, self.exchange.world_size)
+            self.state.keep(declared)
+            self._run(method)
 
     def _end_flush(self) -> None:
         with self._lock:
@@ -448,8 +458,62 @@ class Averager(Resumable):
             self._flushed = False
             self._flush(False)
 
-    def _changed(self) -> None:
-        method = self.running.method
+    # --- The method that runs, and what its buckets are prepared with ---
+
+    def _run(self, method: Aggregator) -> None:
+        self.running = self.now = method
+        self._stage = 0, 0
+        self.forget()
+        self._follow_stage()
         self.changes += 1
         self.guarded, self.grouped = not method.transparent, method.depends_on_grouping
         self._tell_changed()
+
+    def _follow_stage(self) -> None:
+        if self._stage[0] <= self.step < self._stage[1]:
+            return
+        starts = (*self.running.stages, sys.maxsize)
+        self._stage = next(pair for pair in pairwise(starts) if pair[0] <= self.step < pair[1])
+        now = self.running.at(self.step)
+        if now != self.now:
+            # A stage has workspaces of its own, and those of a high ratio are large.
+            self.now = now
+            self.forget()
+
+    def forget(self) -> None:
+        """Prepare all buckets again, because the ranks, the state or the method have changed."""
+        self._prepared.clear()
+
+    def _prepare(self, shape: BucketShape, device: torch.device) -> Prepared:
+        found = self._prepared.get(shape.names)
+        # `is` first: comparing two shapes compares hundreds of names.
+        same = found is not None and (found.shape is shape or found.shape == shape)
+        if found is not None and same and found.device == device:
+            return found
+        # Drop those from before DDP rebuilt its buckets.
+        names = set(shape.names)
+        self._prepared = {n: p for n, p in self._prepared.items() if names.isdisjoint(n)}
+        prepared = self.now.prepared(shape, self.exchange, self.state, device)
+        self._prepared[shape.names] = prepared
+        return prepared
+
+    def shape_of(self, group: Group) -> BucketShape:
+        shape = self._shapes.get(group)
+        if shape is None:
+            shape = self._shapes[group] = BucketShape.of(group, self.parameters)
+        return shape
+
+    def owned(self) -> list[Shard]:
+        """Return this rank's shard of each bucket."""
+        world_size, rank = self.exchange.world_size, self.exchange.rank
+        return [self.shape_of(group).shard(world_size, rank) for group in self.buckets]
+
+    def slots(
+        self, method: Aggregator | None = None, buckets: Sequence[Group] | None = None
+    ) -> Iterator[Slot]:
+        """Iterate over the slots of all buckets: the method's, then the client's."""
+        world_size, rank = self.exchange.world_size, self.exchange.rank
+        for shape in map(self.shape_of, self.buckets if buckets is None else buckets):
+            yield from (method or self.running).slots(shape, world_size, rank)
+            if self._client_slots is not None:
+                yield from self._client_slots(shape)

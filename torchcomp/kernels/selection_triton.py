@@ -165,7 +165,7 @@ class Search(Selecting):
     def __call__(
         self, g: Tensor, e: Tensor, x: Tensor, before: Tensor, after: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Do as :class:`torchcomp.routes.searches.HostSearch` does, but for the place of indices."""
+        """Do as :class:`.searches.HostSearch` does, with room for more indices in each piece."""
         numbers = torch.empty(self._pieces, dtype=torch.int64, device=x.device)
         self._outcome = numbers, after
         return self.select(g, e, x, None, before), numbers
