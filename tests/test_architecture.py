@@ -145,8 +145,7 @@ def sends(tree):
 
 
 def test_two_files_send_data():
-    # engine/compat only looks up names that differ between versions of torch.
-    senders = {module for module, tree in SOURCES.items() if sends(tree)} - {"engine/compat"}
+    senders = {module for module, tree in SOURCES.items() if sends(tree)}
     assert senders == {"exchange/private", "exchange/process_group"}
 
 

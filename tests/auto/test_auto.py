@@ -104,7 +104,7 @@ def trained(spec: Any, steps: int) -> tuple[str, Any, list[str]]:
         train(model, 1, step)
         methods.append(str(handle.method))
     # Nothing watches the steps after the trial.
-    assert (handle.averager.observer is None) == (steps >= STEPS)
+    assert (not handle.averager.observers) == (steps >= STEPS)
     return str(handle.method), handle.choice, methods
 
 

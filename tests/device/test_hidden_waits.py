@@ -19,7 +19,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
     *("__main__.py", "exchange/nodes.py", "specs/spec.py", "specs/component.py", "specs/checks.py"),
-    *("engine/compat.py", "local_sgd/schedules.py", "integrations/"),
+    *("local_sgd/schedules.py", "integrations/"),
     # Checkpoints and simulations.
     *("checkpoints/checkpoint.py", "checkpoints/redistribution.py", "checkpoints/gathering.py"),
     *("two_direction/", "reference.py"),
@@ -51,7 +51,7 @@ NAMED = {
         guard/replicas.py Replicas.differing
     """,
     "the one wait of a step: the decision whether it counts": """
-        exchange/base.py Exchange.conclude_later.conclusion
+        exchange/base.py Exchange.conclude.conclusion
     """,
     "one wait per bucket, or two: how many entries, or which layers, others keep": """
         jointspar/sampler.py Sampler.learn Sampler.union

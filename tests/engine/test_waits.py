@@ -137,9 +137,9 @@ def test_findings_on_a_device_are_read_with_one_wait(findings, words):
         answer = exchange.max_at_end([True, False, True])
         assert answer == []
         count.reset()
-        conclusion = exchange.conclude_later(on_device(torch.tensor(True)), "a test", "")
+        conclusion = exchange.conclude(on_device(torch.tensor(True)), "a test", "")
         assert count.waits == 0, count
-        error = caught(conclusion)
+        error = caught(conclusion.wait)
         assert words or count.waits == 1, count
         assert conclusion.flags.tolist() == [bool(words), 0, 1, 0, 1]
     assert answer == [True, False, True]
@@ -152,10 +152,10 @@ def test_answers_are_those_of_any_rank_and_end_with_the_step():
     def body(exchange):
         first = exchange.max_at_end([exchange.rank == 1, False])
         second = exchange.max_at_end([exchange.rank == 0])
-        assert exchange.conclude(None, "a test", "")
+        assert exchange.conclude(None, "a test", "").wait()
         discarded = exchange.max_at_end([True])
         exchange.reset()
-        assert exchange.conclude(None, "a test", "")
+        assert exchange.conclude(None, "a test", "").wait()
         return first, second, discarded
 
     assert small.on_ranks(2, body) == [([True, False], [True], [])] * 2
@@ -169,7 +169,7 @@ def test_numbers_that_do_not_change_are_copied_to_the_device_once():
             answer = exchange.max_at_end(numbers)
             same = exchange.same_at_end(b"\x07\xff")
             count.reset()
-            assert exchange.conclude(on_device(torch.tensor(True)), "a test", "")
+            assert exchange.conclude(on_device(torch.tensor(True)), "a test", "").wait()
             # One copy is that of the result.
             copied.append(
                 sum(costs[0] for site, costs in count.by_site().items() if "copy" in site)
@@ -184,7 +184,7 @@ def test_without_frames_and_flags_nothing_is_sent(finite):
     exchange = InProcessExchange.alone(DEVICE)
     with counted() as count, mock.patch.object(exchange, "all_reduce_max") as messages:
         mine = None if finite is None else on_device(torch.tensor(finite))
-        assert exchange.conclude(mine, "a test", "") is (finite is not False)
+        assert exchange.conclude(mine, "a test", "").wait() is (finite is not False)
         assert count.waits == (finite is not None), count
     messages.assert_not_called()
 

@@ -33,7 +33,7 @@ class Watched:
 
 def accuse(averager, name):
     """Let the guard believe that the method doubles a parameter. The run is right."""
-    observer = averager.observer
+    (observer,) = averager.observers
     after = observer.after
 
     def changed(bucket, method):

@@ -49,7 +49,7 @@ def test_only_the_beginning_of_a_step_waits_for_a_comparison(method):
     # For the sums, and for the digest of the replicas. These ranks are fake, so the first
     # comparison raises an alarm that lasts: the ranks are compared once.
     assert waits == [0, 0, 4, 0, 0, 2, 0]
-    assert run.averager.observer.alarms
+    assert run.averager.observers[0].alarms
 
 
 @pytest.mark.parametrize(

@@ -409,12 +409,12 @@ class EchoExchange(Exchange):
     def gather_objects(self, value: Any, dst: int | None = None) -> list[Any]:
         return [value] * self.world_size
 
-    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
+    def conclude(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
         for headers, origin in self._headers:
             _host(headers).copy_(_host(origin.frames.expected).repeat(origin.rows, 1))
         if finite is not None:
             _host(finite).fill_(True)  # a message that was cut decodes to a NaN
-        return super().conclude_later(finite, where, advice)
+        return super().conclude(finite, where, advice)
 
     # As NCCL among a power of two of ranks.
     _averages = (torch.float32, torch.float64, torch.bfloat16)

@@ -27,7 +27,7 @@ from torchcomp.ddp.reordering import Reordering
 from torchcomp.engine import host
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket
-from torchcomp.engine.observer import Both, Observer
+from torchcomp.engine.observer import Observer
 from torchcomp.exchange import Exchange, InProcessExchange
 from torchcomp.specs.auto import BLOCK, MEAN, SETTLE
 from torchcomp.specs.component import Component
@@ -135,7 +135,7 @@ class AutoHandle(DDPHandle):
     def __init__(self, methods: Sequence[Aggregator], steps: int, *others: Any) -> None:
         super().__init__(*others)
         self._candidates, self._steps = tuple(methods), steps
-        self._everyone, self._guard = self._buckets.everyone, self.averager.observer
+        self._everyone, self._guard = self._buckets.everyone, self.averager.observers
         self._start: Moment | None = None  # of the step that runs
         self._end: Moment | None = None  # of the last one
         self._moments: list[Moment] = []  # of the step that runs
@@ -151,14 +151,14 @@ class AutoHandle(DDPHandle):
         self._passes: list[list[Moment]] = []
         self._rows: list[list[list[Moment]]] = [[] for _ in self._candidates]
         self._copies = copies = Copies()
-        self.averager.observer = copies if self._guard is None else Both(self._guard, copies)
+        self.averager.observers = (*self._guard, copies)
         if self._everyone.rank == 0:
             names = ", ".join(map(str, self._methods))
             _log.info("auto: at most %d steps are uncompressed, and time %s", self._steps, names)
 
     def _end_trial(self, choice: Choice | None) -> None:
         self.choice, self._trial = choice, False
-        self._timed, self._copies, self.averager.observer = None, Copies(), self._guard
+        self._timed, self._copies, self.averager.observers = None, Copies(), self._guard
 
     # --- One step ---
 

@@ -21,8 +21,8 @@ from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.ddp.reordering import Reordering
 from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape, Group
-from torchcomp.engine.means import exact_mean
 from torchcomp.exchange import Exchange
+from torchcomp.local_sgd.averages import exact_mean
 from torchcomp.routes.wire import Frames
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.component import Component

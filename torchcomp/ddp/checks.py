@@ -9,7 +9,6 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.engine.bucket import DEFAULT_CAPS, Caps
-from torchcomp.engine.compat import listed_bucket_caps, skips_unused_parameters
 from torchcomp.specs.errors import UnsupportedModelError
 
 OWNER = "_torchcomp_owner"
@@ -137,7 +136,8 @@ def bucket_caps(model: DistributedDataParallel) -> Caps:
     """Return the bucket sizes that the model was built with, such as DDP's ``bucket_cap_mb``."""
     # DDP has a smaller first bucket, but only if the user did not pass a size.
     first = DEFAULT_CAPS[:1] if model.bucket_bytes_cap_default else ()
-    return listed_bucket_caps(model) or (*first, int(model.bucket_bytes_cap))
+    listed = tuple(getattr(model, "bucket_bytes_cap_list", ()))  # none in torch 2.6
+    return listed or (*first, int(model.bucket_bytes_cap))
 
 
 def _how_to_wrap(model: object) -> str:
@@ -195,7 +195,10 @@ def _check_options(model: DistributedDataParallel) -> None:
         "torch._dynamo.config.optimize_ddp = 'python_reducer': set it to "
         "'ddp_optimizer', the default": model._use_python_reducer,
         "delay_all_reduce_named_params: leave it out": model._delay_all_reduce_params,
-        "skip_all_reduce_unused_params: leave it out": skips_unused_parameters(model),
+        # Unused parameters are hidden from the hook; not in torch 2.6.
+        "skip_all_reduce_unused_params: leave it out": getattr(
+            model, "skip_all_reduce_unused_params", False
+        ),
         "_apply_optimizer_in_backward: step the optimizer after backward": in_backward,
     }
     for problem, present in problems.items():

@@ -57,7 +57,7 @@ class Handle(OfOneProcess, Gatherable):
     ) -> None:
         self._buckets = buckets
         self.averager = buckets.averager
-        self.guard: Any = buckets.averager.observer or _NO_GUARD
+        self.guard: Any = next(iter(buckets.averager.observers), _NO_GUARD)
         self.closed, self.seconds_waited, self._lrs = False, 0.0, lrs
         scales = scaler is not None and scaler.is_enabled()
         self._loss_scale = LossScale(scaler, model) if scaler is not None and scales else None

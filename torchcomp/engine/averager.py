@@ -90,7 +90,7 @@ class Averager(Resumable):
         guarded: whether a NaN discards the step. A transparent method passes it on, as plain DDP.
         grouped: whether the result depends on :attr:`buckets`. If not, any bucketing can be used.
         changes: number of changes of the method, its buckets or the whole state.
-        observer: what watches the steps, or None.
+        observers: what watches the steps, in this order.
 
     Raises:
         SpecError: if an argument is invalid.
@@ -121,7 +121,7 @@ class Averager(Resumable):
         self._merged, self._client_slots = merged, client_slots
         self._shapes: dict[Group, BucketShape] = {}
         self._prepared: dict[Group, Prepared] = {}
-        self.observer: Observer | None = None
+        self.observers: tuple[Observer, ...] = ()
         self.changes = 0
         self.unused: tuple[str, ...] = ()
         self.seed = check_seed(seed)
@@ -179,8 +179,8 @@ class Averager(Resumable):
                 ratios = units.follow(self.state, scale, lrs, self.parameters)
         self._follow_stage()
         self._key = Key(self.seed, self.step, rank=self.exchange.rank)
-        if self.observer is not None:
-            self.observer.begin(ratios)
+        for observer in self.observers:
+            observer.begin(ratios)
 
     def average(self, bucket: Bucket) -> None:
         """Replace the values of a bucket with the method's estimate of their mean, in place.
@@ -191,14 +191,14 @@ class Averager(Resumable):
         with span("average", self._averaged) if profiler._is_profiler_enabled else OFF:
             if self.abandoned:
                 self._require_wanted()
-            flat, now, observer = bucket.flat, self.now, self.observer
+            flat, now = bucket.flat, self.now
             prepared = self._prepare(bucket.shape, flat.device)
             if self.guarded and not (prepared.shows_nonfinite or self._combined):
                 self._watch.before(bucket)
-            if observer is not None:
+            for observer in self.observers:
                 observer.before(bucket, now)
             now.aggregate(flat, prepared, self._key)
-            if observer is not None:
+            for observer in self.observers:
                 observer.after(bucket, now)
             # A method that is dense for its first steps only is checked in all of them.
             if self.guarded:
@@ -261,8 +261,8 @@ class Averager(Resumable):
                 unchanged = {*self.unused, *[n for n, lr in self._step_lrs.items() if not lr]}
                 if counts and (unchanged or self.flushing or leaves):
                     flushed = self._change_commit(unchanged, leaves, leaving is True)
-                if self.observer is not None:
-                    self.observer.finished(counts, unchanged)
+                for observer in self.observers:
+                    observer.finished(counts, unchanged)
             except Exception as error:
                 with self._lock:
                     self._require_wanted()
@@ -289,9 +289,9 @@ class Averager(Resumable):
 
     def _ask(self, where: str, advice: str, may_skip: bool, late: bool) -> Reason:
         """Send this rank's part of the message that ends the step; the result reads all parts."""
-        if self.observer is not None:
+        for observer in self.observers:
             # Before the message: what fails here on one rank fails on all.
-            self.observer.finishing()
+            observer.finishing()
         exchange, watch, lrs = self.exchange, self._watch, self._step_lrs
         taken_back, self._taken_back = self._taken_back, False
         unchanged = _LATE if late else self._unchanged
@@ -302,11 +302,11 @@ class Averager(Resumable):
         # Without a message at its end, a step is not worth one for this alone.
         if self._takes_back and exchange.must_conclude:
             fates = exchange.max_at_end([taken_back, not taken_back])
-        decide = exchange.conclude_later(watch.finite(), where, unchanged)
+        decide = exchange.conclude(watch.finite(), where, unchanged)
         self.void = decide.flags[:2].ne(0).any() if late and decide.flags is not None else None
 
         def counts() -> bool:
-            finite = decide()
+            finite = decide.wait()
             if same is not None and not same():
                 exchange.verify(where, {"lr": lrs}, _SAME_LR)
             if all(fates) and fates:
@@ -343,9 +343,9 @@ class Averager(Resumable):
     def settle(self) -> None:
         """Decide whether the last step counts. A flush that it ended is followed by the method."""
         self.decide()
-        if self.observer is not None:
+        for observer in self.observers:
             # Without the lock, which never waits for other ranks. It may change the method.
-            self.observer.settle()
+            observer.settle()
         # A step that was kept can still be taken back with those that follow it.
         if self._flushed and not self.steps_kept:
             self._end_flush()
@@ -356,8 +356,8 @@ class Averager(Resumable):
             self._tell_changed()  # what was seen of this step says nothing
 
     def _tell_changed(self) -> None:
-        if self.observer is not None:
-            self.observer.changed()  # the next step does not continue the last one
+        for observer in self.observers:
+            observer.changed()  # the next step does not continue the last one
 
     def average_all(self, tensors: Mapping[str, Tensor], *, lr: LR = None, **options: Any) -> bool:
         """Run one complete step: replace all `tensors` with their means over the ranks, in place.

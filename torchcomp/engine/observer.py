@@ -1,17 +1,15 @@
 """Observer: what may watch the steps of an averager. The averager does not know what it is."""
 
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Collection, Mapping
 
 from torchcomp.aggregators.base import Aggregator
 from torchcomp.engine.bucket import Bucket
 
 
 class Observer:
-    """An object that an averager tells about its steps, if it is its ``observer``.
+    """An object that an averager tells about its steps, if it is one of its ``observers``.
 
-    All ranks have the same observer. It can therefore use the collectives of the averager's
+    All ranks have the same observers. They can therefore use the collectives of the averager's
     exchange in `begin`, `finishing` and `finished`.
     """
 
@@ -35,16 +33,3 @@ class Observer:
 
     def settle(self) -> None:
         """Wait for what is on its way, and judge it. Here, and only here, tell the user."""
-
-
-class Both(Observer):
-    """Two observers of one averager: `first` is told before `second`."""
-
-    def __init__(self, first: Observer, second: Observer) -> None:
-        for call in [name for name in vars(Observer) if not name.startswith("_")]:
-            setattr(self, call, partial(_tell, getattr(first, call), getattr(second, call)))
-
-
-def _tell(first: Callable[..., None], second: Callable[..., None], *arguments: Any) -> None:
-    first(*arguments)
-    second(*arguments)

@@ -40,13 +40,10 @@ class Origin(NamedTuple):
 
 
 class Conclusion(NamedTuple):
-    """The result of the checks of a step on all ranks. Call it to wait for it."""
+    """The result of the checks of a step on all ranks."""
 
     flags: Tensor | None  # whether a frame was not intact, a value not finite; and the numbers
-    wait: Callable[[], bool]
-
-    def __call__(self) -> bool:
-        return self.wait()
+    wait: Callable[[], bool]  # returns whether all values were finite
 
 
 class Exchange(ABC):
@@ -333,17 +330,12 @@ class Exchange(ABC):
         count = len(digest)
         return lambda: bytes(bounds[:count]).translate(_COMPLEMENTS) == bytes(bounds[count:])
 
-    def conclude(self, finite: Tensor | None, where: str, advice: str) -> bool:
-        """Return whether the values of this step are `finite`, a bool, on all ranks of all levels.
+    def conclude(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
+        """Ask whether the values of this step are `finite`, a bool, on all ranks of all levels.
 
-        Raises:
-            WireError: on every rank, with the senders, if a frame received since the last call was
-                not intact.
+        This sends at most one message. Only the result's ``wait`` waits, and raises WireError on
+        every rank, with the senders, if a frame received since the last call was not intact.
         """
-        return self.conclude_later(finite, where, advice)()
-
-    def conclude_later(self, finite: Tensor | None, where: str, advice: str) -> Conclusion:
-        """As :meth:`conclude`, in at most one message; call the result for the only wait."""
         received: list[tuple[Tensor, Origin]] = []
         asked: list[Asked] = []
         # Without frames, every rank has checked the whole mean, so `finite` matches already; but

@@ -11,11 +11,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from torchcomp.engine.compat import all_gather_single, reduce_scatter_single
 from torchcomp.exchange.base import Exchange
 from torchcomp.exchange.failures import explain, report_cause
 from torchcomp.exchange.traffic import COPIED
 from torchcomp.specs.errors import UnsupportedModelError
+
+# torch 2.13 renamed these collectives and deprecated their old names.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class ProcessGroupExchange(Exchange):

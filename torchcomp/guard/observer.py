@@ -237,5 +237,6 @@ def watch(
         SpecError: if the method's law is not about its slots.
     """
     compared = Replicas(replicas) if isinstance(replicas, Mapping) else replicas
-    averager.observer = observer = GuardObserver(averager, Guard.of(guard), compared)
+    observer = GuardObserver(averager, Guard.of(guard), compared)
+    averager.observers = (observer,)
     return observer

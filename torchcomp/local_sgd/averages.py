@@ -15,9 +15,8 @@ from torchcomp.aggregators import Mean
 from torchcomp.ddp.checks import bucket_caps, trained_parameters
 from torchcomp.ddp.executors import transport
 from torchcomp.engine.averager import Averager
-from torchcomp.engine.bucket import Bucket, BucketShape, Group, partition
+from torchcomp.engine.bucket import Bucket, BucketShape, Group, merge, partition
 from torchcomp.engine.keys import Key
-from torchcomp.engine.means import average_in_place
 from torchcomp.engine.nonfinite import FiniteWatch, largest_magnitudes
 from torchcomp.engine.prepared import Prepared
 from torchcomp.engine.profiling import span
@@ -32,6 +31,25 @@ UNCHANGED = "No rank has averaged its parameters, and the residual is unchanged.
 AT_EXIT_SECONDS = 60.0  # a process that ends, or has raised, waits so long for all-reduces
 
 Future = torch.futures.Future[Tensor]
+
+
+def average_in_place(exchange: Exchange, values: Tensor) -> None:
+    """Replace `values` (1-D, contiguous) with their exact mean over the ranks."""
+    exchange.all_reduce(values)
+    # Divide last. Gradients are multiplied by the reciprocal before the sum, as in plain DDP. It is
+    # rounded, always to the same side: weights that are averaged thousands of times would drift.
+    values.div_(exchange.world_size)
+
+
+@torch.no_grad()
+def exact_mean(exchange: Exchange, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the means of tensors over the ranks, as new tensors in float32 or wider."""
+    means: dict[str, Tensor] = {}
+    for group in merge(((name,) for name in tensors), tensors):
+        bucket = Bucket.read(BucketShape.of(group, tensors).wide(), tensors)
+        average_in_place(exchange, bucket.flat)
+        means |= bucket.tensors()
+    return means
 
 
 @dataclass(frozen=True)
@@ -51,7 +69,7 @@ def require_finite(
 ) -> None:
     """Raise NonFiniteError on every rank unless `finite`, a bool on the device, holds on all."""
     exchange.must_conclude = True  # also if no message was received in this step
-    if not exchange.conclude(finite, where, UNCHANGED):
+    if not exchange.conclude(finite, where, UNCHANGED).wait():
         raise FiniteWatch(exchange).error(where, UNCHANGED, sorted(tensors.items()))
 
 

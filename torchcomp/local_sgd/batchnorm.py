@@ -13,9 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.checkpoints.checkpoint import digest_of, listed
 from torchcomp.ddp.checks import check_is_module
-from torchcomp.engine.means import exact_mean
 from torchcomp.engine.nonfinite import all_finite
 from torchcomp.exchange import ProcessGroupExchange
+from torchcomp.local_sgd.averages import exact_mean
 from torchcomp.specs.checks import check_count
 from torchcomp.specs.errors import NonFiniteError, SpecError
 

@@ -19,12 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.checkpoints import checkpoint
 from torchcomp.ddp.checks import OWNER, check_not_joined, trained_parameters
 from torchcomp.engine import host
-from torchcomp.engine.means import exact_mean
 from torchcomp.engine.nonfinite import all_finite, largest_magnitudes
 from torchcomp.engine.profiling import span
 from torchcomp.exchange import ProcessGroupExchange
 from torchcomp.exchange.traffic import sum_bytes
 from torchcomp.local_sgd import averages, moments
+from torchcomp.local_sgd.averages import exact_mean
 from torchcomp.local_sgd.batchnorm import statistics_of, updated_layers
 from torchcomp.local_sgd.method import LocalMethod, Optimizers
 from torchcomp.local_sgd.rounds import Clock, restore

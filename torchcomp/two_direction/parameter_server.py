@@ -178,7 +178,7 @@ class Ranks(ParameterServer):
         received = self.exchange.all_gather_rows(frames.pack(parts))
         self.exchange.check(frames, received, range(self.n))
         # A rank with a fault has also sent its frame, so that no rank waits forever.
-        if not self.exchange.conclude(torch.tensor(not faults), "the uplink", _ADVICE):
+        if not self.exchange.conclude(torch.tensor(not faults), "the uplink", _ADVICE).wait():
             by_rank = self.exchange.gather_objects(faults)
             raise _unusable({i: why for own in by_rank for i, why in own.items()})
         by_message = zip(*frames.unpack(received), strict=True)
