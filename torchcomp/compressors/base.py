@@ -25,15 +25,11 @@ Messages = Sequence[Message]
 
 @dataclass(frozen=True)
 class Encoded:
-    """The message of all vectors of a tensor.
-
-    Attributes:
-        parts: the fields of each vector's message.
-        index: the sender's copy of the entries sent: int64 indices within the whole tensor, vector
-            by vector and ascending in each. None if all are sent.
-    """
+    """The message of all vectors of a tensor."""
 
     parts: Message
+    # The sender's copy of the entries sent: int64 indices within the whole tensor, vector by vector
+    # and ascending in each. None if all are sent.
     index: Tensor | None = None
 
 
@@ -49,12 +45,9 @@ class Vector:
 
 
 class Vectors(tuple[Vector, ...]):
-    """The vectors of a tensor, prepared for a device. It has workspaces, for one thread at a time.
+    """The vectors of a tensor, prepared for a device and for the dtype of the values in messages.
 
-    Args:
-        vectors: the vectors. Their compressors can differ in the number of entries only.
-        device: the device of the tensor.
-        dtype: dtype of the values in the messages, as in the layouts.
+    Their compressors can differ in the number of entries only. One thread at a time can use them.
     """
 
     def __new__(
@@ -148,12 +141,9 @@ class Compressor(Component):
 
     @abstractmethod
     def encode(self, x: Tensor, vectors: Vectors, key: Key) -> Encoded:
-        """Compress the vectors of `x`.
+        """Compress the vectors of `x`, 1-D and contiguous. The message can be a view of it.
 
-        Args:
-            x: 1-D, contiguous, floating-point. The message can be a view of it.
-            vectors: the vectors.
-            key: seed, step and rank; ``key.of_tensor(vector.name)`` seeds a vector's random draws.
+        ``key.of_tensor(vector.name)`` seeds a vector's random draws.
         """
 
     def encode_sum(self, g: Tensor, e: Tensor, rest: Tensor, vectors: Vectors, key: Key) -> Encoded:
@@ -184,14 +174,10 @@ class Compressor(Component):
     def accumulate(
         self, messages: Messages, out: Tensor, vectors: Vectors, key: Key, weight: float = 1.0
     ) -> None:
-        """Decode messages and add `weight` times each to `out`, in place and in order.
+        """Decode messages and add `weight` times each to `out`, 1-D, in place and in order.
 
-        Args:
-            messages: for each message, the fields of each vector.
-            out: 1-D tensor of the original length, of any floating-point dtype.
-            vectors: the vectors. They can overlap, if they are those of several messages.
-            key: the key passed to :meth:`encode`; its rank can differ.
-            weight: factor on the decoded values.
+        `vectors` can overlap, if they are those of several messages. `key` is that of
+        :meth:`encode`, but for the rank.
         """
 
     def mean(

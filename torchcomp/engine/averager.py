@@ -14,15 +14,7 @@ from torchcomp.aggregators import Aggregator
 from torchcomp.aggregators.rehearsal import rehearse_all
 from torchcomp.checkpoints.checkpoint import listed
 from torchcomp.checkpoints.resume import FLUSH, Resumable
-from torchcomp.engine.bucket import (
-    DEFAULT_CAPS,
-    Bucket,
-    BucketShape,
-    Group,
-    Shard,
-    merge,
-    partition,
-)
+from torchcomp.engine.bucket import Bucket, BucketShape, Group, Shard, merge, partition
 from torchcomp.engine.keys import Key, check_seed
 from torchcomp.engine.nonfinite import FiniteWatch
 from torchcomp.engine.observer import Observer
@@ -116,7 +108,7 @@ class Averager(Resumable):
         super().__init__()
         self.exchange = exchange
         self.parameters = dict(parameters)
-        groups = groups or partition(self.parameters.items(), DEFAULT_CAPS)
+        groups = groups or partition(self.parameters.items())
         self.groups = self.buckets = tuple(groups)
         self._merged, self._client_slots = merged, client_slots
         self._shapes: dict[Group, BucketShape] = {}

@@ -152,7 +152,9 @@ def cut(numel: int, world_size: int, rank: int) -> int:
     return rank * numel // world_size
 
 
-def partition(parameters: Iterable[tuple[str, Tensor]], caps: Caps) -> tuple[Group, ...]:
+def partition(
+    parameters: Iterable[tuple[str, Tensor]], caps: Caps = DEFAULT_CAPS
+) -> tuple[Group, ...]:
     """Group parameters as DDP does at first: in reverse order, up to a size."""
     groups: list[Group] = []
     # A bucket is one tensor, so each dtype and device fills a group of its own.

@@ -82,8 +82,7 @@ class Meter:
 
     def record(self, traffic: Traffic, steps: int) -> None:
         """Add the traffic of one step, after which the run has taken `steps` steps."""
-        for counter, nbytes in vars(traffic).items():
-            setattr(self._total, counter, getattr(self._total, counter) + nbytes)
+        self._total.add(traffic)
         # One assignment of an immutable object: a thread that reads in between gets the counters
         # of one step. After `steps` and `syncs`, Stats has the fields of two Traffic objects.
         self.stats = Stats(steps, steps, *astuple(traffic), *astuple(self._total))

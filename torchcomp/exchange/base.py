@@ -284,11 +284,8 @@ class Exchange(ABC):
         """Return the object that `make` builds on every rank, or raise on every rank.
 
         `make` also returns values that must match, as `arguments` must. A value replaces the
-        argument of the same name, as a parsed spec replaces its string.
-
-        Raises:
-            RankMismatchError: if arguments or values differ, or `make` fails only on some ranks.
-            Exception: the exception of `make`, if it fails on all ranks in the same way.
+        argument of the same name, as a parsed spec replaces its string. The error of `make` is
+        raised if it is the same on all ranks, and otherwise RankMismatchError.
         """
         try:
             built, values = make()
