@@ -23,14 +23,6 @@ def shape(dtype=torch.float32, **shapes):
     return BucketShape(tuple(shapes), tuple(map(tuple, shapes.values())), dtype)
 
 
-def test_shape_has_sizes_bytes_and_a_wide_form():
-    bucket = shape(a=[2], empty=[0, 3], gain=[], b=[3, 2], dtype=torch.float64)
-    assert bucket.sizes == (2, 0, 1, 6)
-    assert (bucket.numel, bucket.nbytes) == (9, 72)
-    assert bucket.wide() == bucket
-    assert shape(a=[2], dtype=torch.float16).wide() == shape(a=[2])
-
-
 def test_equal_shapes_have_equal_hashes_and_strides_matter():
     conv = torch.zeros(2, 3, 2, 2)
     one = BucketShape.of(["conv"], {"conv": conv})
@@ -79,15 +71,6 @@ def test_tensors_are_views_in_the_parameters_shapes_and_memory_order(dtype):
     bucket.flat.fill_(3.0)
     bucket.write(held)
     assert all((tensor == 3.0).all() for tensor in held.values())
-
-
-def test_a_bucket_is_read_detached_and_written_to_parameters_that_require_gradients():
-    parameter = nn.Parameter(torch.ones(2, 3))
-    bucket = Bucket.read(BucketShape.of(["w"], {"w": parameter}), {"w": parameter})
-    bucket.flat.mul_(2.0)
-    assert not bucket.flat.requires_grad
-    bucket.write({"w": parameter})
-    assert (parameter == 2.0).all()
 
 
 # --- Groups ---------------------------------------------------------------------------------------

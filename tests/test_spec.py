@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import torchcomp
 from tests.support.models import METHODS
-from torchcomp.aggregators import DGC, EF, Bidirectional, Mean, PowerSGD
+from torchcomp.aggregators import EF, Bidirectional, Mean, PowerSGD
 from torchcomp.compressors import Cast, Identity, TopK
 from torchcomp.local_sgd.outer_steps import OUTER_STEPS
 from torchcomp.local_sgd.schedules import QSR, SCHEDULES, Every
@@ -88,7 +88,6 @@ EXACT = 'bidirectional(topk(0.5, values="int8"), identity, selection="exact")'
 BY_HAND = [
     ("mean", Mean(Identity()), "mean"),
     ("mean" + " " * 5000, Mean(Identity()), "mean"),
-    ("topk(0.01)", Mean(TopK(0.01)), "mean(topk(0.01))"),
     ("ef(topk(None, 5))", EF(TopK(k=5)), "ef(topk(k=5))"),
     ("ef(topk(.5), 'sharded')", EF(TopK(0.5), "sharded"), 'ef(topk(0.5), exchange="sharded")'),
     # Names of an earlier release.
@@ -100,9 +99,6 @@ BY_HAND = [
         Bidirectional(TopK(0.5, values="int8"), Identity(), "exact"),
         EXACT,
     ),
-    ("powersgd(4, min_ratio=2.0)", PowerSGD(4, 2.0), "powersgd(4, min_ratio=2.0)"),
-    ("dgc(topk(0.05), momentum=0.9)", DGC(TopK(0.05)), "dgc(topk(0.05))"),
-    ("every(4)", Every(4), "every(4)"),
     ("qsr(0.0175, 4)", QSR(0.0175, 4), "qsr(alpha=0.0175, h_base=4)"),
     ("topk(np)", Mean(TopK(np.float64(0.25))), "mean(topk(0.25))"),
 ]
@@ -131,17 +127,14 @@ def refusal(text, parse=torchcomp.parse):
     ("marked", "words"),
     [
         ("^topkk(0.1)", "'topkk'.*'topk'"),
-        ("ef(^topp(0.1))", "'topp'.*'topk'"),
         ("^zzz", "'zzz'.*methods: bidirectional, .*mean"),
         ("topk(0.1, ^scop='tensor')", "^topk: 'scop' .*'scope'"),
         ("identity(^x=1)", "^identity: 'x'.*no options"),
-        ("ef(identity(^5))", "^identity: "),
         ("topk(0.1, ^ratio=0.2)", "^topk: 'ratio' .*twice"),
         ("topk(0.1, ^**{})", "^topk: "),
         ("^qsr", "^qsr .*'alpha'.*'h_base'"),
         ("ef(^topk)", r"topk\(0\.01\).*topk\(k=5\).*neither"),
         ("topk(^0.0)", r"^topk: ratio .*0\.0$"),
-        ("topk(^1e999)", "^topk: ratio .*inf$"),
         ("topk(^1)", r"^topk: ratio=1\b.*topk\(0\.01\).*topk\(k=1\)"),
         ("every(^4.0)", r"^every: h .*4\.0$"),
         ("topk(0.1, scope=^'layer')", "^topk: scope .*bucket.*tensor.*model.*'layer'$"),
@@ -151,7 +144,6 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^BF16)", r"'BF16'.*docs/methods/README\.md#"),
         ("^Power_SGD(4)", "'Power_SGD'.*'powersgd'"),
         ("ef(^powersdg)", "'powersdg'; compressors: cast, identity, "),
-        ("mean(exchange=^'ring')", "^mean: exchange .*auto.*allreduce.*allgather.*sharded.*'ring'"),
         ("ef(^0.01)", r"^ef .*compressor.* 0\.01$"),
         ("mean(topk(0.1), exchange=^'allreduce')", "allreduce.*topk"),
         ("bidirectional(topk(k=5), ^quantize('int8'), 'exact')", "quantize.*selection=.shard"),
@@ -164,10 +156,8 @@ def refusal(text, parse=torchcomp.parse):
         ("ef(^warmup(randk(0.1, unbiased=True), steps=5))", "contractive"),
         ("warmup(^topk(k=5), steps=10)", "^warmup .*ratio"),
         ("warmup(^mean, steps=10)", "^warmup .*mean"),
-        ("^warmup(topk(0.1))", "^warmup .*steps"),
         ("warmup(topk(0.1), steps=10, start=^0.1)", "^warmup: start"),
         ("topk(^*[0.1])", "name.*call.*literal"),
-        ("every(^10**100)", "name.*call.*literal"),
         ("^topk(0.1)(2)", "name"),
         # Columns are counted in characters, not in bytes.
         ("cast('é☃', ^foo=2)", "^cast: 'foo'"),

@@ -49,6 +49,8 @@ NOW = (
 )
 """One spec for each path of the code; the others are left to `make test-thorough`."""
 
+BOTH = 'bidirectional(topk(0.1), topk(0.1), selection="exact")'
+
 
 def groups_of(spec: str) -> Any:
     return ONE if torchcomp.parse(spec).whole_model else SEVERAL
@@ -225,13 +227,15 @@ def a_swap_loses_nothing(spec: str) -> None:
     def body(exchange: Any) -> tuple[Named, Named, Any]:
         engine = averager("ef(topk(0.05))", exchange)
         applied = steps(engine, range(4))
-        for other in (spec, "mean", spec, "ef21(identity)"):
+        for other in (spec, BOTH, spec, "mean", spec, "ef21(identity)"):
             engine.use(other)
             applied += steps(engine, range(len(applied), len(applied) + 4))
         engine.use(spec)
-        applied += steps(engine, range(20, 24))
+        applied += steps(engine, range(28, 32))
         assert sum(engine.residual_norms().values()) > 0.1 or "identity" in spec
-        dense = total([gradient(n, exchange.rank) for n in range(24)])
+        declared = {slot.name for slot in engine.slots(method)}
+        assert engine.state_dict()["slots"].keys() == declared, "the flush has ended"
+        dense = total([gradient(n, exchange.rank) for n in range(32)])
         return total(applied), dense, engine.state_dict()
 
     applied, dense, states = zip(*on_ranks(3, body), strict=True)

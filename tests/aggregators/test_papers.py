@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-import torchcomp
 from tests.aggregators.runs import (
     ONE,
     SEVERAL,
@@ -25,17 +24,7 @@ from tests.aggregators.runs import (
     steps,
     total,
 )
-from tests.support.models import (
-    gradients,
-    kept,
-    local_gradients,
-    loss_of,
-    mlp,
-    rebuilt_buckets,
-    rows,
-    wrap,
-)
-from tests.support.ranks import on_threads
+from tests.support.models import kept
 from torchcomp.aggregators import PowerSGD
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.reference import (
@@ -106,35 +95,6 @@ def test_equals_the_paper(spec: str, groups: tuple[tuple[str, ...], ...], world_
             assert_near(actual, expected, 1e-10)
         for slot, expected in slots.items():
             assert_near(kept(state, slot), expected[worker], 1e-10)
-
-
-def through_ddp(spec: str) -> tuple[list[Named], list[Named], Any]:
-    """Return this rank's own gradients, those that DDP passes to the optimizer, and the state."""
-    model, own, applied = wrap(mlp()), [], []
-    handle = torchcomp.register(model, spec, seed=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.02)
-    for number in range(STEPS):
-        batch = rows(number)
-        own.append(local_gradients(model, (batch,)))
-        model.zero_grad()
-        loss_of(model(batch)).backward()
-        applied.append(gradients(model))
-        optimizer.step()
-    assert rebuilt_buckets(model) > 2
-    state = handle.state_dict()
-    handle.close()
-    return own, applied, state
-
-
-@pytest.mark.parametrize("spec", list(PAPERS)[:3])
-def test_equals_the_paper_through_the_bucket_rebuild_of_ddp(spec: str) -> None:
-    own, applied, states = zip(*on_threads(3, through_ddp, spec), strict=True)
-    means, slots = PAPERS[spec]([list(each) for each in zip(*own, strict=True)])
-    for rank, state in enumerate(states):
-        for actual, expected in zip(applied[rank], means, strict=True):
-            assert_near(actual, expected, 1e-9)
-        for slot, expected in slots.items():
-            assert_near(kept(state, slot), expected[rank], 1e-9)
 
 
 # --- PowerSGD, for matrices that are hard to orthonormalize ---------------------------------------

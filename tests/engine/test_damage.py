@@ -112,14 +112,6 @@ def test_the_error_names_the_sender(method, change, checksum):
         assert "rank 2's" in str(error)
 
 
-def test_several_senders_are_all_named():
-    damages = (0, 2, flip), (1, 0, another(0))
-    for error in small.on_ranks(3, lambda e: first_step(e, TOPK, *damages, checksum=True)):
-        assert "rank 2's" in str(error)
-        assert "rank 0's" in str(error)
-        assert "rank 1's" not in str(error)
-
-
 def test_a_damaged_frame_with_a_nan_is_reported_as_damaged():
     def body(exchange):
         damage(exchange, 0, 1, ANOTHER_LAYOUT)

@@ -7,7 +7,7 @@ import torch
 
 from tests.support.outcomes import caught
 from tests.support.ranks import on_threads
-from torchcomp import InProcessExchange, ProcessGroupExchange, RankMismatchError, run_in_process
+from torchcomp import ProcessGroupExchange, RankMismatchError, run_in_process
 from torchcomp.exchange.traffic import sum_bytes
 
 DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.int64]
@@ -113,14 +113,6 @@ def test_collectives_return_and_count_what_is_expected(world_size):
             torch.testing.assert_close(part.double(), wanted, rtol=0, atol=error)
 
 
-def test_objects_arrive_in_rank_order():
-    objects = [{"rank": 0}, None, "two"]
-    found = run_in_process(3, lambda exchange: exchange.gather_objects(objects[exchange.rank]))
-    assert found == [objects] * 3
-    to_one = run_in_process(3, lambda exchange: exchange.gather_objects(exchange.rank, dst=2))
-    assert to_one == [[], [], [0, 1, 2]]
-
-
 @pytest.mark.parametrize("kind", ["in process", "process group"])
 def test_arguments_do_not_change_and_results_do_not_share_their_memory(kind):
     def body(exchange):
@@ -208,12 +200,3 @@ def test_the_error_of_a_rank_reaches_the_caller_and_wakes_the_others():
 
     with pytest.raises(LookupError, match="here"):
         run_in_process(3, body)
-
-
-def test_exchanges_can_be_used_again_and_keep_their_counters():
-    exchanges = InProcessExchange.ranks(2)
-    for _ in range(3):
-        sums = run_in_process(2, lambda e: e.all_gather_rows(torch.ones(1)), exchanges)
-        assert [len(each) for each in sums] == [2, 2]
-    assert exchanges[0].take_traffic(7).sent == 3 * 4
-    assert exchanges[0].take_traffic(7).sent == 0

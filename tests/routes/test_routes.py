@@ -71,50 +71,6 @@ def test_reducing_and_gathering_give_the_same_mean_on_a_power_of_two_of_ranks(
     assert same(reduced, gathered)
 
 
-@pytest.mark.parametrize("way", ["allreduce", "allgather", "sharded"])
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_the_mean_is_the_mean_of_the_sent_messages(way, world_size):
-    method = Mean(Identity(), way)
-    outcomes = run_in_process(world_size, lambda e: routed(e, method, torch.float64)[1:])
-    mean = torch.stack([sent for sent, _ in outcomes]).mean(0)
-    for _, found in outcomes:
-        torch.testing.assert_close(found, mean, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(("fmt", "dtype"), [("fp16", torch.float32), ("bf16", torch.float32)])
-@pytest.mark.parametrize("world_size", [3, 6, 7])
-def test_a_sum_of_the_largest_numbers_is_finite(fmt, dtype, world_size):
-    """A third of the largest number, rounded, is more than a third."""
-
-    def body(exchange):
-        method = EF(Cast(fmt), "allreduce")
-        route = method.prepared(SHAPE, exchange, State(), torch.device("cpu")).route
-        g = torch.full((SHAPE.numel,), torch.finfo(dtype).max, dtype=dtype)
-        route.send_sum(g, torch.zeros_like(g), torch.empty_like(g), Key(0, rank=exchange.rank))
-        route.mean(g)
-        assert g.isfinite().all()
-
-    run_in_process(world_size, body)
-
-
-@pytest.mark.parametrize("way", ["allgather", "sharded"])
-def test_send_sum_leaves_what_the_message_lacks(way):
-    def body(exchange):
-        noise = torch.Generator().manual_seed(exchange.rank)
-        g, e = (torch.randn(SHAPE.numel, generator=noise) for _ in range(2))
-        rest = torch.full_like(g, torch.nan)
-        bucket = EF(TopK(0.2), way).prepared(SHAPE, exchange, State(), torch.device("cpu"))
-        bucket.route.send_sum(g.clone(), e, rest, Key(0, rank=exchange.rank))
-        assert int((rest == 0).sum()) == TopK(0.2).kept(SHAPE.numel)
-        sent = torch.zeros(SHAPE.numel)
-        bucket.route.sent(sent)
-        assert torch.equal(sent + rest, g + e)
-        mean = torch.empty(SHAPE.numel)
-        bucket.route.mean(mean)
-
-    run_in_process(3, body)
-
-
 # --- Which route ----------------------------------------------------------------------------------
 
 

@@ -89,9 +89,3 @@ def test_fewer_entries_than_shards_send_what_random_entries_send_on_average():
     counts = 4 * 9  # which shards get how many entries, as int32
     frame = wire.framed(nbytes_of(entry.counted(0, [1])))
     assert sent == counts + round(0.9 * frame) - 9 * wire.framed(400)
-
-
-def test_an_empty_bucket_sends_nothing():
-    shape = BucketShape((), (), torch.float32)
-    way = direction("up", Identity(), "shard", shape, 5)
-    assert sharded_load(way, way, 0) == Load()

@@ -81,10 +81,9 @@ def on_processes(
     backend: str = "gloo",
     start: str = "forkserver",
 ) -> list[Any]:
-    """Run ``body(*args)``, a module's function, on processes over gloo; return the results by rank.
+    """As :func:`on_threads`, on processes over gloo, which are killed after `timeout` seconds.
 
-    With `catch`, exceptions as well. After `timeout` seconds, every process is killed. The `start`
-    "spawn" takes seconds, but CUDA does not work after a fork of what has looked for a device.
+    The `start` "spawn" is slow, but CUDA does not work after a fork of what looked for a device.
     """
     with tempfile.TemporaryDirectory() as folder:
         # Fork from one process that has already imported all modules, which takes seconds.

@@ -3,6 +3,7 @@
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -26,24 +27,18 @@ def torch_threads(number: int) -> Iterator[None]:
 def snapshots(read: Callable[[], Read]) -> Iterator[set[Read]]:
     """Read values in another thread, as fast as it can, until the block ends."""
     seen, ended, interval = {read()}, threading.Event(), sys.getswitchinterval()
-    errors: list[Exception] = []
 
     def reader() -> None:
-        try:
-            while not ended.is_set():
-                seen.add(read())
-        except Exception as error:
-            errors.append(error)
+        while not ended.is_set():
+            seen.add(read())
 
-    thread = threading.Thread(target=reader)
     # Switch threads often: the default of 5 ms is longer than a step.
     sys.setswitchinterval(1e-5)
-    thread.start()
-    try:
-        yield seen
-    finally:
-        ended.set()
-        thread.join()
-        sys.setswitchinterval(interval)
-    if errors:
-        raise errors[0]
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(reader)
+        try:
+            yield seen
+        finally:
+            ended.set()
+            sys.setswitchinterval(interval)
+    reading.result()
