@@ -28,8 +28,6 @@ from torchcomp.specs.component import Component
 from torchcomp.specs.errors import RankFailureError, SpecError
 from torchcomp.specs.spec import parse_aggregator
 
-_NO_RATIOS: Mapping[str, float] = {}
-
 UNCHANGED = "This step was discarded: the residual and the parameters did not change."
 
 _LATE = (
@@ -165,7 +163,8 @@ class Averager(Resumable):
             if self.abandoned:
                 self._require_wanted()
             self.status, self._reasons = Status.IN_FLIGHT, ()
-            units, ratios = self.units, _NO_RATIOS
+            ratios: Mapping[str, float] = {}
+            units = self.units
             units.before = units.scale, units.lrs
             if scale != units.scale or lrs or units.lrs:
                 ratios = units.follow(self.state, scale, lrs, self.parameters)

@@ -142,7 +142,7 @@ class HostSearch:
         if not down.kept:
             return index, index
         if self._candidates:
-            index = down.selector.select_sum(g, e, x, self._candidates)
+            index = down.compressor.select_sum(g, e, x, self._candidates)
         # A vector without elements in this shard needs a search too: all ranks take part in each.
         sizes = [counts[rank] for counts in down.candidates]
         bits = torch.split(order_bits(x.index_select(0, index)).cpu(), sizes)

@@ -130,7 +130,7 @@ class _ExactUplink:
 
     def __init__(self, bucket: Prepared, up: Direction) -> None:
         exchange, device = bucket.exchange, bucket.device
-        self._exchange, self._selector = exchange, up.selector
+        self._exchange, self._selector = exchange, up.compressor
         self._selects = Vectors(up.whole, device, up.shape.dtype)
         everyone = range(exchange.world_size)
         self._messages = _messages(bucket, up, everyone, [exchange.rank] * exchange.world_size)
@@ -243,7 +243,7 @@ class Messages:
         if codec.vectors:
             index = index[: sum(segment.k for segment in codec.vectors.segments)]
             values = narrow(x, codec.vectors.dtype)
-            selector = self._direction.selector
+            selector = self._direction.compressor
             message = selector.encode_selected(values, index, codec.vectors, key)
             self._message = codec.pack(message)
         self.outgoing = codec.frames.outgoing()
@@ -266,7 +266,7 @@ def _messages(
 ) -> Any:
     """Return the fastest form of :class:`Messages` for a bucket."""
     exchange, shape = bucket.exchange, direction.shape
-    form, fmt = direction.selector.counted_form(bucket.device)
+    form, fmt = direction.compressor.counted_form(bucket.device)
     dtypes = {shape.dtype, *(s.dtype for s in bucket.slots.values() if s.kind is not Kind.CACHE)}
     if (
         form is None

@@ -60,7 +60,7 @@ def _frame(direction: Direction, shard: Pieces) -> Fraction:
         encoder, share = direction.compressor, Fraction(1)
         if direction.exact:
             expected = Fraction(direction.kept[vector] * size, direction.sizes[vector])
-            encoder, share = direction.selector.exactly(max(1, int(expected))), min(share, expected)
+            encoder, share = encoder.exactly(max(1, int(expected))), min(share, expected)
         nbytes += share * wire.nbytes(encoder.layout(size, direction.shape.dtype))
         steps = max(steps, share)  # in which there is a frame
     return steps * wire.framed(math.ceil(nbytes / steps)) if steps else steps

@@ -31,15 +31,10 @@ class Direction:
     """
 
     role: str  # "up" or "down"; part of the key, so that the two draw different random numbers
-    compressor: Compressor
+    compressor: Any  # a Compressor; if `exact` and not dense, with the methods of TopK
     exact: bool  # whether entries are selected from whole vectors of the bucket
     shape: BucketShape  # shape of the bucket, with the dtype of the values on the wire
     world_size: int
-
-    @property
-    def selector(self) -> Any:
-        """The compressor, if `exact`."""
-        return self.compressor
 
     @cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -135,7 +130,7 @@ class Direction:
         vectors = []
         for (_, name, place), count in zip(self.pieces[owner], counts, strict=True):
             if count:  # a compressor keeps at least one entry, so an empty piece has no vector
-                exactly = self.selector.exactly(count)
+                exactly = self.compressor.exactly(count)
                 layout = exactly.layout(place.n, self.shape.dtype)
                 vectors.append(Vector(name, place.span, exactly, layout))
         return _in(self.shards[owner], vectors) if in_bucket else tuple(vectors)

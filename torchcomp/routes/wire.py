@@ -35,7 +35,6 @@ class Field:
 
     @property
     def nbytes(self) -> int:
-        """Size of the field in bytes."""
         return self.count * self.dtype.itemsize
 
 
