@@ -265,11 +265,3 @@ KEPT += [(0.001, 10**15, 10**12), (1.0, 7, 7), (0.01, 1, 1), (1e-9, 5, 1), (0.5,
 def test_ratio_counts_in_decimals_and_rounds_up(sparsifier, ratio, numel, kept):
     assert sparsifier(ratio).kept(numel) == kept
     assert sparsifier(k=5).kept(numel) == min(5, numel)
-
-
-# --- Dense methods --------------------------------------------------------------------------------
-
-
-def test_identity_sends_every_bit():
-    x = torch.tensor([0.0, -0.0, 1e-45, float("inf"), -float("nan"), 1 / 3])
-    assert torch.equal(dense(Identity(), x).view(torch.int32), x.view(torch.int32))

@@ -281,18 +281,19 @@ def test_ranks_that_differ_raise_at_the_first_step(difference):
         assert steps == 0
 
 
-def test_ranks_that_search_with_triton_and_without_it_raise_at_the_first_step(monkeypatch):
+def test_ranks_that_search_with_triton_and_without_it_raise_before_they_search(monkeypatch):
     exact = 'bidirectional(topk(0.3), topk(0.3), selection="exact")'
     here = threading.local()
     monkeypatch.setattr(resume, "fast_form", lambda stem, device: here.form)
 
     def body(exchange):
         here.form = exchange.rank or None
-        train = lambda method: small.train(small.averager(exchange, method), 0, 1)  # noqa: E731
-        return caught(lambda: train(TOPK)), caught(lambda: train(exact))
+        averager = small.averager(exchange, TOPK)
+        small.train(averager, 0, 1)
+        averager.use(exact)
+        return caught(lambda: small.train(averager, 1, 2))
 
-    for other, error in small.on_ranks(2, body):
-        assert other is None
+    for error in small.on_ranks(2, body):
         assert type(error) is RankMismatchError
         assert "Triton: [False] on rank 0, [True] on rank 1" in str(error)
 
