@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from torchcomp.engine.state import Kind, Slot, State
+from torchcomp.engine.state import Kind, Slot, State, Units
 
 SIZES = {"a": 2, "b": 3, "c": 1, "empty": 0}
 CPU = torch.device("cpu")
@@ -111,7 +111,7 @@ class Machine(RuleBasedStateMachine):
     @rule(factor=st.sampled_from([0.5, 2.0]), parameters=st.none() | PARAMETERS)
     def scale(self, factor, parameters):
         if parameters is None:
-            self.state.scale(factor)
+            Units().rescale(self.state, factor)
         else:
             self.state.scale_debts(dict.fromkeys(parameters, factor))
         for name in ("error", "momentum")[: 2 if parameters is None else 1]:

@@ -9,7 +9,7 @@ from tests.engine import small
 from tests.support.launches import DEVICE, EchoExchange, counted, on_device
 from tests.support.outcomes import caught
 from torchcomp import Averager, InProcessExchange, NonFiniteError, WireError
-from torchcomp.engine.state import Kind, Slot, State
+from torchcomp.engine.state import Kind, Slot, State, Units
 from torchcomp.routes.wire import Field, Frames
 
 # --- Steps ----------------------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def test_a_change_of_the_loss_scale_takes_one_launch_for_each_dtype():
         loose = {name: on_device(torch.ones(3)) for name in "ab"}
         state.load("momentum", Kind.ESTIMATE, False, loose)
         count.reset()
-        state.scale(0.5)
+        Units().rescale(state, 0.5)
         assert (count.launches, count.waits) == (2, 0), count
         for name, factor in [("torch.float32", 0.5), ("momentum", 0.5), ("thresholds", 1.0)]:
             values = dict(state.items(name))

@@ -211,15 +211,11 @@ class State:
                 _add_shards(self._stores["error"].kept, self._stores[debt].kept, owned, world_size)
                 self.drop([debt])
 
-    def scale(self, factor: float) -> None:
-        """Multiply all debts and estimates by `factor`, the ratio of two loss scales."""
-        self._multiply({Kind.DEBT, Kind.ESTIMATE}, lambda name: factor)
-
     def scale_debts(self, factors: Mapping[str, float]) -> None:
         """Multiply the debts of each parameter by its factor, the ratio of two learning rates."""
-        self._multiply({Kind.DEBT}, factors.get)
+        self.multiply({Kind.DEBT}, factors.get)
 
-    def _multiply(self, kinds: set[Kind], factor_of: Callable[[str], float | None]) -> None:
+    def multiply(self, kinds: set[Kind], factor_of: Callable[[str], float | None]) -> None:
         # One launch for each dtype, device and factor: mixed lists are scaled one by one.
         alike: dict[tuple[torch.dtype, torch.device, float], list[Tensor]] = {}
         for store in self._stores.values():
@@ -301,8 +297,8 @@ class Units:
     def rescale(self, state: State, scale: float) -> None:
         """Convert residuals and estimates, which have the unit of the scaled gradients."""
         if scale != self.scale:
-            state.scale(scale / self.scale)
-            self.scale = scale
+            ratio, self.scale = scale / self.scale, scale
+            state.multiply({Kind.DEBT, Kind.ESTIMATE}, lambda name: ratio)
 
     def _follow_lrs(self, state: State, lrs: Mapping[str, float]) -> Mapping[str, float]:
         nonzero = {name: lr for name, lr in lrs.items() if lr}
