@@ -14,7 +14,7 @@ from torch import nn
 import torchcomp
 from tests.support.cases import only
 from tests.support.patience import PATIENCE
-from torchcomp.__main__ import main
+from torchcomp.advisor.command import main
 from torchcomp.advisor.named_models import build_named
 from torchcomp.local_sgd.outer_steps import OuterStep
 from torchcomp.specs.component import choices_of

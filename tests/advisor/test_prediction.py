@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 from torch import nn
 
-from torchcomp.__main__ import main
 from torchcomp.advisor import Link, Prediction, Run, StepTime, Training, plan, values_of
+from torchcomp.advisor.command import main
 from torchcomp.advisor.prediction import BF16, DDP, USUAL, verdict
 from torchcomp.aggregators import planned_traffic
 from torchcomp.engine.bucket import BucketShape
