@@ -68,7 +68,7 @@ NAMED = {
         guard/observer.py GuardObserver._judge
         guard/report.py replica_alarm
         guard/watch.py BucketWatch.read
-        jointspar/jointspar.py JointSpar.p JointSpar.probability JointSpar.stats
+        jointspar/jointspar.py JointSpar.p JointSpar.probability
         jointspar/sampler.py Sampled.aggregate Sampler.__init__ Sampler.state_dict
         kernels/elias_fano.py _Shape.__init__
         kernels/select.py largest
