@@ -4,10 +4,8 @@
 """
 
 import re
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +27,7 @@ PAGES = sorted(
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
-def leaves(entry: Any) -> Iterator[str]:
+def leaves(entry):
     if isinstance(entry, str):
         yield entry
     else:
@@ -37,14 +35,14 @@ def leaves(entry: Any) -> Iterator[str]:
             yield from leaves(part)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the anchors of a page's headings, as code hosts and the site name them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-def test_navigation_contains_every_page_and_no_other() -> None:
+def test_navigation_contains_every_page_and_no_other():
     entries = list(leaves(CONFIG["nav"]))
     assert [page for page in PAGES if not any(fnmatch(page, entry) for entry in entries)] == []
     assert [entry for entry in entries if "*" not in entry and entry not in PAGES] == []
@@ -52,7 +50,7 @@ def test_navigation_contains_every_page_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files_and_headings_that_exist(page: str) -> None:
+def test_links_lead_to_files_and_headings_that_exist(page):
     broken = []
     for link in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", (ROOT / page).read_text()):
         file, _, anchor = link.partition("#")
@@ -63,7 +61,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: str) -> None:
     assert broken == []
 
 
-def test_reference_contains_all_public_names_and_components() -> None:
+def test_reference_contains_all_public_names_and_components():
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     listed = {
         name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
@@ -72,7 +70,7 @@ def test_reference_contains_all_public_names_and_components() -> None:
     assert named | {component.__name__ for component in spec.COMPONENTS.values()} <= listed
 
 
-def test_costs_on_the_pages_of_methods_are_those_of_explain() -> None:
+def test_costs_on_the_pages_of_methods_are_those_of_explain():
     with torch.device("meta"):
         model = import_torchvision().models.resnet50()
     rows = [
@@ -91,9 +89,7 @@ def test_costs_on_the_pages_of_methods_are_those_of_explain() -> None:
         ], (page, method)
 
 
-def test_pictures_of_methods_are_those_of_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pictures_of_methods_are_those_of_the_program(tmp_path, monkeypatch):
     from tools import method_pictures
 
     monkeypatch.setattr("sys.argv", ["method_pictures", "--out", str(tmp_path)])

@@ -23,7 +23,7 @@ FRONT_PAGE = {
 }
 
 
-def test_the_front_page_has_the_measured_times() -> None:
+def test_the_front_page_has_the_measured_times():
     steps = figures.Steps(report.RESULTS / "network.csv")
     lines = (ROOT / "README.md").read_text().splitlines()
     start = lines.index("| | 100 Mbit/s | 1 Gbit/s |") + 2
@@ -36,7 +36,7 @@ def test_the_front_page_has_the_measured_times() -> None:
     }
 
 
-def test_pages_and_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_and_pictures_are_written(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     for name in report.PAGES:
         (tmp_path / name).write_text((report.DOCS / name).read_text())

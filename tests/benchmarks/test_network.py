@@ -25,7 +25,7 @@ SPECS = ["mean", "ef(topk(0.1))"]
 
 
 @pytest.fixture(scope="module")
-def shaped_hosts() -> None:
+def shaped_hosts():
     """Skip where hosts cannot be shaped."""
     reason = missing()
     try:
@@ -41,7 +41,7 @@ def shaped_hosts() -> None:
 class Run:
     """A run of network.py; a mark in the environment identifies every process that it starts."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments, **environment):
         self._mark = f"TORCHCOMP_TEST={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
@@ -52,7 +52,7 @@ class Run:
             text=True,
         )
 
-    def finish(self, seconds: float) -> tuple[int, str, str]:
+    def finish(self, seconds):
         """Wait; return the exit status, stdout and stderr."""
         try:
             output, errors = self.process.communicate(timeout=seconds)
@@ -61,13 +61,13 @@ class Run:
             self.process.wait(timeout=30)
         return self.process.returncode, output, errors
 
-    def left_behind(self) -> list[str]:
+    def left_behind(self):
         """The namespaces and processes of the run that still exist."""
         spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         own = f"tcb{self.process.pid}x"
         return [line for line in spaces.splitlines() if line.startswith(own)] + self._alive()
 
-    def _alive(self) -> list[str]:
+    def _alive(self):
         found = []
         for folder in Path("/proc").glob("[0-9]*"):
             try:
@@ -81,7 +81,7 @@ class Run:
 
 @pytest.mark.usefixtures("shaped_hosts")
 @pytest.mark.thorough
-def test_the_kernel_counts_what_the_handle_counts_in_one_level_and_in_two(tmp_path: Path) -> None:
+def test_the_kernel_counts_what_the_handle_counts_in_one_level_and_in_two(tmp_path):
     command = [*TINY, "--nodes", "--hosts", "2", "--ranks", "2", "--out", str(tmp_path), "--resume"]
     command += ["--methods", "ddp", "topq(0.1)", *SPECS]
     run = Run(*command)
@@ -115,7 +115,7 @@ def test_the_kernel_counts_what_the_handle_counts_in_one_level_and_in_two(tmp_pa
 
 @pytest.mark.usefixtures("shaped_hosts")
 @pytest.mark.parametrize("number", [signal.SIGINT, *thorough([signal.SIGTERM])])
-def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(number, tmp_path):
     endless = ["--least", "1000000"]
     run = Run(*TINY, "--hosts", "2", "--methods", "no-op", *endless, "--out", str(tmp_path))
     deadline = time.monotonic() + PATIENCE
@@ -129,7 +129,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -
     assert run.left_behind() == []
 
 
-def test_a_machine_without_the_programs_gets_one_line(tmp_path: Path) -> None:
+def test_a_machine_without_the_programs_gets_one_line(tmp_path):
     # An empty PATH has neither ip nor gcc. Without root, this is reported first.
     run = Run("--quick", "--out", str(tmp_path), PATH=str(tmp_path))
     status, output, errors = run.finish(seconds=PATIENCE)

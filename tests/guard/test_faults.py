@@ -188,12 +188,6 @@ def one_rank_leaves_a_layer_out(rank):
         rank.withhold("matrix", keep=True)
 
 
-@planted("imbalance", ("matrix",), (), [TOPK])
-def one_rank_drops_a_layer(rank):
-    if "matrix" in rank.mean:
-        rank.withhold("matrix")
-
-
 @pytest.mark.parametrize(
     ("method", "fault", "kind", "names", "ranks"), FAULTS.values(), ids=list(FAULTS)
 )
