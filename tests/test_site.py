@@ -1,7 +1,4 @@
-"""The pages of the documentation: navigation, links, API reference, costs and pictures.
-
-`make docs` builds the site and checks more. These tests need none of its packages.
-"""
+"""The pages of the documentation: navigation, links, API reference and costs."""
 
 import re
 from fnmatch import fnmatch
@@ -87,16 +84,3 @@ def test_costs_on_the_pages_of_methods_are_those_of_explain():
             f"{compared(plan.bytes_sent, plan.dense_bytes_sent)}"
             for plan in plans
         ], (page, method)
-
-
-def test_pictures_of_methods_are_those_of_the_program(tmp_path, monkeypatch):
-    from tools import method_pictures
-
-    monkeypatch.setattr("sys.argv", ["method_pictures", "--out", str(tmp_path)])
-    method_pictures.main()
-    for kept in (ROOT / "docs" / "methods").glob("*.svg"):
-        # Not the coordinates: another processor can round the last digit differently.
-        words = [
-            re.findall(r">([^<]+)</", path.read_text()) for path in (kept, tmp_path / kept.name)
-        ]
-        assert words[0] == words[1]

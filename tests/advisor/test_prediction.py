@@ -117,9 +117,6 @@ def test_bad_runs_are_refused(bad):
         bad()
 
 
-# --- The table and the command line ---------------------------------------------------------------
-
-
 def took(method, seconds, local=False):
     return Training(method, StepTime(seconds, 0.1), 1000, 5e6, local)
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 import torchcomp
+from tests.guard.runs import accuse
 from tests.support.clock import Clock
 from tests.support.logs import messages_of
 from tests.support.models import Branches, loss_of, mlp, residual_norm, rows, seeded, weights, wrap
@@ -263,9 +264,7 @@ def with_a_broken_candidate():
     return before, handle.state_dict(), error
 
 
-def test_a_candidate_that_fails_raises_at_the_end_of_the_backward_pass(
-    caplog,
-):
+def test_a_candidate_that_fails_raises_at_the_end_of_the_backward_pass(caplog):
     with mock.patch.object(register, "rehearse_all"):
         found = on_threads(2, with_a_broken_candidate)
     for before, later, error in found:
@@ -329,13 +328,7 @@ def swapped_by_a_guard():
     """Train with a guard that finds the first comparison wrong, at the step of the choice."""
     guard = Guard(every=STEPS, callback=lambda alarm: handle.swap("powersgd(1)"))
     model, handle = made(guard=guard)
-    measure = handle.guard.after
-
-    def change(bucket, method):
-        bucket.flat.mul_(2)
-        measure(bucket, method)
-
-    handle.guard.after = change
+    accuse(handle.averager, "2.weight")
     train(model, STEPS + 2)
     return str(handle.method), handle.choice
 

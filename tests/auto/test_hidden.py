@@ -30,7 +30,6 @@ def exchanges(seconds, work=0.0):
         # Buckets are exchanged one after another while the backward pass goes on.
         (1.0, 0.0, 0.0, 6.0),
         (1.0, 0.5, 0.0, 6.5),  # only the last bucket's is seen
-        (1.0, 1.0, 0.0, 7.0),
         (1.0, 2.0, 0.0, 10.0),  # from the first bucket on, one follows another
         # Work competes with the computation of gradients.
         (1.0, 1.0, 1.0, 9.0),  # nothing hides work

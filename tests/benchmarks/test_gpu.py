@@ -32,9 +32,6 @@ def rehearse(monkeypatch, out, *arguments):
         return list(csv.DictReader(file))
 
 
-# --- Without a GPU --------------------------------------------------------------------------------
-
-
 def test_without_a_gpu_it_says_what_is_missing_and_succeeds(tmp_path):
     absent = str(tmp_path / "python")
     command = [sys.executable, "tools/gpu.py", "--python", absent, sys.executable]
@@ -52,9 +49,6 @@ def test_a_hung_command_is_stopped_with_its_children_and_its_output_is_kept():
     assert time.monotonic() - start < 60
     assert output == "begun\n"
     assert status != 0
-
-
-# --- A rehearsal ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("chosen", [SOME, *thorough(["test"])], ids=["some", "all"])

@@ -1,7 +1,4 @@
-"""benchmarks/network.py on a few shaped hosts, with a tiny model.
-
-The kernel and torchcomp's handle must count the same bytes.
-"""
+"""benchmarks/network.py on a few shaped hosts: the kernel and the handle count the same bytes."""
 
 import csv
 import os
@@ -10,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -65,17 +63,12 @@ class Run:
         """The namespaces and processes of the run that still exist."""
         spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         own = f"tcb{self.process.pid}x"
-        return [line for line in spaces.splitlines() if line.startswith(own)] + self._alive()
-
-    def _alive(self):
-        found = []
+        found = [line for line in spaces.splitlines() if line.startswith(own)]
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            # It may have ended meanwhile, or belong to another user.
+            with suppress(OSError, ValueError):
                 if self._mark.encode() in (folder / "environ").read_bytes():
                     found.append((folder / "cmdline").read_text())
-            except (OSError, ValueError):
-                # The process has ended meanwhile, or belongs to another user.
-                continue
         return found
 
 

@@ -17,8 +17,6 @@ from tests.support.ranks import on_threads
 from torchcomp import RankMismatchError
 from torchcomp.routes.codec import Codec
 
-# --- Training -------------------------------------------------------------------------------------
-
 
 @pytest.fixture(autouse=True)
 def _fast(monkeypatch):
@@ -34,9 +32,6 @@ def test_a_short_run_keeps_replicas_equal_and_loses_nothing(family):
     assert ranks[0].loads == 1
 
 
-# --- Messages and specs ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", [Messages(), Specs()], ids=["messages", "specs"])
 def test_cases_end_in_every_way_that_they_may(target):
     assert {target.run(random.Random(number)) for number in range(150)} == set(target.RESULTS)
@@ -50,18 +45,11 @@ def test_a_decoder_that_writes_outside_of_its_tensor_is_found():
         [Messages().run(random.Random(number)) for number in range(100)]
 
 
-# --- States ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", only(CLIENTS, now=["states of a handle"]))
 def test_some_mutated_states_have_no_problem(name):
     outcome = mutate_states(name, every=20)
     assert outcome.problems == []
     assert outcome.counts["refused"] > outcome.counts["loaded"] > 0
-
-
-def named(value):
-    return ".".join(map(str, value)) if isinstance(value, list) else str(value)[:40]
 
 
 @pytest.mark.parametrize(
@@ -74,7 +62,7 @@ def named(value):
         ("states of JointSpar", ["jointspar", "averages", "0.bias", 0]),
         ("states of TwoDirection", ["two_direction", "rho"]),
     ],
-    ids=named,
+    ids=str,
 )
 def test_a_value_that_differs_between_ranks_is_found_after_loading(name, path):
     def body():

@@ -211,16 +211,6 @@ def test_a_rank_whose_gradients_are_zeros(method):
     assert found(method, lambda rank: None, gradients)["silent rank"] == ((), (2,))
 
 
-@pytest.mark.parametrize("method", ["topk(0.01)", "randk(0.1)"])
-def test_a_method_without_error_feedback(method):
-    def body(exchange):
-        watched = Watched(exchange, method)
-        run(watched.averager, 0, EVERY)
-        return [(alarm.kind, alarm.parameters, alarm.ranks) for alarm in watched.alarms]
-
-    assert small.on_ranks(RANKS, body) == [[("lost", (), ())]] * RANKS
-
-
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("spec", ["mean", TOPK])
 def test_a_desynchronised_replica(spec, frozen):

@@ -113,7 +113,7 @@ def test_there_is_no_false_alarm(method, event):
         event(watched)
         last = watched.averager.step
         watched.averager.settle()
-        return watched.alarms, watched.report.step, last
+        return watched.alarms, watched.guard.report.step, last
 
     for alarms, compared, last in small.on_ranks(2, body):
         assert not alarms
@@ -126,11 +126,11 @@ def test_a_late_error_discards_the_comparison_of_its_step():
         step(watched, 0)
         assert step(watched, 1, poison=True) is None
         assert isinstance(step(watched, 2), NonFiniteError)
-        reports = [watched.report]
+        reports = [watched.guard.report]
         for number in range(2, 8):
             assert step(watched, number) is None
         watched.averager.settle()
-        return watched.alarms, reports, watched.report.step
+        return watched.alarms, reports, watched.guard.report.step
 
     assert small.on_ranks(2, body) == [([], [None], 6)] * 2
 
@@ -145,7 +145,7 @@ def quiet(ranks, method, gradients, steps=50, guard=Guard(), groups=None):  # no
         for number in range(steps):
             made.average_all(gradients(number, exchange.rank))
         made.settle()
-        return alarms, watched.report.step
+        return alarms, watched.guard.report.step
 
     assert small.on_ranks(ranks, body) == [([], steps)] * ranks
 

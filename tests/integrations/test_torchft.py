@@ -16,8 +16,6 @@ from tests.support.patience import PATIENCE
 
 pytestmark = [integrations, pytest.mark.filterwarnings("ignore")]
 
-Lines = list[dict[str, float]]
-
 
 class Job:
     """The ranks of a lighthouse, each a process that writes a line for each step."""
