@@ -18,7 +18,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "exchange/nodes.py", "specs/spec.py", "specs/component.py", "specs/checks.py"),
+    *("exchange/nodes.py", "specs/spec.py", "specs/component.py", "specs/checks.py"),
     *("local_sgd/schedules.py", "integrations/"),
     # Checkpoints and simulations.
     *("checkpoints/checkpoint.py", "checkpoints/redistribution.py", "checkpoints/gathering.py"),
