@@ -4,7 +4,7 @@ The codes of messages are decoded and checked first. Their values are then added
 the vector, in order in each block, while the block is in the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -97,11 +97,13 @@ def _accumulate(
     target, count, n = out.detach().numpy(), len(messages), out.numel()
     index, intact = np.empty((count, k), np.int64), np.empty(count, np.bool_)
     codes = [code.contiguous().numpy() for *_, code in messages]
-    fields, values = [own[:-1] for own in messages], []
+    fields = [own[:-1] for own in messages]
+    decoded: Iterable[Tensor]
     if len(fields[0]) == 1:  # not copied, if they have this dtype
-        values = [own.to(out.dtype).contiguous().numpy() for (own,) in fields]
+        decoded = [own.to(out.dtype).contiguous() for (own,) in fields]
     else:
-        values = quantize_numba.decode(fields, k, out.dtype).numpy()
+        decoded = quantize_numba.decode(fields, k, out.dtype)
+    values = [own.numpy() for own in decoded]
 
     def decode(i: int) -> None:
         if low is None:
