@@ -4,7 +4,7 @@ Entries are stored flat, one segment after another.
 """
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -49,25 +49,9 @@ def ascend(segments: Sequence[Segment]) -> bool:
     return all(after.start >= before.start + before.n for before, after in pairwise(segments))
 
 
-def starts(counts: Sequence[int]) -> list[int]:
-    """Return the sums of all earlier counts: 0, counts[0], counts[0] + counts[1], ..."""
-    return [0, *accumulate(counts)][:-1]
-
-
 def joined(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate 1-D tensors of one dtype. Parts that are adjacent in memory are not copied."""
-    first = parts[0]
-    if len(parts) == 1:
-        return first
-    # The address of a tensor without memory is 0: that of a simulated device, for example.
-    adjacent = first.data_ptr() and all(
-        a.data_ptr() + a.nbytes == b.data_ptr() and a.is_contiguous() for a, b in pairwise(parts)
-    )
-    # Another tensor's memory can begin where that of the first one ends.
-    storages = {part.untyped_storage().data_ptr() for part in parts} if adjacent else ()
-    if len(storages) == 1 and parts[-1].is_contiguous():
-        return first.as_strided((sum(part.numel() for part in parts),), (1,))
-    return torch.cat(list(parts))
+    """Concatenate 1-D tensors of one dtype. One alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def split(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:

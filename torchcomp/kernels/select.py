@@ -43,7 +43,7 @@ def largest_static(x: Tensor, segments: Sequence[Segment]) -> Tensor:
     for segment in segments:
         index = _largest_static_of(_magnitude(part(x, segment)), segment.k)
         chosen.append(index + segment.start if segment.start else index)
-    return joined(chosen)
+    return joined(chosen) if chosen else torch.arange(0, device=x.device)
 
 
 def _largest_static_of(magnitude: Tensor, k: int) -> Tensor:
