@@ -70,7 +70,8 @@ def test_step_after_step(form, n):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bound", ["zero", "median", "infinity"])
-def test_no_bound_changes_the_result(bound, dtype):
+@pytest.mark.parametrize("sampled", [False, True])
+def test_no_bound_changes_the_result(sampled, bound, dtype, monkeypatch):
     pytest.importorskip("numba")
     from torchcomp.kernels import select_numba
 
@@ -78,9 +79,13 @@ def test_no_bound_changes_the_result(bound, dtype):
     word = select_numba._FORMATS[dtype][0]
     values = {"zero": 0.0, "median": float(x.double().abs().median()), "infinity": torch.inf}
     bits = torch.tensor(values[bound], dtype=dtype).view(word).item()
+    if sampled:
+        monkeypatch.setattr(
+            select_numba, "_bound", lambda _, bits_of, *rest: bits_of.dtype.type(bits)
+        )
     kernels.select(x)
-    kernels._candidates[0].threshold = bits
-    for _ in range(2):
+    for threshold in (bits, None):
+        kernels._candidates[0].threshold = threshold
         assert torch.equal(kernels.select(x), sorted_out(x, 1400))
 
 

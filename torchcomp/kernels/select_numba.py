@@ -1,11 +1,12 @@
 """Exact selection in Numba, for the CPU. It takes little more than one pass over the memory.
 
 The pass adds the summands, and collects as candidates the entries above a lower bound of the k-th
-largest magnitude: that of the last step, lowered by a margin. NumPy finds the k-th largest of them,
-or of all entries in the first step and where the bound fails: it never changes the result.
+largest magnitude: that of the last step, lowered by a margin, or else one from a sample. NumPy
+finds the k-th largest candidate, or all of them if both fail: a bound never changes the result.
 Magnitudes are compared by their bits, which have the same order. NaN counts as infinity.
 """
 
+import math
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,9 @@ from torchcomp.kernels.numba_jit import kernel
 from torchcomp.kernels.segments import Segment
 
 Array = NDArray[Any]
+
+_SMALL = 1 << 14
+"""Up to this many entries, all entries are candidates: drawing a sample would take longer."""
 
 _INLINE = 1 << 20
 """Like :data:`.pool.INLINE`, but for a pass that does less work per entry."""
@@ -53,12 +57,12 @@ class Candidates:
         self.ends = np.array([n * chunk // chunks for chunk in range(chunks + 1)])
         # Several times as many candidates as expected. Memory that is never written to is not
         # mapped, so the excess costs little. NumPy would request huge pages.
-        shape = chunks, _WORD + min(n // chunks + 1, 8 * k + n // 32)
+        shape = chunks, _WORD + (n if n <= _SMALL else min(n // chunks + 1, 8 * k + n // 32))
         self.keys: Array = torch.empty(shape, dtype=self.word).numpy()
         self.positions: Array = torch.empty(shape, dtype=torch.int64).numpy()
         self.counts = np.empty(chunks, np.int64)
         self.octave = self.infinity & -self.infinity
-        self.threshold = self.infinity  # of the last step
+        self.threshold: int | None = None
         self.margin = self.octave // 16
 
     def select(self, x: Tensor, g: Tensor | None, e: Tensor | None) -> Tensor:
@@ -67,13 +71,15 @@ class Candidates:
         summands: tuple[Any, ...] = None, None, None
         if g is not None and e is not None:
             summands = g.numpy(), e.numpy(), x.numpy()
-        # To ignore signs, and so that NaN counts as infinity.
         word = bits.dtype.type
+        # To ignore signs, and so that NaN counts as infinity.
         limits = word((1 << 8 * bits.itemsize - 1) - 1), word(self.infinity)
         rows = self.keys, self.positions, counts
-        # Once more with a lower bound, if too few reach the first one.
-        for margin in (self.margin, 4 * self.margin):
-            bound = word(max(self.threshold - margin, 0))
+        for guess in (None,) if self.threshold is None else (self.threshold, None):
+            if guess is None:
+                bound = _bound(summands, bits, k, limits)
+            else:
+                bound = word(max(guess - self.margin, 0))
             collect = partial(_collect, *summands, bits, bound, *limits, self.ends, *rows)
             if len(counts) == 1:
                 collect(0)
@@ -81,9 +87,7 @@ class Candidates:
                 pool.each(collect, len(counts))
             summands = None, None, None  # `x` is the sum now
             total = int(counts.sum())
-            if counts.min() < 0:  # too many for the memory
-                break
-            if total >= k:
+            if counts.min() >= 0 and total >= k:
                 kept = zip(self.keys, counts, strict=True)
                 every = np.concatenate([key[:count] for key, count in kept])
                 every.partition(total - k)
@@ -92,13 +96,27 @@ class Candidates:
                 self.threshold = int(every[total - k])
                 # Aim at an excess of a quarter to a half.
                 step = (total - k < k // 4) - (total - k > k // 2)
-                margin += step * (margin >> 3)
+                margin = self.margin + step * (self.margin >> 3)
                 self.margin = min(max(margin, self.octave >> 9), self.octave << 3)
                 return chosen
-        chosen = select.largest(x, [Segment(0, self.n, k)])
-        lowest = int((bits[chosen.numpy()] & limits[0]).min())
-        self.threshold, self.margin = min(lowest, self.infinity), self.octave // 16
-        return chosen
+            self.margin *= 4
+        return select.largest(x, [Segment(0, self.n, k)])
+
+
+def _bound(summands: tuple[Any, ...], bits: Array, k: int, limits: tuple[Any, ...]) -> Any:
+    """Guess a bound from a sample of the entries."""
+    n = bits.size
+    if n <= _SMALL:
+        return bits.dtype.type(0)
+    # A larger sample takes longer, and a smaller one gives a worse guess. This size is fastest if
+    # drawing one entry costs four times as much as one excess candidate.
+    count = min(n // 16, max(512, round((n * k / 4) ** (1 / 3))))
+    expected = count * k / n
+    # With this margin, fewer than about 1 in 10,000 samples give fewer than k candidates.
+    rank = min(count, math.ceil(expected + 4 * math.sqrt(expected) + 4))
+    keys = np.empty(count, bits.dtype)
+    _sample(*summands, bits, *limits, keys)
+    return np.partition(keys, count - rank)[count - rank]
 
 
 @kernel()
@@ -137,6 +155,20 @@ def _collect(g, e, x, bits, bound, mask, infinity, ends, keys, positions, counts
                 slot += np.uint64(4)
             slot = after
     counts[chunk] = -1 if full else np.int64(slot)
+
+
+@kernel()
+def _sample(g, e, x, bits, mask, infinity, keys):
+    """Write the magnitudes of a sample of the entries to `keys`."""
+    width = bits.size / keys.size
+    for part in range(keys.size):
+        # One entry in each of as many equal parts. Its place there is a hash, because equal steps
+        # could coincide with a regular pattern in the vector.
+        place = np.float64(part * 2654435761 & 0xFFFFFFFF) / 2.0**32
+        at = min(int((part + place) * width), bits.size - 1)
+        if g is not None:
+            x[at] = g[at] + e[at]
+        keys[part] = min(bits[at] & mask, infinity)
 
 
 @kernel()
