@@ -37,6 +37,13 @@ def check_is_module(model: object) -> None:
         raise UnsupportedModelError(f"expected a torch.nn.Module, not {type(model).__name__}")
 
 
+def check_not_joined(model: DistributedDataParallel | None) -> None:
+    """Require that DDP's ``join`` is not in use. None stands for a model that was deleted."""
+    if model is not None and model._join_config.enable:
+        problem = "model.join() is not supported: give every rank the same number of batches"
+        raise UnsupportedModelError(problem)
+
+
 def check_model(model: DistributedDataParallel, *, or_registered: bool = False) -> None:
     """Require a DDP model with supported options and parameters, and without another hook.
 

@@ -156,9 +156,12 @@ def _listen(discarded: Discarded) -> None:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
     for discarded in _trained_by(optimizer):
-        discarded.is_stepping = True
+        discarded.is_stepping, discarded._uses = True, False
         # One that trains several models also steps when this one's gradients were cleared.
-        discarded._uses = any(each.grad is not None for each in discarded._parameters)
+        for each in discarded._parameters:
+            if each.grad is not None:
+                discarded._uses = True
+                break
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -16,7 +16,7 @@ from torch.autograd import profiler
 from torch.nn.parallel import DistributedDataParallel
 
 from torchcomp.ddp.buckets import Buckets
-from torchcomp.ddp.checks import AFTER_CLOSE, check_not_sharded
+from torchcomp.ddp.checks import AFTER_CLOSE, check_not_joined, check_not_sharded
 from torchcomp.ddp.executors import after_backward
 from torchcomp.ddp.handle import SCALER_ADVICE, Handle
 from torchcomp.ddp.loop import OptimizerLRs
@@ -24,7 +24,6 @@ from torchcomp.engine.averager import Averager
 from torchcomp.engine.bucket import Bucket, BucketShape
 from torchcomp.engine.profiling import OFF, span
 from torchcomp.kernels.swap import fill_where
-from torchcomp.specs.errors import UnsupportedModelError
 
 Future = torch.futures.Future[Tensor]
 
@@ -106,8 +105,7 @@ class DDPHandle(Handle):
     def _begin_pass(self) -> tuple[float, dict[str, float] | None]:
         model = self._model()
         if model is not None and model._join_config.enable:
-            problem = "model.join() is not supported: give every rank the same number of batches"
-            raise UnsupportedModelError(problem)
+            check_not_joined(model)
         self._enter_pass()
         self._received = []
         try:

@@ -21,10 +21,7 @@ from torchcomp.specs.errors import ON_ALL_RANKS, SpecError, UnsupportedModelErro
 
 
 class FSDPHandle(Handle):
-    """The handle of a model of ``fully_shard``.
-
-    FSDP2 averages over the shards of a replica, and calls the hook with this rank's shard.
-    """
+    """The handle of a model of ``fully_shard``: FSDP2 calls the hook with this rank's shard."""
 
     _after_close = "FSDP2 keeps its hook: call handle.swap('mean') instead of close()"
 
