@@ -27,13 +27,6 @@ def test_a_run_is_the_same_bit_for_bit() -> None:
     assert same(on_threads(2, train, "late"), on_threads(2, train, "now"))
 
 
-def spoiled(run: Run, step: int) -> None:
-    """Run a backward pass with a NaN on rank 0."""
-    hook = run.model.module[0].weight.register_hook(lambda g: g / dist.get_rank())
-    run.backward(step)
-    hook.remove()
-
-
 def after_a_nan(build: Any) -> tuple[list[Any], list[Any]]:
     """Apply a step with a NaN on rank 1; return the parameters before and after."""
     run = Run(check="late")
@@ -75,7 +68,8 @@ def closes(options: dict[str, Any]) -> Any:
     run.backward(0)
     run.backward(1)
     before = kept(run.state)
-    spoiled(run, 2)
+    run.poison(float("nan"), layer="0.weight")
+    run.backward(2)
     error = raised_by(run.handle.close)
     assert same(kept(run.state), before)
     run.handle.close()

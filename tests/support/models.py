@@ -210,21 +210,17 @@ def optimizer_step(
 
 def gradients(model: nn.Module) -> Gradients:
     """Return a copy of the gradients that the optimizer uses, in float64 and on the CPU."""
-    return {name: _grad(parameter) for name, parameter in inner(model).named_parameters()}
-
-
-def inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return grad.to("cpu", torch.float64, copy=True)
+    return {
+        name: (torch.zeros_like(p) if p.grad is None else p.grad).to(
+            "cpu", torch.float64, copy=True
+        )
+        for name, p in getattr(model, "module", model).named_parameters()
+    }
 
 
 def local_gradients(model: nn.Module, batch: Batch) -> Gradients:
     """Return this rank's own gradients, computed with a copy of the module outside DDP."""
-    twin = copy.deepcopy(inner(model))
+    twin = copy.deepcopy(getattr(model, "module", model))
     twin.zero_grad()
     loss_of(twin(*batch)).backward()
     return gradients(twin)
