@@ -22,7 +22,7 @@ import torchcomp
 from tests.fsdp.runs import NEEDS_HOOK
 from tests.support.cases import thorough
 from tests.support.codecs import codec_of, nbytes_of, packed, unpacked
-from tests.support.outcomes import messages
+from tests.support.outcomes import same
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import Averager
@@ -219,27 +219,24 @@ def test_contributing_adds_an_aggregator(monkeypatch: pytest.MonkeyPatch) -> Non
     plain = contributed(1, "plain_ef")["PlainEF"]
     monkeypatch.setitem(torchcomp.specs.spec.COMPONENTS, "plain_ef", plain)
 
-    def body(exchange: torchcomp.InProcessExchange) -> None:
+    def run(exchange: torchcomp.InProcessExchange, spec: str) -> Any:
         generator = torch.Generator().manual_seed(exchange.rank)
-        specs = ("plain_ef(topk(0.25))", "ef(topk(0.25))")
-        ours, theirs = (Averager(spec, exchange, {"w": torch.zeros(20)}) for spec in specs)
-        for step in range(4):
-            gradient = torch.randn(20, generator=generator)
-            means = {"w": gradient.clone()}, {"w": gradient}
-            ours.average_all(means[0])
-            theirs.average_all(means[1])
-            assert torch.equal(means[0]["w"], means[1]["w"])
-            assert ours.residual_norms() == theirs.residual_norms()
-            # A new averager with the same state must continue the same way.
-            if step == 1:
-                state = ours.state_dict()
-                ours = Averager(specs[0], exchange, {"w": torch.zeros(20)})
-                ours.load_state_dict(state)
-        assert messages(ours.stats) == messages(theirs.stats)
-        plan = torchcomp.explain(specs[0], numel=20, world_size=exchange.world_size)
-        assert plan.bytes_sent == ours.stats.bytes_sent > 0
+        averager, means = Averager(spec, exchange, {"w": torch.zeros(20)}), []
+        for _ in range(4):
+            # A new averager with the same state continues the same way.
+            state, averager = averager.state_dict(), Averager(spec, exchange, averager.parameters)
+            averager.load_state_dict(state)
+            means.append({"w": torch.randn(20, generator=generator)})
+            averager.average_all(means[-1])
+        return means, averager.residual_norms(), averager.stats.bytes_sent
 
-    torchcomp.run_in_process(3, body)
+    ours, theirs = (
+        torchcomp.run_in_process(3, lambda each, spec=spec: run(each, spec))
+        for spec in ("plain_ef(topk(0.25))", "ef(topk(0.25))")
+    )
+    assert same(ours, theirs)
+    plan = torchcomp.explain("plain_ef(topk(0.25))", numel=20, world_size=3)
+    assert plan.bytes_sent == ours[0][-1] > 0
 
 
 def test_contributing_averages_in_a_loop() -> None:
@@ -299,14 +296,9 @@ def names_of_the_code() -> set[str]:
     for path in PACKAGE.rglob("*.py"):
         names |= {path.stem, path.parent.name}
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                names.add(node.name)
-            elif isinstance(node, ast.arg):
-                names.add(node.arg)
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.id if isinstance(node, ast.Name) else node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.add(node.value)  # the names of slots and the keys of a state
+            # Values are the names of slots and the keys of a state.
+            found = (getattr(node, field, None) for field in ("name", "arg", "id", "attr", "value"))
+            names |= {name for name in found if isinstance(name, str)}
     return names
 
 

@@ -184,7 +184,7 @@ def test_register_logs_the_method_and_its_bytes_on_rank_0(
 
 
 def overlaps(spec: str, collective: str) -> bool:
-    """Whether an exchange ends while a hook delays the last gradient, and the rest is waited for."""
+    """Whether an exchange ends while a hook delays the last gradient; the rest is waited for."""
     run, exchange = Run(spec), getattr(ProcessGroupExchange, collective)
     for step in range(2):
         run.backward(step)

@@ -26,11 +26,9 @@ from tests.support.models import (
     kept,
     loss_of,
     mlp,
-    rebuilt_buckets,
     residual_norm,
     rows,
     seeded,
-    weights,
     wrap,
 )
 from tests.support.outcomes import assert_replicas_equal, messages, raised_by, reloaded, same
@@ -79,41 +77,6 @@ def test_replicas_are_bit_identical(spec: str, steps: int) -> None:
 def test_replicas_are_bit_identical_over_gloo() -> None:
     for spec in (TOPK, 'ef(randk(0.1, scope="tensor"))'):
         assert_replicas_equal(on_processes(3, trained, spec, 100))
-
-
-PLAIN = ""
-SUMMED = ("mean", "identity")
-GATHERED = ("topk(1.0)", "ef(topk(1.0))")
-
-
-def all_trained() -> dict[str, Tensor]:
-    found = {}
-    for spec in (PLAIN, *SUMMED, *GATHERED):
-        model = wrap(mlp())
-        handle = torchcomp.register(model, spec) if spec else None
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-        for step in range(10):
-            optimizer.zero_grad()
-            loss_of(model(rows(step))).backward()
-            optimizer.step()
-        assert rebuilt_buckets(model) > 2
-        if handle is not None:
-            handle.close()
-        found[spec] = weights(model.module)
-    return found
-
-
-@pytest.mark.parametrize("world_size", [3, *thorough([2, 4])])
-def test_a_method_that_sends_everything_equals_plain_ddp(world_size: int) -> None:
-    (alone,) = on_threads(1, all_trained)
-    for outcome in (alone, *on_processes(world_size, all_trained)):
-        plain = outcome[PLAIN]
-        assert not torch.equal(plain, weights(mlp()))
-        assert all(torch.equal(outcome[spec], plain) for spec in SUMMED)
-        for spec in GATHERED:
-            # Up to two summands have one order of addition, so even the bits are equal.
-            assert torch.equal(outcome[spec], plain) or (world_size > 2 and outcome is not alone)
-            torch.testing.assert_close(outcome[spec], plain, rtol=0, atol=1e-12)
 
 
 # --- Conservation: sum of applied means + mean residual = sum of the dense means ------------------

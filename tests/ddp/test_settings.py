@@ -126,6 +126,8 @@ def check(settings: Settings, ranks: int, run: Any = on_threads, nodes: Any = No
     )
     assert nodes or torch.equal(mean[0], plain[0])
     for found in (mean, sparse):
+        # Up to two summands have one order of addition, so even the bits are equal.
+        assert torch.equal(found[0], plain[0]) or ranks > 2
         torch.testing.assert_close(found[0], plain[0], rtol=0, atol=1e-12)
         assert_replicas_equal(found)
 
@@ -151,7 +153,7 @@ NOW = covering(ALL)
 
 
 @pytest.mark.parametrize("settings", NOW, ids=str)
-@pytest.mark.parametrize("ranks", [3, *soak([1, 2, 4, 5])])
+@pytest.mark.parametrize("ranks", [2, 3, *soak([1, 4, 5])])
 def test_weights_are_those_of_plain_ddp(settings: Settings, ranks: int) -> None:
     check(settings, ranks)
 
@@ -161,7 +163,7 @@ def test_weights_with_nodes_are_those_of_plain_ddp(settings: Settings) -> None:
     check(settings, 4, nodes=2)
 
 
-@pytest.mark.parametrize("settings", soak(NOW), ids=str)
+@pytest.mark.parametrize("settings", [NOW[0], *soak(NOW[1:])], ids=str)
 def test_weights_over_gloo_are_those_of_plain_ddp(settings: Settings) -> None:
     check(settings, 3, on_processes)
 

@@ -216,29 +216,23 @@ class WithScale(nn.Module):
 
 
 def flushed() -> None:
-    """A residual that is left on one shard only ends at the same step on all, as in DDP."""
-    mesh = mesh_of(2, 2)
-    for sharded in (False, True):
-        model: Any = WithScale()
-        model = fully_shard(model, mesh=mesh["shard"]) if sharded else wrap(model)
-        scale = model.scale if sharded else model.module.scale
-        others = [each for each in model.parameters() if each is not scale]
-        optimizer = torch.optim.SGD([{"params": others}, {"params": [scale]}], lr=0.05)
-        where: dict[str, Any] = {"replicate": mesh["replicate"]} if sharded else {"nodes": 2}
-        handle = torchcomp.register(model, TOPK, lr_inside=optimizer, **where)
-        if not sharded:
-            handle.averager.regroup([tuple(handle.averager.parameters)])
-        found = []
-        for step in range(4):
-            # While its learning rate is 0, the scale does not send its residual.
-            optimizer.param_groups[1]["lr"] = 0.0 if step in (1, 2) else 0.05
-            optimizer.zero_grad()
-            loss_of(model(rows(step))).backward()
-            optimizer.step()
-            found.append(bool(handle.state_dict()["flushing"]))
-            if step == 0:
-                handle.swap("mean")
-        assert found[1:] == [True, True, False]
+    """A residual that is left on one shard only ends at the same step on all."""
+    mesh, found = mesh_of(2, 2), []
+    model: Any = fully_shard(WithScale(), mesh=mesh["shard"])
+    others = [each for each in model.parameters() if each is not model.scale]
+    optimizer = torch.optim.SGD([{"params": others}, {"params": [model.scale]}], lr=0.05)
+    where = {"replicate": mesh["replicate"], "lr_inside": optimizer}
+    handle = torchcomp.register(model, TOPK, **where)
+    for step in range(4):
+        # While its learning rate is 0, the scale does not send its residual.
+        optimizer.param_groups[1]["lr"] = 0.0 if step in (1, 2) else 0.05
+        optimizer.zero_grad()
+        loss_of(model(rows(step))).backward()
+        optimizer.step()
+        found.append(bool(handle.state_dict()["flushing"]))
+        if step == 0:
+            handle.swap("mean")
+    assert found[1:] == [True, True, False]
 
 
 def closed_then_registered() -> None:
