@@ -78,7 +78,6 @@ def test_the_same_over_gloo(options: Any) -> None:
 
 
 def asked_by_another_thread() -> tuple[type[Exception] | None, int]:
-    """The error of state_dict in another thread during a backward pass, and the steps then."""
     run, errors = Run(), []
 
     def ask(gradient: Tensor) -> None:

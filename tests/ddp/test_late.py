@@ -9,22 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ddp.runs import Run
-from tests.support.models import gradients, kept
+from tests.support.models import kept
 from tests.support.outcomes import raised_by, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import Guard, NonFiniteError, RankFailureError
-
-
-def train(check: str) -> list[Any]:
-    run, found = Run(check=check), []
-    for step in range(4):
-        run.step(step)
-        found.append(gradients(run.model))
-    return [*found, run.state]
-
-
-def test_a_run_is_the_same_bit_for_bit() -> None:
-    assert same(on_threads(2, train, "late"), on_threads(2, train, "now"))
 
 
 def after_a_nan(build: Any) -> tuple[list[Any], list[Any]]:

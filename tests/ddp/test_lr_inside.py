@@ -70,7 +70,6 @@ class Run:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
-    "now": ({"check": "now"}, lambda step: {}),
     "late": ({"check": "late"}, lambda step: {}),
     "accumulated": ({}, lambda step: {"accumulates": True}),
     "a step that the scaler skips": ({}, lambda step: {"overflows": step == 3}),

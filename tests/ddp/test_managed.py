@@ -203,8 +203,7 @@ def fault(step: int, call: int, point: str) -> Fault:
 
 
 METHODS = [spec for spec in THROUGH_DDP if spec not in CONSERVING[:2]]
-CALLS = 4
-"""Collectives of a step of ef(topk): one for each of three groups, and the conclusion."""
+CALLS = 4  # collectives of a step of ef(topk): one for each of three groups, and the conclusion
 
 
 def kill(at: int, call: int) -> tuple[dict[str, Record], int]:
@@ -345,7 +344,6 @@ def test_a_rank_that_joins_follows_the_loss_scale() -> None:
 
 
 def on_two_ranks(body: Callable[[Rank], None]) -> None:
-    """Run a body that checks what it sees, for two ranks."""
     assert_no_error(train(dict.fromkeys("ab", (0, 9)), body))
 
 

@@ -38,13 +38,9 @@ from torchcomp.aggregators import AGGREGATORS
 from torchcomp.compressors import COMPRESSORS
 
 FEW = (TOPK, "powersgd(rank=1)")
-WAYS: dict[str, dict[str, Any]] = {
-    "flat": {},
-    "late": {"check": "late"},
-    "nodes": {"nodes": 2},
-    "nodes, late": {"nodes": 2, "check": "late"},
-}
-"""Options of register under which the same laws hold."""
+# Options of register under which the same laws hold.
+WAYS: dict[str, dict[str, Any]] = {"flat": {}, "late": {"check": "late"}, "nodes": {"nodes": 2}}
+WAYS["nodes, late"] = {"nodes": 2, "check": "late"}
 every_way = pytest.mark.parametrize("way", list(WAYS)[1:])
 every_method = pytest.mark.parametrize("spec", only(METHODS, now=THROUGH_DDP))
 
@@ -124,16 +120,14 @@ def assert_resumes(
     again.handle.close()
 
 
-@pytest.mark.parametrize("stop", [1, 5], ids=["before_rebuild", "after_rebuild"])
-@every_method
-def test_resumed_run_is_bit_identical(spec: str, stop: int) -> None:
-    on_threads(3, assert_resumes, spec, stop)
+# Before and after the rebuild of the buckets, or with another bucket size.
+STOPS = (1, SMALL_BUCKETS), (5, SMALL_BUCKETS), (1, 4 * SMALL_BUCKETS)
 
 
-@pytest.mark.parametrize("cap", [4 * SMALL_BUCKETS, *thorough([None])], ids=["larger", "default"])
+@pytest.mark.parametrize("case", [*STOPS, *thorough([(1, None)])], ids=str)
 @every_method
-def test_resumed_run_with_another_bucket_size_is_bit_identical(spec: str, cap: float) -> None:
-    on_threads(3, assert_resumes, spec, 1, cap)
+def test_resumed_run_is_bit_identical(spec: str, case: tuple[int, float]) -> None:
+    on_threads(3, assert_resumes, spec, *case)
 
 
 @every_way

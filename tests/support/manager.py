@@ -27,7 +27,6 @@ class Board:
         self._changed, self._is_cut = threading.Condition(), False
 
     def cut(self) -> None:
-        """End all collectives that are not complete, and all further ones."""
         with self._changed:
             self._is_cut = True
             self._changed.notify_all()
@@ -54,7 +53,6 @@ class Group:
         self.cut = board.cut  # ends the connections of all ranks, as a rank that dies does
 
     def share(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
         self.calls += 1
         self.of_step += 1
         self.manager.fault(self, "send")
@@ -205,7 +203,6 @@ class Manager:
 def alone() -> dist.ProcessGroup:
     """Return a process group of this rank alone, for DDP, as torchft's ProcessGroupDummy."""
     store = dist.HashStore()
-    group = dist.ProcessGroup(store, 0, 1)
-    gloo = dist.ProcessGroupGloo(store, 0, 1)
+    group, gloo = dist.ProcessGroup(store, 0, 1), dist.ProcessGroupGloo(store, 0, 1)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group

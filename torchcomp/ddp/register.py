@@ -189,7 +189,7 @@ def _check(
     if options.manager is not None and ranks_of_ddp != 1:
         raise UnsupportedModelError(
             f"with a manager, DDP's process group has one rank, not {ranks_of_ddp}: build "
-            "DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))"
+            "torch.nn.parallel.DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))"
         )
     checks.check_model(model)
     if options.check == "late" and model.find_unused_parameters and not model.static_graph:
