@@ -424,10 +424,6 @@ def test_sharding_a_registered_ddp_model_is_refused() -> None:
 # --- Passes that raise, or are thrown away --------------------------------------------------------
 
 
-class Stop(BaseException):
-    """As KeyboardInterrupt, no Exception."""
-
-
 class Encoder(nn.Module):
     """A model whose output is no tensor, and which has a method that is not its forward pass."""
 
@@ -468,7 +464,7 @@ def interrupted(kind: str, layer: int | None) -> None:
         return weights(run.model)
 
     def stop(*arguments: object) -> None:
-        raise Stop
+        raise KeyboardInterrupt
 
     run = build()
     train(run, range(3))
@@ -476,7 +472,7 @@ def interrupted(kind: str, layer: int | None) -> None:
     hook = None if layer is None else run.model.layers[layer].register_full_backward_hook(stop)
     found = compute(run.model, rows(3))
     hook = hook or found.register_hook(stop)
-    with pytest.raises(Stop):
+    with pytest.raises(KeyboardInterrupt):
         loss_of(found).backward()
     hook.remove()
     assert same(messages_of(run.handle.state_dict()), before)
