@@ -1,7 +1,7 @@
 """Private names of torch: each one that torchcomp uses is listed, and this torch has it."""
 
 import ast
-import importlib
+import pkgutil
 import re
 import warnings
 from pathlib import Path
@@ -80,25 +80,13 @@ def instances():
     dist.destroy_process_group()
 
 
-def resolve(path):
-    """Import the module, or the attribute of a module, at a dotted path."""
-    try:
-        return importlib.import_module(path)
-    except ModuleNotFoundError:
-        module, _, name = path.rpartition(".")
-        return getattr(resolve(module), name)
-
-
 def test_this_torch_has_the_private_names(instances):
     for owner, names in PRIVATE.items():
-        has = instances[owner] if owner in instances else resolve(owner)
+        has = instances[owner] if owner in instances else pkgutil.resolve_name(owner)
         if owner == FSDP_GROUP and not hasattr(FSDPModule, "set_all_reduce_hook"):
             continue  # since torch 2.7
         missing = [name for name in names if not hasattr(has, name)]
         assert not missing, f"torch {torch.__version__}: {owner} lacks {missing}"
-
-
-# --- Every private name in use is listed ----------------------------------------------------------
 
 
 PRIVATE_NAME = re.compile(r"_(?!torchcomp)[A-Za-z]\w*")

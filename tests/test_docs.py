@@ -13,7 +13,7 @@ from unittest.mock import DEFAULT, patch
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -21,12 +21,10 @@ from torch.nn.parallel import DistributedDataParallel
 import torchcomp
 from tests.fsdp.runs import NEEDS_HOOK
 from tests.support.cases import thorough
-from tests.support.codecs import codec_of, nbytes_of, packed, unpacked
-from tests.support.outcomes import messages
+from tests.support.outcomes import assert_replicas_equal, flat, same
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import Averager
-from torchcomp.engine.keys import Key
 from torchcomp.specs import spec
 
 ROOT = Path(__file__).parent.parent
@@ -203,56 +201,51 @@ def contributed(block: int, name: str) -> dict[str, Any]:
 
 
 def test_contributing_adds_a_compressor(monkeypatch: pytest.MonkeyPatch) -> None:
-    sign = contributed(0, "sign")["Sign"]
-    monkeypatch.setitem(torchcomp.specs.spec.COMPONENTS, "sign", sign)
-    compressor = torchcomp.parse("ef(sign)").compressor
-    x = torch.tensor([3.0, -1.0, 0.0])
-    codec = codec_of(compressor, (3,))
-    decoded = torch.zeros(3)
-    message = unpacked(codec, packed(codec, codec.encode(x, Key(0))))
-    codec.mean([message], decoded, Key(0), 1)
-    torch.testing.assert_close(decoded, torch.tensor([4 / 3, -4 / 3, 0.0]))
-    assert nbytes_of(codec) == 3 + 4
+    monkeypatch.setitem(spec.COMPONENTS, "sign", contributed(0, "sign")["Sign"])
+
+    def body(exchange: torchcomp.InProcessExchange) -> Tensor:
+        mean = {"w": torch.tensor([3.0, -1.0, 0.0])}
+        Averager("ef(sign)", exchange, mean).average_all(mean)
+        return mean["w"]
+
+    for mean in torchcomp.run_in_process(2, body):
+        torch.testing.assert_close(mean, torch.tensor([4 / 3, -4 / 3, 0.0]))
+    assert torchcomp.explain("ef(sign)", numel=3, world_size=2).message_bytes == 3 + 4
 
 
 def test_contributing_adds_an_aggregator(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = contributed(1, "plain_ef")["PlainEF"]
-    monkeypatch.setitem(torchcomp.specs.spec.COMPONENTS, "plain_ef", plain)
+    monkeypatch.setitem(spec.COMPONENTS, "plain_ef", plain)
 
-    def body(exchange: torchcomp.InProcessExchange) -> None:
+    def run(exchange: torchcomp.InProcessExchange, spec: str) -> Any:
         generator = torch.Generator().manual_seed(exchange.rank)
-        specs = ("plain_ef(topk(0.25))", "ef(topk(0.25))")
-        ours, theirs = (Averager(spec, exchange, {"w": torch.zeros(20)}) for spec in specs)
-        for step in range(4):
-            gradient = torch.randn(20, generator=generator)
-            means = {"w": gradient.clone()}, {"w": gradient}
-            ours.average_all(means[0])
-            theirs.average_all(means[1])
-            assert torch.equal(means[0]["w"], means[1]["w"])
-            assert ours.residual_norms() == theirs.residual_norms()
-            # A new averager with the same state must continue the same way.
-            if step == 1:
-                state = ours.state_dict()
-                ours = Averager(specs[0], exchange, {"w": torch.zeros(20)})
-                ours.load_state_dict(state)
-        assert messages(ours.stats) == messages(theirs.stats)
-        plan = torchcomp.explain(specs[0], numel=20, world_size=exchange.world_size)
-        assert plan.bytes_sent == ours.stats.bytes_sent > 0
+        averager, means = Averager(spec, exchange, {"w": torch.zeros(20)}), []
+        for _ in range(4):
+            # A new averager with the same state continues the same way.
+            state, averager = averager.state_dict(), Averager(spec, exchange, averager.parameters)
+            averager.load_state_dict(state)
+            means.append({"w": torch.randn(20, generator=generator)})
+            averager.average_all(means[-1])
+        return means, averager.residual_norms(), averager.stats.bytes_sent
 
-    torchcomp.run_in_process(3, body)
+    ours, theirs = (
+        torchcomp.run_in_process(3, lambda each, spec=spec: run(each, spec))
+        for spec in ("plain_ef(topk(0.25))", "ef(topk(0.25))")
+    )
+    assert same(ours, theirs)
+    plan = torchcomp.explain("plain_ef(topk(0.25))", numel=20, world_size=3)
+    assert plan.bytes_sent == ours[0][-1] > 0
 
 
 def test_contributing_averages_in_a_loop() -> None:
-    generator = torch.Generator().manual_seed(0)
+    draw = torch.Generator().manual_seed(0)
     data = [
-        (torch.randn(4, 8, generator=generator), torch.randint(3, (4,), generator=generator))
+        (torch.randn(4, 8, generator=draw), torch.randint(3, (4,), generator=draw))
         for _ in range(12)
     ]
-    first, *others = contributed(2, "loop")["train"]("ef(topk(0.25))", 3, data)
-    assert first.weight.abs().sum() > 0
-    for model in others:
-        assert torch.equal(first.weight, model.weight)
-        assert torch.equal(first.bias, model.bias)
+    models = contributed(2, "loop")["train"]("ef(topk(0.25))", 3, data)
+    assert models[0].weight.abs().sum() > 0
+    assert_replicas_equal([flat(model.parameters()) for model in models])
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text()
@@ -278,7 +271,7 @@ def traced_step() -> list[str]:
         sys.setprofile(None)
     # Without the calls of the first job before its bucket, which ask whether the last step counts.
     starts = [("ddp/hook.py", "hook"), ("ddp/executors.py", "submit")]
-    starts.append(("engine/averager.py", "average"))
+    starts += [("engine/averager.py", "average")]
     at = [calls.index(start) for start in starts]
     assert at == sorted(at)
     return list(dict.fromkeys(file for file, _ in [*starts, *calls[at[-1] :]]))
@@ -299,14 +292,9 @@ def names_of_the_code() -> set[str]:
     for path in PACKAGE.rglob("*.py"):
         names |= {path.stem, path.parent.name}
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                names.add(node.name)
-            elif isinstance(node, ast.arg):
-                names.add(node.arg)
-            elif isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store):
-                names.add(node.id if isinstance(node, ast.Name) else node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                names.add(node.value)  # the names of slots and the keys of a state
+            # Values are the names of slots and the keys of a state.
+            found = (getattr(node, field, None) for field in ("name", "arg", "id", "attr", "value"))
+            names |= {name for name in found if isinstance(name, str)}
     return names
 
 
@@ -324,13 +312,8 @@ def test_architecture_names_only_what_the_code_has() -> None:
 
 
 def test_architecture_has_every_room_and_every_key_of_a_state() -> None:
-    rows = ARCHITECTURE.partition("## Rooms")[2].splitlines()
-    named = {
-        name
-        for row in rows
-        if row.startswith("| `")
-        for name in re.findall(r"`(\w+)/?`", row.split("|")[1])
-    }
+    cells = re.findall(r"^\| (`.*?) \|", ARCHITECTURE.partition("## Rooms")[2], re.MULTILINE)
+    named = set(re.findall(r"`(\w+)/?`", " ".join(cells)))
     assert named >= {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
     (form,) = re.findall(r"```\n(.*?)```", ARCHITECTURE, re.DOTALL)
     (state,) = torchcomp.run_in_process(

@@ -279,66 +279,6 @@ def test_unsuitable_python_is_reported_in_one_line(machine, flaw, words):
     assert re.search(words, machine.errors[0])
 
 
-# --- Tests on other versions ----------------------------------------------------------------------
-
-ANY_PYTHON = """
-case "$*" in
-"-m venv"*) for last; do :; done; mkdir -p "$last/bin" && cp "$0" "$last/bin/python" ;;
-"-m pip install"*)
-    echo "$*" >>pip-calls
-    for word; do if [ -e "no ${word%.*}" ]; then exit 1; fi; done ;;
-"-m pytest"*)
-    for word; do case "$word" in --junitxml=*) report=${word#*=} ;; esac; done
-    case "$report" in *torch-newest*) failures=$(cat failures) ;; *) failures=0 ;; esac
-    echo "<r><s tests='9' skipped='1' errors='0' failures='$failures'/></r>" >"$report" ;;
-*torch.__version__*)
-    case "$0" in *torch-2.1-*) [ ! -e "no import of torch-2.1" ] || exit 1 ;; esac
-    echo "2.99 3.99.1" ;;
-esac
-"""
-
-
-@pytest.fixture
-def versions(tmp_path):
-    """Run the script in a folder, with two Pythons on PATH; return its exit code and table."""
-    (tmp_path / "bin").mkdir()
-    for name in ("tools/versions.py", "pyproject.toml", "constraints.txt"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        shutil.copy(ROOT / name, tmp_path / name)
-    for tool in ("sh", "cat", "cp", "mkdir"):
-        (tmp_path / "bin" / tool).symlink_to(shutil.which(tool))
-    for name in ("python3.11", "python3.12"):
-        executable(tmp_path / "bin" / name, ANY_PYTHON)
-
-    def call(*pairs, failures=0):
-        (tmp_path / "failures").write_text(str(failures))
-        script = [sys.executable, "tools/versions.py", *pairs]
-        done = run(script, cwd=tmp_path, check=False, PATH=str(tmp_path / "bin"))
-        rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if "|" in line]
-        return done, [row[:6] for row in rows[2:]]
-
-    return call
-
-
-@pytest.mark.parametrize("flaw", ["no torch==2.1", "no import of torch-2.1"])
-def test_a_version_that_cannot_be_installed_fails_and_the_other_is_tested(versions, tmp_path, flaw):
-    (tmp_path / flaw).touch()
-    done, rows = versions("2.1:3.11", "2.9:3.12")
-    assert done.returncode == 1
-    assert [row[2:6] for row in rows] == [["", "", "", "not installed"], ["yes", "8", "1", "0"]]
-
-
-@pytest.mark.parametrize("failures", [0, 2])
-def test_versions_are_the_oldest_two_and_the_newest_two(versions, tmp_path, failures):
-    done, rows = versions(failures=failures)
-    assert done.returncode == (failures > 0)
-    assert "found Python 3.11, 3.12; did not find 3.10, 3.13, 3.14" in done.stdout
-    oldest = ["2.99", "3.99.1", "yes", "8", "1", "0"]
-    assert rows == [oldest, [*oldest[:3], str(8 - failures), "1", str(failures)]]
-    folders = {path.name for path in (tmp_path / ".venv-versions").iterdir()}
-    assert folders == {"torch-2.6-py3.11", "torch-newest-py3.12"}
-
-
 def test_versions_name_tests_that_exist():
     tests = runpy.run_path(str(ROOT / "tools/versions.py"))["TESTS"]
     assert {"tests/test_wire.py", "tests/ddp", "tests/local_sgd/test_algorithm.py"} <= set(tests)

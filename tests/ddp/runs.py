@@ -1,6 +1,5 @@
 """One rank that trains a small DDP model with a method."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -81,8 +80,3 @@ class Run:
 def without_traffic(state: dict[str, Any]) -> dict[str, Any]:
     """Return a state without its counters: a step that is discarded has sent its bytes."""
     return {name: value for name, value in state.items() if name != "traffic"}
-
-
-def all_of(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the values of all tensors as one vector."""
-    return torch.cat([each.detach().flatten() for each in tensors])

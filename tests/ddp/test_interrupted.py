@@ -39,10 +39,7 @@ def interrupt(run: Run, layer: int | None, error: type[BaseException] = Stop) ->
 
 
 def interrupted(spec: str, error: type[BaseException], layer: int | None, options: Any) -> None:
-    """Compare six steps without and with an interruption of the fourth on all ranks.
-
-    DDP itself cannot go on after a backward pass that raised, so another model goes on.
-    """
+    """Compare six steps with those where the fourth is interrupted, and another model goes on."""
     whole, run = Run(spec, **options).train(*range(6)), Run(spec, **options).train(*range(3))
     before = run.state
     interrupt(run, layer, error)
@@ -81,7 +78,6 @@ def test_the_same_over_gloo(options: Any) -> None:
 
 
 def asked_by_another_thread() -> tuple[type[Exception] | None, int]:
-    """The error of state_dict in another thread during a backward pass, and the steps then."""
     run, errors = Run(), []
 
     def ask(gradient: Tensor) -> None:

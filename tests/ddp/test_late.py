@@ -9,29 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.ddp.runs import Run
-from tests.support.models import gradients, kept
+from tests.support.models import kept
 from tests.support.outcomes import raised_by, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import Guard, NonFiniteError, RankFailureError
-
-
-def train(check: str) -> list[Any]:
-    run, found = Run(check=check), []
-    for step in range(4):
-        run.step(step)
-        found.append(gradients(run.model))
-    return [*found, run.state]
-
-
-def test_a_run_is_the_same_bit_for_bit() -> None:
-    assert same(on_threads(2, train, "late"), on_threads(2, train, "now"))
-
-
-def spoiled(run: Run, step: int) -> None:
-    """Run a backward pass with a NaN on rank 0."""
-    hook = run.model.module[0].weight.register_hook(lambda g: g / dist.get_rank())
-    run.backward(step)
-    hook.remove()
 
 
 def after_a_nan(build: Any) -> tuple[list[Any], list[Any]]:
@@ -75,7 +56,8 @@ def closes(options: dict[str, Any]) -> Any:
     run.backward(0)
     run.backward(1)
     before = kept(run.state)
-    spoiled(run, 2)
+    run.poison(float("nan"), layer="0.weight")
+    run.backward(2)
     error = raised_by(run.handle.close)
     assert same(kept(run.state), before)
     run.handle.close()

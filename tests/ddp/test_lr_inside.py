@@ -13,10 +13,10 @@ from torch import Tensor, nn
 import torchcomp
 from tests.support.cases import thorough
 from tests.support.models import kept, optimizer_step, weights, wrap
-from tests.support.outcomes import assert_close, assert_refused, caught
+from tests.support.outcomes import assert_close, caught
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes, on_threads
-from torchcomp import RankFailureError, RankMismatchError, SpecError
+from torchcomp import RankFailureError, SpecError
 
 
 class Linear(nn.Module):
@@ -70,7 +70,6 @@ class Run:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], Any]] = {
-    "now": ({"check": "now"}, lambda step: {}),
     "late": ({"check": "late"}, lambda step: {}),
     "accumulated": ({}, lambda step: {"accumulates": True}),
     "a step that the scaler skips": ({}, lambda step: {"overflows": step == 3}),
@@ -108,17 +107,6 @@ def test_several_optimizers_train_the_parts_of_a_model() -> None:
         return handle.averager.units.lrs
 
     assert on_threads(2, body) == [{"a": 0.1, "b": 0.2}] * 2
-
-
-def test_a_scheduler_on_one_rank_only_is_found() -> None:
-    def body() -> None:
-        run = Run()
-        run.step(0)
-        if dist.get_rank():
-            run.scheduler.step()
-        run.step(1)
-
-    assert_refused(2, body, RankMismatchError, "lr", "step 2", "rank 0", "rank 1")
 
 
 def bad_on_rank_1(nodes: int | None, lr: Any) -> tuple[type[BaseException], int]:

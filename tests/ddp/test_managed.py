@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,11 +29,7 @@ from tests.support.outcomes import equal_on_all, same
 
 TOPK = "ef(topk(0.1))"
 STEPS = 12
-Rate = Callable[[int], float]
-"""The learning rate of a step."""
-
-Attempt = tuple[int, int]
-"""A step, and the quorum in which it was tried."""
+Attempt = tuple[int, int]  # a step, and the quorum in which it was tried
 
 
 @dataclass
@@ -50,25 +47,19 @@ class Record:
 class Rank:
     """A rank with its model, on a thread."""
 
-    def __init__(
-        self, manager: Manager, spec: str, lr: Rate | None = None, scales: bool = False, **ddp: Any
-    ) -> None:
+    def __init__(self, manager: Manager, spec: str, scales: bool = False, **ddp: Any) -> None:
         self.manager, self.record = manager, Record()
         self.model = DistributedDataParallel(
             mlp(), process_group=alone(), bucket_cap_mb=SMALL_BUCKETS, **ddp
         )
-        self.lr = lr or (lambda step: 0.05)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.05)
         self.scaler = torch.amp.GradScaler(
             "cpu", init_scale=256.0, growth_interval=3, enabled=scales
         )
-        inside = None if lr is None else self.optimizer
-        self.handle = torchcomp.register(
-            self.model, spec, manager=manager, lr_inside=inside, scaler=self.scaler
-        )
+        self.handle = torchcomp.register(self.model, spec, manager=manager, scaler=self.scaler)
         register = manager.register_state_dict_fn
         register("scaler", self.scaler.load_state_dict, self.scaler.state_dict)
-        register("model", self.model.load_state_dict, lambda: clone(self.model.state_dict()))
+        register("model", self.model.load_state_dict, lambda: deepcopy(self.model.state_dict()))
 
     def batch(self) -> torch.Tensor:
         seed = 1000 * self.manager.current_step() + ord(self.manager.name)
@@ -80,7 +71,6 @@ class Rank:
         manager, record = self.manager, self.record
         manager.start_quorum()
         self.model.zero_grad()
-        self.optimizer.param_groups[0]["lr"] = self.lr(manager.current_step())
         attempt, batch = (manager.current_step(), manager._quorum_id), self.batch()
         record.dense[attempt] = local_gradients(self.model, (batch,))
         record.sizes[attempt] = manager.num_participants()
@@ -102,10 +92,6 @@ class Rank:
         self.handle.close()
         self.manager.shutdown()
         return self.record
-
-
-def clone(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: value.clone() for name, value in state.items()}
 
 
 def train(
@@ -150,11 +136,10 @@ def assert_no_error(records: dict[str, Record]) -> None:
     assert {name: record.error for name, record in records.items()} == dict.fromkeys(records)
 
 
-def missing(records: dict[str, Record], present: str, lr: Rate = lambda step: 1.0) -> Gradients:
+def missing(records: dict[str, Record], present: str) -> Gradients:
     """Return the dense means that were neither applied nor are unsent on the ranks `present`.
 
-    They are multiplied by the learning rate of their step. Also require that all ranks have applied
-    the same means.
+    Also require that all ranks have applied the same means.
     """
     counted = {attempt for record in records.values() for attempt in record.applied}
     assert len(counted) == len({step for step, _ in counted})
@@ -166,10 +151,9 @@ def missing(records: dict[str, Record], present: str, lr: Rate = lambda step: 1.
             assert equal_on_all(each[name] for each in means)
             dense = sum(record.dense[attempt][name] for record in ranks)
             assert len(ranks) == ranks[0].sizes[attempt]
-            total[name] = total.get(name, 0) + (dense / len(ranks) - mean) * lr(attempt[0])
-    last = lr(max(step for step, _ in counted))
+            total[name] = total.get(name, 0) + dense / len(ranks) - mean
     for name in total:
-        total[name] -= sum(records[n].unsent[name] for n in present) / len(present) * last
+        total[name] -= sum(records[n].unsent[name] for n in present) / len(present)
     return total
 
 
@@ -219,8 +203,7 @@ def fault(step: int, call: int, point: str) -> Fault:
 
 
 METHODS = [spec for spec in THROUGH_DDP if spec not in CONSERVING[:2]]
-CALLS = 4
-"""Collectives of a step of ef(topk): one for each of three groups, and the conclusion."""
+CALLS = 4  # collectives of a step of ef(topk): one for each of three groups, and the conclusion
 
 
 def kill(at: int, call: int) -> tuple[dict[str, Record], int]:
@@ -361,7 +344,6 @@ def test_a_rank_that_joins_follows_the_loss_scale() -> None:
 
 
 def on_two_ranks(body: Callable[[Rank], None]) -> None:
-    """Run a body that checks what it sees, for two ranks."""
     assert_no_error(train(dict.fromkeys("ab", (0, 9)), body))
 
 

@@ -7,7 +7,6 @@ from functools import partial
 from inspect import signature
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -300,17 +299,6 @@ def test_a_manager_takes_one_model() -> None:
         torchcomp.register(on_alone(), TOPK, manager=manager)
 
 
-def test_errors_are_raised_before_a_process_group_is_created() -> None:
-    def body() -> str:
-        model = plain()
-        with mock.patch("torchcomp.ddp.register.transport") as transport:
-            raised_by(lambda: torchcomp.register(model, "topq(0.1)"))
-        transport.assert_not_called()
-        return str(torchcomp.register(model, TOPK).method)
-
-    assert on_threads(1, body) == [TOPK]
-
-
 # --- Ranks with different arguments ---------------------------------------------------------------
 
 
@@ -321,28 +309,25 @@ def head() -> DistributedDataParallel:
 
 def differing() -> dict[str, Exception]:
     odd = dist.get_rank() == 1
-    sgd = lambda model: torch.optim.SGD(model.parameters(), lr=0.1)  # noqa: E731
+
+    def call(spec: str = TOPK, **options: Any) -> Callable[[Any], Any]:
+        return lambda model: torchcomp.register(model, spec, **options)
+
+    def with_lr(model: Any) -> None:
+        sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+        torchcomp.register(model, TOPK, lr_inside=sgd if odd else None)
+
     calls: dict[str, Callable[[Any], Any]] = {
-        "spec: mean on rank .*ef(topk(0.1)) on rank 1": lambda model: torchcomp.register(
-            model, TOPK if odd else "mean"
-        ),
-        "seed: 3 on rank .*7 on rank 1": lambda model: torchcomp.register(
-            model, TOPK, seed=7 if odd else 3
-        ),
-        "'topq'.*'topk'": lambda model: torchcomp.register(model, "topq(0.1)" if odd else TOPK),
-        "-5 on rank 1": lambda model: torchcomp.register(model, TOPK, seed=-5 if odd else 0),
-        "every(2) on rank 1": lambda model: INSTALLERS["LocalSGD" if odd else "register"](model),
-        "check: .*late on rank 1": lambda model: torchcomp.register(
-            model, TOPK, check="late" if odd else "now"
-        ),
-        "lr_inside: .* on rank 1": lambda model: torchcomp.register(
-            model, TOPK, lr_inside=sgd(model) if odd else None
-        ),
-        "parameters: .*'head0.weight'.*'head1.weight'": lambda model: torchcomp.register(
-            head(), TOPK
-        ),
+        "spec: mean on rank .*ef(topk(0.1)) on rank 1": call(TOPK if odd else "mean"),
+        "seed: 3 on rank .*7 on rank 1": call(seed=7 if odd else 3),
+        "'topq'.*'topk'": call("topq(0.1)" if odd else TOPK),
+        "-5 on rank 1": call(seed=-5 if odd else 0),
+        "every(2) on rank 1": INSTALLERS["LocalSGD" if odd else "register"],
+        "check: .*late on rank 1": call(check="late" if odd else "now"),
+        "lr_inside: .* on rank 1": with_lr,
+        "parameters: .*'head0.weight'.*'head1.weight'": lambda _: call()(head()),
     }
-    return {words: raised_by(lambda call=call: call(wrap(mlp()))) for words, call in calls.items()}
+    return {words: raised_by(partial(each, plain())) for words, each in calls.items()}
 
 
 def test_errors_of_different_arguments_list_all_values() -> None:

@@ -1,6 +1,5 @@
 """Settings of DDP and of models: as plain DDP where all is sent, and nothing is lost elsewhere."""
 
-import shutil
 import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -63,14 +62,9 @@ class Settings:
     def __str__(self) -> str:
         return "-".join(each.name for each in fields(self) if getattr(self, each.name)) or "plain"
 
-    def wrap(self, compiled: bool = False) -> DistributedDataParallel:
-        module = Small(self)
-        if compiled:
-            module.compile(backend="aot_eager")
-        return DistributedDataParallel(
-            module,
-            # torch.compile does not take a bucket that is smaller than the first one of DDP.
-            bucket_cap_mb=25 if compiled else 0.002,
+    def wrap(self) -> DistributedDataParallel:
+        return wrap(
+            Small(self),
             static_graph=self.static_graph,
             find_unused_parameters=self.find_unused,
             gradient_as_bucket_view=self.bucket_view,
@@ -106,8 +100,8 @@ class Small(nn.Module):
         return x if unused else x + self.rare(torch.zeros(16, dtype=x.dtype) + 0.1)
 
 
-def trained(settings: Settings, spec: str, compiled: bool, nodes: int | None) -> Tensor:
-    model = settings.wrap(compiled)
+def trained(settings: Settings, spec: str, nodes: int | None) -> Tensor:
+    model = settings.wrap()
     handle = torchcomp.register(model, spec, nodes=nodes) if spec else None
     wanted = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.SGD(wanted, lr=0.05, momentum=0.9)
@@ -125,15 +119,14 @@ def trained(settings: Settings, spec: str, compiled: bool, nodes: int | None) ->
     return weights(model.module)
 
 
-def check(
-    settings: Settings, ranks: int, run: Any = on_threads, compiled: bool = False, nodes: Any = None
-) -> None:
+def check(settings: Settings, ranks: int, run: Any = on_threads, nodes: Any = None) -> None:
     plain, mean, sparse = (
-        run(ranks, trained, settings, spec, compiled, nodes)
-        for spec in (PLAIN, "mean", "ef(topk(1.0))")
+        run(ranks, trained, settings, spec, nodes) for spec in (PLAIN, "mean", "ef(topk(1.0))")
     )
     assert nodes or torch.equal(mean[0], plain[0])
     for found in (mean, sparse):
+        # Up to two summands have one order of addition, so even the bits are equal.
+        assert torch.equal(found[0], plain[0]) or ranks > 2
         torch.testing.assert_close(found[0], plain[0], rtol=0, atol=1e-12)
         assert_replicas_equal(found)
 
@@ -159,8 +152,9 @@ NOW = covering(ALL)
 
 
 @pytest.mark.parametrize("settings", NOW, ids=str)
-def test_weights_are_those_of_plain_ddp(settings: Settings) -> None:
-    check(settings, 3)
+@pytest.mark.parametrize("ranks", [2, 3, *soak([1, 4, 5])])
+def test_weights_are_those_of_plain_ddp(settings: Settings, ranks: int) -> None:
+    check(settings, ranks)
 
 
 @pytest.mark.parametrize("settings", [each for each in NOW if not each.autocast], ids=str)
@@ -168,16 +162,9 @@ def test_weights_with_nodes_are_those_of_plain_ddp(settings: Settings) -> None:
     check(settings, 4, nodes=2)
 
 
-@pytest.mark.parametrize("world_size", soak([1, 2, 4, 5]))
-def test_weights_on_other_numbers_of_ranks_are_those_of_plain_ddp(world_size: int) -> None:
-    for settings in NOW:
-        check(settings, world_size)
-
-
-@pytest.mark.parametrize("settings", soak(NOW), ids=str)
-@pytest.mark.parametrize("compiled", [False, True])
-def test_weights_over_gloo_are_those_of_plain_ddp(settings: Settings, compiled: bool) -> None:
-    check(settings, 3, on_processes, compiled)
+@pytest.mark.parametrize("settings", [NOW[0], *soak(NOW[1:])], ids=str)
+def test_weights_over_gloo_are_those_of_plain_ddp(settings: Settings) -> None:
+    check(settings, 3, on_processes)
 
 
 # --- Conservation ---------------------------------------------------------------------------------
@@ -381,12 +368,12 @@ def test_two_models_in_one_backward_pass_conserve_each(run) -> None:
         assert_residual(list(accounts))
 
 
-def compiled(backend: str) -> tuple[Account, list[str]]:
+def compiled() -> tuple[Account, list[str]]:
     module = mlp()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch.compile's own
         # The compiler splits the graph at buckets, and asserts that they are at least 1 MiB.
-        model = wrap(torch.compile(module, backend=backend), bucket_cap_mb=None)
+        model = wrap(torch.compile(module, backend="aot_eager"), bucket_cap_mb=None)
         handle = torchcomp.register(model, TOPK)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         account = Account()
@@ -400,20 +387,14 @@ def compiled(backend: str) -> tuple[Account, list[str]]:
     return account.close(handle), names
 
 
-needs_cpp = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
-
-
-@pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=[needs_cpp, pytest.mark.thorough])]
-)
-def test_compiled_module_conserves_under_its_own_names(backend: str) -> None:
-    accounts, names = zip(*on_processes(2, compiled, backend), strict=True)
+def test_compiled_module_conserves_under_its_own_names() -> None:
+    accounts, names = zip(*on_processes(2, compiled), strict=True)
     assert set(names[0]) == {name for name, _ in mlp().named_parameters()}
     assert_conserved(list(accounts), tolerance=1e-10)
     assert_residual(list(accounts))
 
 
-def averaged() -> Tensor:
+def averaged() -> int:
     """Average the weights of a registered model in a copy, also with a scaler's hook."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1.0)
     model = wrap(mlp())
@@ -421,16 +402,11 @@ def averaged() -> Tensor:
     average = torch.optim.swa_utils.AveragedModel(model)
     for step in range(3):
         scaler.scale(loss_of(model(rows(step)))).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter.sub_(0.01 * parameter.grad)
-        model.zero_grad()
         average.update_parameters(model)
-    assert handle.stats.steps == 3
     with torch.no_grad():
-        return average(rows(0))
+        assert average(rows(0)).shape == (4, 4)
+    return handle.stats.steps
 
 
 def test_weights_of_a_registered_model_can_be_averaged_in_a_copy() -> None:
-    first, second = on_processes(2, averaged)
-    assert first.shape == second.shape == (4, 4)
+    assert on_processes(2, averaged) == [3, 3]

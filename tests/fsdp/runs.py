@@ -1,6 +1,5 @@
 """Runs of one small model: FSDP2 with replicas, and DDP with two levels, over the same ranks."""
 
-import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import torchcomp
-from tests.support.models import loss_of, mlp, rows, wrap
+from tests.ddp.runs import Run as DDPRun
+from tests.support.models import loss_of, mlp, rows
 
 NAMES = ("replicate", "shard")
 NEEDS_HOOK = pytest.mark.skipif(
@@ -81,15 +81,9 @@ def gradients(model: nn.Module) -> Tensor:
 
 
 def two_level_ddp(
-    shards: int, spec: str, dtype: torch.dtype, groups: Any, steps: Sequence[int], **options: Any
+    shards: int, spec: str, dtype: torch.dtype, groups: Any, steps: Sequence[int]
 ) -> Tensor:
     """The weights after the same steps with DDP, and the groups of FSDP2's units."""
-    model = wrap(mlp(dtype))
-    handle = torchcomp.register(model, spec, nodes=shards, **options)
-    handle.averager.regroup(groups)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in steps:
-        optimizer.zero_grad()
-        loss_of(model(rows(step, dtype))).backward()
-        optimizer.step()
-    return weights(copy.deepcopy(model.module))
+    run = DDPRun(spec, dtype=dtype, nodes=shards)
+    run.handle.averager.regroup(groups)
+    return weights(run.train(*steps).model.module)

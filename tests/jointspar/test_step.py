@@ -14,7 +14,6 @@ from tests.support.models import (
     Branches,
     Checkpointed,
     OddSizes,
-    Tied,
     convolutions,
     images,
     local_gradients,
@@ -64,6 +63,12 @@ def one_branch(step: int) -> Any:
     return rows(step), (("left",), ("right",))[step % 2]
 
 
+def tied() -> nn.Module:
+    module = mlp()
+    module[4].weight = module[0].weight
+    return module
+
+
 def branches() -> nn.Module:
     return seeded(Branches().double())
 
@@ -73,7 +78,7 @@ CASES: dict[str, Any] = {
     "one bucket": (mlp, rows, {"bucket_cap_mb": None}),
     "views": (mlp, rows, {"gradient_as_bucket_view": True}),
     "unused parameters": (branches, one_branch, {"find_unused_parameters": True}),
-    "shared weight": (lambda: seeded(Tied()).double(), rows, {}),
+    "shared weight": (tied, rows, {}),
     "checkpointed": (lambda: seeded(Checkpointed(use_reentrant=False)).double(), rows, {}),
     "odd sizes": (lambda: seeded(OddSizes()).double(), rows, {}),
     "channels_last": (convolutions, images, {}),

@@ -11,7 +11,6 @@ from tests.kernels.definitions import BIG, EXAMPLES, some_of
 from tests.kernels.forms import sparse_kernels, use_form
 from tests.support.cases import thorough
 from torchcomp.kernels import backend, elias_fano
-from torchcomp.kernels.segments import Segment
 
 BACKENDS = ["torch", "numba"]
 
@@ -29,7 +28,7 @@ def encode(index, n):
     """Encode in the form of the test."""
     k, form = index.numel(), backend.fast_form("elias_fano", "cpu" if index.is_cpu else "")
     if form is None or k in (0, n):
-        return elias_fano.encode(index, [Segment(0, n, k)])[0]
+        return elias_fano.encode(index, n)
     out = torch.empty(elias_fano.nbytes(n, k), dtype=torch.uint8)
     elias_fano.check(form.encode(index.numpy(), n, elias_fano.low_bits(n, k), out.numpy()), n)
     return out
@@ -39,7 +38,7 @@ def decode(code, n, k):
     """Decode in the form of the test: return the indices, and whether the code is intact."""
     form = backend.fast_form("elias_fano", "cpu" if code.is_cpu else "")
     if form is None or k in (0, n):
-        index, damaged = elias_fano.decode([code], [Segment(0, n, k)])
+        (index,), damaged = elias_fano.decode([code], n, k)
         return index, ~damaged
     index = np.zeros(k, np.int64)
     intact = form.decode(code.numpy(), n, elias_fano.low_bits(n, k), index)
@@ -141,8 +140,7 @@ def test_vectors_of_all_sizes_have_the_code_of_the_reference_and_survive(device,
     chosen = some_of(n, k)
     chosen[-1] = n - 1
     code = encode(chosen.to(device), n)
-    (expected,) = elias_fano.encode(chosen, [Segment(0, n, k)])
-    assert code.cpu().equal(expected)
+    assert code.cpu().equal(elias_fano.encode(chosen, n))
     index, intact = decode(code, n, k)
     assert intact
     assert index.cpu().equal(chosen)

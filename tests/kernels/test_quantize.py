@@ -32,11 +32,11 @@ def encode(values, fmt, seed=None):
     noise, count = None, values.numel()
     if seed is not None:
         noise = torch.from_numpy(np.random.default_rng(seed).random(count, dtype=np.float32))
-    return quantize_form().encode(values, [count], fmt, noise)[0]
+    return quantize_form().encode(values, fmt, noise)
 
 
 def decode(parts, count, dtype=torch.float32):
-    return quantize_form().decode([parts], [count], dtype)[0]
+    return quantize_form().decode([parts], count, dtype)[0]
 
 
 def message(values, fmt, seed=None):
@@ -71,7 +71,7 @@ def test_worked_examples(fmt, values, expected):
 @pytest.mark.parametrize(("drawn", "expected"), [(0.0, [127, 2, -1, 3]), (0.5, [127, 1, -2, 3])])
 def test_a_draw_below_the_fraction_rounds_up(drawn, expected):
     values, noise = torch.tensor([127.0, 1.5, -1.5, 3.0]), torch.full((4,), drawn)
-    ((_, codes),) = quantize_form().encode(values, [4], "int8", noise)
+    _, codes = quantize_form().encode(values, "int8", noise)
     assert codes.tolist() == expected
 
 

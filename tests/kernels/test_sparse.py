@@ -12,7 +12,6 @@ from tests.support.cases import only
 from tests.support.threads import torch_threads
 from tests.support.vectors import normal
 from torchcomp.kernels import backend, elias_fano, pool, quantize
-from torchcomp.kernels.segments import Segment
 
 FORMS = ["numba", "device", *(["cuda"] if torch.cuda.is_available() else [])]
 FORMATS = [None, *quantize.FORMATS]
@@ -96,10 +95,10 @@ def test_plain_torch_does_what_is_defined(case):
     sums = torch.zeros(numel, dtype=dtype)
     for message in (others, parts):
         for own, (start, n, k), at in zip(message, segments, chosen, strict=True):
-            local, damaged = elias_fano.decode([own[-1]], [Segment(0, n, k)])
+            (local,), damaged = elias_fano.decode([own[-1]], n, k)
             assert own[-1].tolist() == specified(local.tolist(), n)
             assert not damaged
-            values = [quantize.decode([own[:-1]], [k], to)[0] for to in (dtype, memory)]
+            values = [quantize.decode([own[:-1]], k, to)[0] for to in (dtype, memory)]
             added.index_add_(0, local + start, values[0], alpha=1 / 3)
             if message is parts:
                 assert local.equal(at - start)
@@ -108,8 +107,8 @@ def test_plain_torch_does_what_is_defined(case):
                 expected[at] -= finite * (1 / 3)
     for message in (parts, others, others):
         for own, (start, n, k) in zip(message, segments, strict=True):
-            local, _ = elias_fano.decode([own[-1]], [Segment(0, n, k)])
-            sums.index_add_(0, local + start, quantize.decode([own[:-1]], [k], dtype)[0])
+            (local,), _ = elias_fano.decode([own[-1]], n, k)
+            sums.index_add_(0, local + start, quantize.decode([own[:-1]], k, dtype)[0])
     for a, b in ((rest, total), (y, expected), (out, added), (mean, sums.div_(3))):
         same(a, b)
 
@@ -127,8 +126,7 @@ def device(request):
 def message(n, k, fmt, seed=0):
     """The fields of a message."""
     index, values = some_of(n, k, seed), normal(k, seed=seed)
-    (code,) = elias_fano.encode(index, [Segment(0, n, k)])
-    return (*quantize.encode(values, [k], fmt, None)[0], code)
+    return (*quantize.encode(values, fmt, None), elias_fano.encode(index, n))
 
 
 def accumulate(messages, k, out, weight=1.0):
@@ -163,14 +161,13 @@ def test_random_bytes_change_only_the_vector_and_damage_makes_it_nan(
     for density in [0.05, 0.1, 0.3, 0.5, 0.9] * 10:
         bits = generator.random(8 * parts[-1].numel()) < density
         code = torch.from_numpy(np.packbits(bits))
-        index, damaged = elias_fano.decode([code], [Segment(0, n, k)])
+        (index,), damaged = elias_fano.decode([code], n, k)
         around = torch.ones(n + 200, device=device)
         accumulate([(*parts[:-1], code)], k, around[100:-100])
         assert around[:100].eq(1).all()
         assert around[-100:].eq(1).all()
-        inside = torch.ones(n).index_add_(
-            0, index, quantize.decode([parts[:-1]], [k], around.dtype)[0]
-        )
+        values = quantize.decode([parts[:-1]], k, around.dtype)[0]
+        inside = torch.ones(n).index_add_(0, index, values)
         found = around[100:-100].cpu()
         assert found.isnan().all() if damaged else found.equal(inside)
 

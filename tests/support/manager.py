@@ -1,7 +1,4 @@
-"""A stand-in of torchft's Manager, among threads: the interface that torchcomp uses, and no more.
-
-Ranks join and go at steps that a test chooses, and their collectives fail where it chooses.
-"""
+"""A stand-in of torchft's Manager, among threads. Ranks join, go and fail where a test chooses."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -30,7 +27,6 @@ class Board:
         self._changed, self._is_cut = threading.Condition(), False
 
     def cut(self) -> None:
-        """End all collectives that are not complete, and all further ones."""
         with self._changed:
             self._is_cut = True
             self._changed.notify_all()
@@ -54,13 +50,9 @@ class Group:
     def __init__(self, board: Board, rank: int, manager: "Manager") -> None:
         self._board, self._rank, self.manager = board, rank, manager
         self.calls = self.of_step = 0
-
-    def cut(self) -> None:
-        """End the connections of all ranks, as a rank that dies does."""
-        self._board.cut()
+        self.cut = board.cut  # ends the connections of all ranks, as a rank that dies does
 
     def share(self, value: Any) -> list[Any]:
-        """Return the values of all ranks."""
         self.calls += 1
         self.of_step += 1
         self.manager.fault(self, "send")
@@ -80,12 +72,7 @@ class Group:
         return DONE
 
     def alltoall_base(
-        self,
-        received: Tensor,
-        outgoing: Tensor,
-        arriving: list[int],
-        sizes: list[int],
-        options: Any,
+        self, received: Tensor, outgoing: Tensor, arriving: list[int], sizes: list[int], _: Any
     ) -> Any:
         parts = self.share(torch.split(outgoing.clone(), sizes))
         mine = [sent[self._rank] for sent in parts]
@@ -102,12 +89,10 @@ class Lighthouse:
     """Brings the ranks together that are to take part in a step."""
 
     def __init__(self, spans: Mapping[str, tuple[int, int]]) -> None:
-        self._spans = dict(spans)
-        self._changed = threading.Condition()
+        self._spans, self._changed = dict(spans), threading.Condition()
         self._waiting: dict[str, Manager] = {}
         self._formed: dict[str, SimpleNamespace] = {}
-        self._members: list[str] = []
-        self._quorum = 0
+        self._members, self._quorum = list[str](), 0
 
     def gone(self, name: str) -> None:
         """Form the next quorum without this rank."""
@@ -138,15 +123,9 @@ class Lighthouse:
         state = healthy.saved() if healed else {}
         board = Board(len(wanted))
         for rank, manager in enumerate(managers):
-            self._formed[manager.name] = SimpleNamespace(
-                id=self._quorum,
-                rank=rank,
-                size=len(wanted),
-                board=board,
-                step=step,
-                state=state if manager in healed else None,
-            )
-            del self._waiting[manager.name]
+            formed = SimpleNamespace(id=self._quorum, rank=rank, size=len(wanted), step=step)
+            formed.board, formed.state = board, state if manager in healed else None
+            self._formed[self._waiting.pop(manager.name).name] = formed
         self._changed.notify_all()
 
 
@@ -166,10 +145,9 @@ class Manager:
         self._quorum_id, self._commit_failures, self._step = -1, 0, 0
         self._pg: Any = None
         self._error: Exception | None = None
-        self._rank, self._size = 0, 0
+        self._rank = self._size = 0
 
     # Called by torchcomp.
-
     def register_state_dict_fn(
         self, key: str, load: Callable[[Any], None], save: Callable[[], Any]
     ) -> None:
@@ -194,7 +172,6 @@ class Manager:
         return self._size
 
     # Called by the training loop.
-
     def start_quorum(self) -> None:
         if self._error is not None:
             self._pg.cut()  # torchft does so when it configures the group for the next quorum
@@ -226,7 +203,6 @@ class Manager:
 def alone() -> dist.ProcessGroup:
     """Return a process group of this rank alone, for DDP, as torchft's ProcessGroupDummy."""
     store = dist.HashStore()
-    group = dist.ProcessGroup(store, 0, 1)
-    gloo = dist.ProcessGroupGloo(store, 0, 1)
+    group, gloo = dist.ProcessGroup(store, 0, 1), dist.ProcessGroupGloo(store, 0, 1)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
     return group

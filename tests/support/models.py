@@ -4,6 +4,7 @@ import copy
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -119,27 +120,11 @@ class Branches(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem = nn.Linear(16, 16)
-        self.left = nn.Linear(16, 4)
-        self.right = nn.Linear(16, 4)
+        self.stem, self.left, self.right = nn.Linear(16, 16), nn.Linear(16, 4), nn.Linear(16, 4)
 
     def forward(self, x: Tensor, branches: Iterable[str]) -> Tensor:
         h = torch.tanh(self.stem(x))
         return sum((getattr(self, name)(h) for name in branches), h[:, :4])
-
-
-class Tied(nn.Module):
-    """One weight at both ends."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.encode = nn.Linear(16, 16)
-        self.middle = nn.Linear(16, 16)
-        self.decode = nn.Linear(16, 16)
-        self.decode.weight = self.encode.weight
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.decode(torch.tanh(self.middle(torch.tanh(self.encode(x)))))
 
 
 class Checkpointed(nn.Module):
@@ -197,9 +182,7 @@ def loss_of(output: Tensor) -> Tensor:
     return output.square().sum()
 
 
-def optimizer_step(
-    optimizer: torch.optim.Optimizer, scaler: "torch.amp.GradScaler | None" = None
-) -> None:
+def optimizer_step(optimizer: torch.optim.Optimizer, scaler: Any = None) -> None:
     """Step the optimizer, through the scaler if there is one."""
     if scaler is None:
         optimizer.step()
@@ -210,21 +193,14 @@ def optimizer_step(
 
 def gradients(model: nn.Module) -> Gradients:
     """Return a copy of the gradients that the optimizer uses, in float64 and on the CPU."""
-    return {name: _grad(parameter) for name, parameter in inner(model).named_parameters()}
-
-
-def inner(model: nn.Module) -> nn.Module:
-    return model.module if isinstance(model, DistributedDataParallel) else model
-
-
-def _grad(parameter: Tensor) -> Tensor:
-    grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return grad.to("cpu", torch.float64, copy=True)
+    named = getattr(model, "module", model).named_parameters()
+    found = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in named}
+    return {name: grad.to("cpu", torch.float64, copy=True) for name, grad in found.items()}
 
 
 def local_gradients(model: nn.Module, batch: Batch) -> Gradients:
     """Return this rank's own gradients, computed with a copy of the module outside DDP."""
-    twin = copy.deepcopy(inner(model))
+    twin = copy.deepcopy(getattr(model, "module", model))
     twin.zero_grad()
     loss_of(twin(*batch)).backward()
     return gradients(twin)
@@ -243,11 +219,7 @@ class Account:
     residual: Gradients = field(default_factory=dict)
 
     def step(
-        self,
-        model: DistributedDataParallel,
-        *batches: Batch,
-        optimizer: torch.optim.Optimizer | None = None,
-        set_to_none: bool = True,
+        self, model: Any, *batches: Batch, optimizer: Any = None, set_to_none: bool = True
     ) -> None:
         """Train for one step. All batches but the last are accumulated under ``no_sync``."""
         model.zero_grad(set_to_none=set_to_none)
@@ -313,13 +285,9 @@ def assert_conserved(accounts: list[Account], tolerance: float = 1e-12) -> None:
         zero = torch.zeros_like(dense)
         residual = torch.stack([account.residual.get(name, zero) for account in accounts]).mean(0)
         scale = max(1.0, float(dense.abs().max())) if dense.numel() else 1.0
-        torch.testing.assert_close(
-            applied + residual,
-            dense,
-            rtol=0,
-            atol=tolerance * scale,
-            msg=lambda text, name=name: f"'{name}' is not conserved: {text}",
-        )
+        text = partial("'{}' is not conserved: {}".format, name)
+        close = {"rtol": 0, "atol": tolerance * scale, "msg": text}
+        torch.testing.assert_close(applied + residual, dense, **close)
 
 
 def assert_residual(accounts: list[Account]) -> None:

@@ -15,7 +15,7 @@ from torchcomp.compressors.sparse import Sparsifier
 from torchcomp.engine import host
 from torchcomp.engine.keys import Key
 from torchcomp.kernels.cast import nan_unless_finite
-from torchcomp.kernels.segments import add, joined, part
+from torchcomp.kernels.segments import joined, part
 from torchcomp.routes.wire import Field, Layout
 from torchcomp.specs.checks import check_flag
 
@@ -54,7 +54,7 @@ class RandK(Sparsifier):
             # Add NaN to every value sent if any entry of the vector is not finite, drawn or not:
             # the other ranks see only the message.
             parts.append((values + nan_unless_finite(own),))
-            every.append(add(index, segment.start))
+            every.append(index + segment.start if segment.start else index)
         return Encoded(parts, joined(every))
 
     def subtract(

@@ -1,4 +1,4 @@
-"""Buckets: what happens to the gradients of a model between the hook and the optimizer."""
+"""Buckets: the way of the gradients of a model between the hook and the optimizer."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,8 +21,8 @@ from torchcomp.exchange import Exchange
 class Buckets:
     """Averages the buckets of one model over all ranks, one backward pass after another.
 
-    Jobs on the first of the executors call :meth:`begin`, :meth:`average` for each bucket, and
-    :meth:`finish`. The exchange `everyone` is over the user's group, for between two steps.
+    Jobs on the first executor call `begin`, `average` for each bucket, and `finish`. The exchange
+    `everyone` is over the user's group, for between two steps.
     """
 
     gathers = True  # whether `everyone` is all ranks; with a manager, it is this rank alone
@@ -63,7 +63,6 @@ class Buckets:
         end()
 
     # Around a step, in the thread of the backward pass.
-
     def start(self) -> None:
         for executor in self.executors:
             executor.failure = None
@@ -90,7 +89,6 @@ class Buckets:
         self.averager.abandon(step)
 
     # Between two steps.
-
     def state_dict(self) -> dict[str, Any]:
         state = self.averager.state_dict()
         if self.place.node_size == 1:

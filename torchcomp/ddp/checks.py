@@ -11,12 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchcomp.engine.bucket import DEFAULT_CAPS, Caps
 from torchcomp.specs.errors import UnsupportedModelError
 
-OWNER = "_torchcomp_owner"
-"""Attribute of a DDP model with the name of what torchcomp has installed on it."""
-
-REGISTERED = "torchcomp.register"
-"""How the name of a method begins that compresses the gradients of the model."""
-
+OWNER = "_torchcomp_owner"  # attribute of a DDP model: what torchcomp has installed on it
+REGISTERED = "torchcomp.register"  # how that begins where the gradients are compressed
 AFTER_CLOSE = (
     "DDP cannot remove its communication hook. To continue training, wrap the module in a new "
     "DistributedDataParallel. To get plain DDP, call handle.swap('mean') instead of close()"
@@ -43,9 +39,8 @@ def check_is_module(model: object) -> None:
 def check_not_joined(model: DistributedDataParallel | None) -> None:
     """Require that DDP's ``join`` is not in use. None stands for a model that was deleted."""
     if model is not None and model._join_config.enable:
-        raise UnsupportedModelError(
-            "model.join() is not supported: give every rank the same number of batches"
-        )
+        problem = "model.join() is not supported: give every rank the same number of batches"
+        raise UnsupportedModelError(problem)
 
 
 def check_model(model: DistributedDataParallel, *, or_registered: bool = False) -> None:
@@ -62,8 +57,7 @@ def check_model(model: DistributedDataParallel, *, or_registered: bool = False) 
     if len(first_on) > 1:
         listed = ", ".join(f"'{name}' on {device}" for device, name in first_on.items())
         raise UnsupportedModelError(
-            f"the model's parameters are on {len(first_on)} devices ({listed}). Put the whole "
-            "model on one device, or use plain DDP"
+            f"the model is on {len(first_on)} devices ({listed}). Put it on one, or use plain DDP"
         )
     for name, module in model.module.named_modules():
         if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
@@ -86,13 +80,13 @@ def check_before_backward(model: DistributedDataParallel) -> None:
     logger: Any = model.logger
     logger.set_runtime_stats_and_log()
     logged: dict[str, Any] = model._get_ddp_logging_data()  # type: ignore[no-untyped-call]
-    # Check both fields: static_graph decides which of them DDP fills first.
+    # Both fields: static_graph decides which of them DDP fills first.
     reduced = "prev_iteration_grad_ready_order_indices" in logged
     reduced |= logged.get("backward_comm_time_start", 0) > 0
     if reduced or model._has_rebuilt_buckets:
         raise UnsupportedModelError(
-            "a backward pass has already run on this model. Register right after "
-            "DistributedDataParallel(...): DDP accepts hooks only before its first reduction"
+            "a backward pass has already run on this model, and DDP takes no hook after that. "
+            "Register right after DistributedDataParallel(...)"
         )
 
 
@@ -117,8 +111,7 @@ def trained(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, 
 
 def named(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, nn.Parameter]]:
     """Return all (name, parameter) pairs but those that are ignored, in registration order."""
-    # torch.compile puts `_orig_mod.` into the names. Remove it: a checkpoint then fits both the
-    # compiled and the plain model.
+    # Without the `_orig_mod.` of torch.compile: a checkpoint then fits the plain model as well.
     pairs = module.named_parameters()
     return [(name.replace("_orig_mod.", ""), each) for name, each in pairs if name not in ignored]
 
@@ -126,8 +119,7 @@ def named(module: nn.Module, ignored: Container[str] = ()) -> list[tuple[str, nn
 def device_of(model: DistributedDataParallel) -> torch.device:
     """Return the device of what DDP reduces, or of the other parameters if it reduces nothing."""
     trained = [parameter for _, parameter in trained_parameters(model)]
-    # The meta device has no collectives. A parameter there may be refused, but raising on every
-    # rank takes an exchange that works.
+    # The meta device has no collectives, which raising on every rank takes.
     devices = (p.device for p in (*trained, *model.module.parameters()) if not p.is_meta)
     return next(devices, torch.device("cpu"))
 
@@ -146,15 +138,11 @@ def _how_to_wrap(model: object) -> str:
         return "Call this on the DDP model, before torch.compile"
     if isinstance(model, nn.Module) and any(isinstance(m, FSDPModule) for m in model.modules()):
         return (
-            "To compress what replicas of FSDP2 exchange, call fully_shard on the whole model with "
-            'mesh["shard"] of a mesh of two dimensions, and torchcomp.register(model, spec, '
-            'replicate=mesh["replicate"])'
+            "To compress what replicas of FSDP2 exchange, shard the whole model over one dimension "
+            'of a mesh, and call torchcomp.register(model, spec, replicate=mesh["replicate"])'
         )
     if isinstance(model, FullyShardedDataParallel):
-        return (
-            "FSDP1 reduces gradients itself. Use fully_shard (FSDP2) and torchcomp.register(model, "
-            "spec, replicate=...), or DistributedDataParallel"
-        )
+        return "In place of FSDP1, use fully_shard and torchcomp.register(..., replicate=...)"
     if isinstance(model, nn.DataParallel):
         return (
             "DataParallel runs all devices in one process. Start one process per device with "
@@ -177,14 +165,12 @@ def _check_free(model: DistributedDataParallel, or_registered: bool) -> None:
     if owner is not None:
         raise UnsupportedModelError(
             f"{owner} is already installed on this model. To change the method, use "
-            "handle.swap(spec); to end local steps, sync.close(). To compress gradients inside the "
-            "groups of LocalSGD(..., process_group=...), call torchcomp.register before LocalSGD"
+            "handle.swap(spec); to end local steps, sync.close(). To compress inside the groups of "
+            "LocalSGD(..., process_group=...), call torchcomp.register first"
         )
     if model._comm_hooks:
         hook = getattr(model._comm_hooks[0][0], "__qualname__", "a hook")
-        raise UnsupportedModelError(
-            f"the model already has the communication hook '{hook}', and DDP allows only one"
-        )
+        raise UnsupportedModelError(f"the model has the communication hook '{hook}' already")
 
 
 def _check_options(model: DistributedDataParallel) -> None:
@@ -192,8 +178,7 @@ def _check_options(model: DistributedDataParallel) -> None:
     in_backward = any(hasattr(p, "_in_backward_optimizers") for p in model.module.parameters())
     problems = {
         "mixed_precision: use torch.autocast instead": model.mixed_precision is not None,
-        "torch._dynamo.config.optimize_ddp = 'python_reducer': set it to "
-        "'ddp_optimizer', the default": model._use_python_reducer,
+        "optimize_ddp = 'python_reducer': set 'ddp_optimizer'": model._use_python_reducer,
         "delay_all_reduce_named_params: leave it out": model._delay_all_reduce_params,
         # Unused parameters are hidden from the hook; not in torch 2.6.
         "skip_all_reduce_unused_params: leave it out": getattr(

@@ -1,8 +1,8 @@
 """Discarded: whether the gradients of a step were thrown away before an optimizer used them.
 
-As in GANs, SAM, and scripts that drop a step. A residual would apply the part that was not sent
-later, so such a step does not count. Unless an optimizer of these parameters has stepped, the next
-backward pass looks whether they were cleared, just before it accumulates its first gradient.
+As in GANs and SAM. A residual would apply the unsent part later, so such a step does not count.
+Unless an optimizer has stepped, the next backward pass looks whether the gradients were cleared,
+just before it accumulates its first one.
 """
 
 import logging
@@ -34,9 +34,7 @@ class Discarded:
     Where no optimizer is seen to step, every step counts. A rank that `speaks` logs the first one.
     """
 
-    def __init__(
-        self, averager: Averager, parameters: Mapping[str, Tensor], speaks: bool = False
-    ) -> None:
+    def __init__(self, averager: Averager, parameters: Mapping[str, Tensor], speaks: bool) -> None:
         # Whether the last step counts, and no optimizer has stepped on its gradients.
         self.open = False
         self._cleared = False  # the gradients of the last step, before an optimizer stepped on them
@@ -86,35 +84,31 @@ class Discarded:
         averager = self._averager()
         if averager is None or not self.open:
             return
-        if averager.undecided:
-            try:
+        try:
+            if averager.undecided:
                 averager.decide()
-            except Exception:
-                # The steps before it still count or not with the gradients.
-                self._last = averager.step, averager.changes
-                self.open = averager.steps_kept > 0
-                raise
+        except Exception:
+            # The steps before it still count or not with the gradients.
+            self._last = averager.step, averager.changes
+            self.open = averager.steps_kept > 0
+            raise
         skipped = averager.status is not Status.COUNTED and not averager.steps_kept
         if skipped or self._last != (averager.step, averager.changes):
             # Another one was loaded, or the step does not count for another reason.
             self.open = False
         elif self._cleared:
-            self._take_back(averager)
+            averager.take_back()
+            self.open = False
+            if self._speaks:
+                self._speaks = False
+                _log.info(
+                    "gradients were cleared before an optimizer stepped on them, so step %d does "
+                    "not count (logged once). model.no_sync() would exchange nothing",
+                    averager.step + 1,
+                )
         elif in_backward:
             # The next step adds to its gradients. An optimizer uses both, or none of them.
             averager.keep_before()
-
-    def _take_back(self, averager: Averager) -> None:
-        averager.take_back()
-        self.open = False
-        if self._speaks:
-            self._speaks = False
-            _log.info(
-                "gradients were cleared before an optimizer stepped on them, so step %d does not "
-                "count, and the residual is that before it. This is logged once. A GAN or SAM can "
-                "run such passes under model.no_sync(), which exchanges nothing",
-                averager.step + 1,
-            )
 
     def _finished(self, counts: bool) -> None:
         averager = self._averager()

@@ -14,8 +14,8 @@ from torchcomp.specs.errors import ON_ALL_RANKS
 Job = Callable[[], object]
 Leave = Callable[[BaseException], None]
 
+# How long a process that ends waits for jobs: another rank may never join their collectives.
 AT_EXIT_SECONDS = 2.0
-"""How long a process that ends waits for jobs: another rank may never join their collectives."""
 
 
 class Executor:
@@ -110,9 +110,8 @@ class ThreadExecutor(Executor):
 
 def transport(group: dist.ProcessGroup | None, device: torch.device) -> tuple[Exchange, Executor]:
     """Return an exchange among the ranks of `group`, which all call this, and its executor."""
-    users = ProcessGroupExchange(group, device)
-    exchange = users
-    if _in_thread(users):
+    exchange = users = ProcessGroupExchange(group, device)
+    if device.type != "cuda" and users.backend == "gloo":
         # A private group, because DDP and the user issue collectives from another thread.
         exchange = PrivateExchange(new_name(users), users.global_ranks, users)
     return exchange, executor_for(users, exchange.leave)
@@ -122,11 +121,7 @@ def executor_for(exchange: ProcessGroupExchange, leave: Leave) -> Executor:
     """Return an executor for exchanges like that over the user's group."""
     if exchange.device.type == "cuda":
         return StreamExecutor(exchange.device, leave)
-    return ThreadExecutor(leave) if _in_thread(exchange) else Executor(leave)
-
-
-def _in_thread(exchange: ProcessGroupExchange) -> bool:
-    return exchange.device.type != "cuda" and exchange.backend == "gloo"
+    return ThreadExecutor(leave) if exchange.backend == "gloo" else Executor(leave)
 
 
 def after_backward(callback: Callable[[], None]) -> None:

@@ -23,10 +23,7 @@ from torchcomp.exchange import Exchange
 from torchcomp.specs.component import Component
 from torchcomp.specs.spec import parse_aggregator
 
-SCALER_ADVICE = (
-    "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register or "
-    "torchcomp.JointSpar"
-)
+SCALER_ADVICE = "If a GradScaler should skip such steps, pass scaler=scaler to torchcomp.register"
 _NO_GUARD = SimpleNamespace(report=None, alarms=())
 
 

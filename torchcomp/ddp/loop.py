@@ -22,19 +22,15 @@ class OptimizerLRs:
         self._optimizers = list(given) if isinstance(given, list | tuple) else [given]
         self._names = {id(parameter): name for name, parameter in parameters.items()}
         for each in self._optimizers:
+            kind = type(each).__name__
             if not isinstance(each, torch.optim.Optimizer):
-                wanted = "must be the torch.optim.Optimizer of the training loop, or a list of them"
-                raise SpecError(f"lr_inside {wanted}, not {type(each).__name__}", "lr_inside")
+                raise SpecError(f"lr_inside takes optimizers of torch, not {kind}", "lr_inside")
             if any("lr" not in group for group in each.param_groups):
-                problem = f"{type(each).__name__} has a parameter group without 'lr'"
-                raise SpecError(f"lr_inside {problem}: leave out lr_inside", "lr_inside")
+                raise SpecError(f"a parameter group of {kind} has no 'lr'", "lr_inside")
         held = Counter(name for name, _ in self._items())
         if wrong := [name for name in parameters if held[name] != 1]:
-            raise SpecError(
-                "lr_inside needs one optimizer for each trained parameter, and none or several "
-                f"train {listed(wrong)}",
-                "lr_inside",
-            )
+            problem = f"none or several optimizers of lr_inside train {listed(wrong)}"
+            raise SpecError(f"{problem}: give each parameter one", "lr_inside")
 
     def read(self) -> dict[str, Any]:
         """Return the learning rates now, by parameter name. They are not checked."""
@@ -67,15 +63,15 @@ class OfOneProcess:
 class LossScale(OfOneProcess):
     """Reads the loss scale of each step from an enabled scaler.
 
-    ``scaler.get_scale()`` waits for the device in the thread that must launch the backward pass.
-    So :meth:`fetch` starts a copy in the forward pass, and :meth:`read` waits for this copy only.
+    ``scaler.get_scale()`` waits for the device in the thread that launches the backward pass. So
+    `fetch` starts a copy in the forward pass, and `read` waits for this copy only.
     """
 
     def __init__(self, scaler: "torch.amp.GradScaler", model: torch.nn.Module) -> None:
         self._scaler = scaler
         model.register_forward_pre_hook(self.fetch)
         # The scaler's tensor, its version when it was copied, and what waits for the copy.
-        self._fetched: tuple[Tensor, int, Callable[[], Tensor]] | None = None
+        self._fetched: tuple[Tensor | None, int, Callable[[], Any]] = None, 0, scaler.get_scale
 
     # Compiled apart, because a compiled forward pass cannot start the copy.
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -83,18 +79,16 @@ class LossScale(OfOneProcess):
         """In a forward pass: start a copy to the host, if the scale changed since the last one."""
         scale = self._scaler._get_scale_async()
         # The scaler has no tensor before the first loss. One on the CPU can be read at any time.
-        if scale is None or host.can_read(scale) or self._is_fetched(scale):
-            return
-        self._fetched = scale, scale._version, host.copy_from(scale)
+        if scale is not None and not host.can_read(scale) and not self._is_fetched(scale):
+            self._fetched = scale, scale._version, host.copy_from(scale)
 
     def read(self) -> float:
         """Return the scale of the step in progress."""
         # The loop may have updated the scale after the forward pass.
-        if self._fetched is None or not self._is_fetched(self._scaler._get_scale_async()):
-            return float(self._scaler.get_scale())
-        return float(self._fetched[2]())
+        fetched = self._is_fetched(self._scaler._get_scale_async())
+        return float(self._fetched[2]() if fetched else self._scaler.get_scale())
 
     def _is_fetched(self, scale: Tensor | None) -> bool:
         # An update changes the tensor in place. The host sees only that its version changes.
-        fetched, version = (None, 0) if self._fetched is None else self._fetched[:2]
+        fetched, version, _ = self._fetched
         return scale is not None and fetched is scale and version == scale._version

@@ -40,11 +40,8 @@ def check_manager(manager: Any) -> None:
     # Ranks that have not healed, or count zeros, would have residuals that nobody sends or heals.
     settings = manager._use_async_quorum, manager._replica_world_size_mode.name
     if (*settings, manager._group_world_size) != (False, "DYNAMIC", 1):
-        raise SpecError(
-            "this manager cannot be used. Pass use_async_quorum=False, WorldSizeMode.DYNAMIC and "
-            "one rank per replica group",
-            "manager",
-        )
+        wanted = "use_async_quorum=False, WorldSizeMode.DYNAMIC and one rank per replica group"
+        raise SpecError(f"the manager must have {wanted}", "manager")
 
 
 class Managed(Buckets):
@@ -77,10 +74,8 @@ class Managed(Buckets):
         try:
             manager.register_state_dict_fn(KEY, self._heal, self._peer_state)
         except AssertionError:
-            raise SpecError(
-                "this manager has a model of torchcomp.register already, and heals one model only",
-                "manager",
-            ) from None
+            problem = "a manager heals one model, and this one has one of torchcomp.register"
+            raise SpecError(problem, "manager") from None
 
     def _ranks(self, rank: int, world_size: int, group: Any) -> Exchange:
         return ManagedExchange(group, rank, world_size, self._device)
@@ -94,9 +89,8 @@ class Managed(Buckets):
     def _require_vote(self, what: str) -> None:
         if self._counters_then == self._counters():
             raise RuntimeError(
-                f"{what} came before the vote on the last step. Under a manager, each step has one "
-                "start_quorum(), one backward pass that exchanges gradients, and one "
-                "should_commit(). Accumulate gradients under model.no_sync()"
+                f"{what} came before the vote on the last step. Under a manager, each step has "
+                "start_quorum(), one backward pass without model.no_sync(), and should_commit()"
             )
 
     def _voted_yes(self) -> bool:
@@ -194,8 +188,7 @@ class Managed(Buckets):
     @property
     def left(self) -> bool:
         self._require_vote("handle.left")
-        # After a no, do not settle the step yet: the others can have counted it. The rank that
-        # heals this one says so.
+        # After a no, do not settle the step yet: the rank that heals this one can have counted it.
         if self.averager.undecided and not self._voted_yes():
             return False
         # A step that is rolled back sets the counter back, and the next one hands over again.

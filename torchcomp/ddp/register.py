@@ -21,7 +21,7 @@ from torchcomp.ddp.loop import OptimizerLRs, Optimizers
 from torchcomp.ddp.managed import Managed, check_manager
 from torchcomp.ddp.two_level import TwoLevel
 from torchcomp.engine.averager import Averager
-from torchcomp.engine.bucket import BucketShape, Group, partition
+from torchcomp.engine.bucket import BucketShape, partition
 from torchcomp.engine.keys import check_seed
 from torchcomp.engine.stats import sent_instead
 from torchcomp.exchange import InProcessExchange, ProcessGroupExchange
@@ -86,17 +86,12 @@ class Options:
                 if getattr(self, name) is not None:
                     raise SpecError(f"{name} does not fit manager, whose ranks come and go", name)
 
-    def late(self, device: torch.device) -> bool:
-        """Return whether the host checks a step on `device` when the next begins."""
-        if self.check == "auto":
-            return device.type != "cpu" and self.manager is None
-        return self.check == "late"
-
     def averager_of(self, aggregator: Aggregator, device: torch.device) -> Callable[..., Averager]:
         """Return what makes an averager of an exchange, parameters by name, and groups."""
-        late, alone = self.late(device), self.manager is None
         options: dict[str, Any] = {"seed": self.seed, "checksum": self.checksum}
-        return partial(Averager, aggregator, late=late, takes_back=alone, **options)
+        options["takes_back"] = alone = self.manager is None
+        late = self.check == "late" or (self.check == "auto" and device.type != "cpu" and alone)
+        return partial(Averager, aggregator, late=late, **options)
 
     def lrs(self, parameters: Mapping[str, torch.Tensor]) -> OptimizerLRs | None:
         return None if self.lr_inside is None else OptimizerLRs(self.lr_inside, parameters)
@@ -106,12 +101,6 @@ def check_scaler(scaler: object) -> None:
     """Require a GradScaler, or None."""
     if scaler is not None and not isinstance(scaler, torch.amp.GradScaler):
         raise SpecError(f"scaler must be a torch.amp.GradScaler, not {type(scaler).__name__}")
-
-
-_Checked = tuple[
-    Sequence[Aggregator], tuple[Group, ...], OptimizerLRs | None, Nodes | None, Auto | None
-]
-"""The methods (several with ``auto``), groups, learning rates, nodes of two levels, and auto."""
 
 
 def register_ddp(
@@ -183,8 +172,7 @@ def log_method(buckets: Buckets, planned: Traffic, between: str) -> None:
     )
     if isinstance(aggregator, Mean) and aggregator.loses:
         _log.warning(
-            "%s keeps no residual, so the part of the gradient that it does not send is lost. "
-            "Use ef(%s) to send it in later steps",
+            "%s keeps no residual, so what it does not send is lost. Use ef(%s) to send it later",
             aggregator,
             aggregator.compressor,
         )
@@ -192,21 +180,20 @@ def log_method(buckets: Buckets, planned: Traffic, between: str) -> None:
 
 def _check(
     model: DistributedDataParallel, spec: str | Component, options: Options, ranks: Sequence[int]
-) -> tuple[_Checked, dict[str, Any]]:
-    """Return what the arguments stand for, and what must match on all ranks."""
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return (methods, groups, learning rates, nodes, auto), and what must match on all ranks."""
     if options.replicate is not None:
         raise SpecError("replicate is for a model of fully_shard: leave it out", "replicate")
     options.require_valid()
     ranks_of_ddp = model.process_group.size()
     if options.manager is not None and ranks_of_ddp != 1:
         raise UnsupportedModelError(
-            f"with a manager, the model has a process group of one rank, not {ranks_of_ddp}. Build "
+            f"with a manager, DDP's process group has one rank, not {ranks_of_ddp}: build "
             "torch.nn.parallel.DistributedDataParallel(net, process_group=ProcessGroupDummy(0, 1))"
         )
     checks.check_model(model)
     if options.check == "late" and model.find_unused_parameters and not model.static_graph:
-        problem = "check='late' does not fit find_unused_parameters=True"
-        raise SpecError(f"{problem}. Use check='now'", "check")
+        raise SpecError("with find_unused_parameters=True, use check='now'", "check")
     checks.check_before_backward(model)
     parsed = parse_registered(spec)
     auto = parsed if isinstance(parsed, Auto) else None

@@ -45,11 +45,10 @@ class Reordering:
     def __init__(self, groups: Sequence[BucketShape], in_order: bool = False) -> None:
         self._in_order = in_order
         self._shapes = {shape.names: shape for shape in groups}
-        self._shape_of_set = {frozenset(shape.names): shape for shape in groups}
         self._completed = Completed(groups)
         # Groups are processed one after another, so all of a device share one.
         self._scratch: defaultdict[torch.device, Scratch] = defaultdict(Scratch)
-        self._ready: dict[Group, Iterator[Bucket]] = {}
+        self._ready: dict[Group, dict[str, Tensor]] = {}
         self._waiting: list[Group] = []  # with `in_order`, groups that were not yielded yet
 
     def begin(self) -> None:
@@ -68,44 +67,17 @@ class Reordering:
         return self._ordered(bucket)
 
     def _ordered(self, bucket: Bucket) -> Iterator[Bucket]:
-        for group, delivery in self._complete(bucket):
-            self._ready[group] = delivery
-            waiting = self._waiting if self._in_order else [group]
+        for shape, parts in self._completed.add(bucket):
+            self._ready[shape.names] = parts
+            waiting = self._waiting if self._in_order else [shape.names]
             while waiting and waiting[0] in self._ready:
-                yield from self._ready.pop(waiting.pop(0))
-
-    def _complete(self, bucket: Bucket) -> Iterator[tuple[Group, Iterator[Bucket]]]:
-        if bucket.names in self._shapes:
-            yield bucket.names, iter((bucket,))
-        elif shape := self._shape_of_set.get(frozenset(bucket.names)):
-            # Small neighbours have swapped positions, such as the weight and bias of a layer.
-            yield shape.names, self._in_place(shape, bucket)
-        else:
-            for shape, parts in self._completed.add(bucket):
-                yield shape.names, self._staged(shape, parts)
-
-    def _in_place(self, shape: BucketShape, bucket: Bucket) -> Iterator[Bucket]:
-        # In one order for all ranks, ranks can move other values back before they are checked.
-        ordered = Bucket(shape, bucket.flat, bucket.lasts and not self._in_order)
-        before, after = bucket.parts(), ordered.parts()
-        moved = [n for n in before if before[n].storage_offset() != after[n].storage_offset()]
-        self._move([before[name] for name in moved], [after[name] for name in moved])
-        yield ordered
-        self._move([after[name] for name in moved], [before[name] for name in moved])
-
-    def _move(self, sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-        if sources:  # which can overlap with the targets
-            copies = torch.split(self._joined(sources), [source.numel() for source in sources])
-            torch._foreach_copy_(list(targets), list(copies))
+                group = waiting.pop(0)
+                yield from self._staged(self._shapes[group], self._ready.pop(group))
 
     def _staged(self, shape: BucketShape, parts: dict[str, Tensor]) -> Iterator[Bucket]:
         ordered = [parts[name] for name in shape.names]
-        flat = self._joined(ordered)
-        yield Bucket(shape, flat)
+        first, numel = ordered[0], sum(shape.sizes)
+        flat = self._scratch[first.device].take(numel, first.dtype, first.device)
+        yield Bucket(shape, torch.cat(ordered, out=flat))
         # One launch for all parts: on CUDA, the launches of the hook delay the backward pass.
         torch._foreach_copy_(ordered, list(torch.split(flat, list(shape.sizes))))
-
-    def _joined(self, parts: Sequence[Tensor]) -> Tensor:
-        numel, first = sum(part.numel() for part in parts), parts[0]
-        out = self._scratch[first.device].take(numel, first.dtype, first.device)
-        return torch.cat(list(parts), out=out)

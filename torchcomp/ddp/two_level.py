@@ -69,7 +69,7 @@ class TwoLevel(Buckets):
             for exchange in (checks, between, scatter, gather):
                 exchange.leave(error)
 
-        # Views of the parameters, so they take no memory. Only their shapes have a meaning.
+        # Views of the parameters: they take no memory, and only their shapes have a meaning.
         pieces = {
             name: Pieces(BucketShape.of((name,), parameters), size).like(parameter)
             for name, parameter in parameters.items()
@@ -92,7 +92,6 @@ class TwoLevel(Buckets):
             self._gather.close()
 
     # Each job submits what follows it to the next lane, in the same order.
-
     def begin(self, scale: float, lrs: dict[str, float] | None) -> None:
         averager = self.averager
         self._watch = FiniteWatch(averager.exchange)
@@ -139,6 +138,4 @@ class TwoLevel(Buckets):
         pieces.join(rows.view(-1), parts)
 
 
-@lru_cache(maxsize=1024)
-def _pieces(shape: BucketShape, ranks: int) -> Pieces:
-    return Pieces(shape, ranks)
+_pieces = lru_cache(maxsize=1024)(Pieces)

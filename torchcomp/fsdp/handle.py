@@ -21,14 +21,9 @@ from torchcomp.specs.errors import ON_ALL_RANKS, SpecError, UnsupportedModelErro
 
 
 class FSDPHandle(Handle):
-    """The handle of a model of ``fully_shard``.
+    """The handle of a model of ``fully_shard``: FSDP2 calls the hook with this rank's shard."""
 
-    FSDP2 averages over the shards of a replica, and calls the hook with this rank's shard.
-    """
-
-    _after_close = (
-        "FSDP2 keeps its hook. To average uncompressed gradients, call handle.swap('mean') instead"
-    )
+    _after_close = "FSDP2 keeps its hook: call handle.swap('mean') instead of close()"
 
     def __init__(
         self,
@@ -74,9 +69,8 @@ class FSDPHandle(Handle):
             self._unsent.clear()
         if unit.awaits_end and torch.is_grad_enabled():
             raise RuntimeError(
-                "the last backward pass raised, and FSDP2 averages no gradients after that. Call "
-                "model.zero_grad() and model.reset_iter_state(), and take the step again; before "
-                "torch 2.13, build and register the model again, with handle.state_dict()"
+                "the last backward pass raised. Call model.zero_grad() and model.reset_iter_state()"
+                "; before torch 2.13, build and register the model again, with handle.state_dict()"
             )
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -128,9 +122,8 @@ class FSDPHandle(Handle):
             # Units that were made after `register` have no hook.
             names = self.averager.parameters.keys()
             if not self._checked and all_parameters(units_of(model)).keys() != names:
-                raise UnsupportedModelError(
-                    "modules were sharded, frozen or added after torchcomp.register: do that before"
-                )
+                problem = "modules were sharded, frozen or added after torchcomp.register"
+                raise UnsupportedModelError(f"{problem}: do that before")
             self._checked = True
         except (RuntimeError, UnsupportedModelError) as error:
             self._failure = error  # on all ranks
@@ -141,13 +134,11 @@ class FSDPHandle(Handle):
         shape = self.averager.shape_of(unit.names)
         if (flat.numel(), flat.dtype) != (shape.numel, shape.dtype):
             raise UnsupportedModelError(
-                f"FSDP2 reduces {flat.numel()} elements of a unit ({unit.names[0]}, ...) in "
+                f"FSDP2 reduces {flat.numel()} elements of '{unit.names[0]}' and others in "
                 f"{flat.dtype}, expected {shape.numel} in {shape.dtype}. Set reduce_dtype, and "
-                "freeze what gets no gradient before torchcomp.register, or call "
-                "set_reduce_scatter_unused_params(True)"
+                "freeze what gets no gradient, or call set_reduce_scatter_unused_params(True)"
             )
-        # To the unit of the gradients.
-        after = unit.divisor(self._buckets.place.node_size)
+        after = unit.divisor(self._buckets.place.node_size)  # to the unit of the gradients
         if after != 1:
             flat.div_(after)
         bucket = Bucket(shape, flat)

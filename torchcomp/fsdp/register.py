@@ -108,11 +108,8 @@ def _check(
         raise SpecError("inside is for DDP: for FSDP2, pass reduce_dtype to fully_shard", "inside")
     shared = sorted(set(shards.global_ranks) & set(replicas.global_ranks))
     if shared != [dist.get_rank()]:
-        raise SpecError(
-            f"replicate shares {len(shared)} ranks with the shards of this rank's replica, and two "
-            "dimensions of a mesh share one",
-            "replicate",
-        )
+        problem = f"replicate shares {len(shared)} ranks with the shards of this replica, not one"
+        raise SpecError(f"{problem}: pass the other dimension of the mesh", "replicate")
     options.require_valid()
     aggregator = parse_registered(spec)
     if isinstance(aggregator, Auto):
@@ -136,13 +133,9 @@ def _check_free(units: Iterable[Unit]) -> None:
         handle = getattr(getattr(hook, "func", None), "__self__", None)
         if isinstance(handle, FSDPHandle):
             if not handle.closed:
-                raise UnsupportedModelError(
-                    f"torchcomp.register('{handle.method}') is already installed on this model. "
-                    "Use handle.swap(spec) to change the method"
-                )
+                problem = f"torchcomp.register('{handle.method}') is installed on this model"
+                raise UnsupportedModelError(f"{problem}: change it with handle.swap(spec)")
         elif hook is not None:
-            raise UnsupportedModelError(
-                "a module has an all-reduce hook (set_all_reduce_hook), and FSDP2 allows only one"
-            )
+            raise UnsupportedModelError("a module has another hook of set_all_reduce_hook")
         if any(parameter.offload_to_cpu for parameter in unit.group.fsdp_params):
             raise UnsupportedModelError("CPUOffloadPolicy is not supported: leave it out")

@@ -19,10 +19,7 @@ from torchcomp.ddp.checks import check_real, trained
 from torchcomp.engine.bucket import BucketShape
 from torchcomp.specs.errors import UnsupportedModelError
 
-_HOW_TO_SHARD = (
-    'fully_shard(module, mesh=mesh["shard"]); torchcomp.register(model, spec, '
-    'replicate=mesh["replicate"]), with a mesh of two dimensions'
-)
+_HOW = 'fully_shard(module, mesh=mesh["shard"]); register(..., replicate=mesh["replicate"])'
 
 
 @dataclass(frozen=True)
@@ -64,7 +61,7 @@ class Unit:
     def divisor(self, ranks: int) -> float:
         """Return by what FSDP2 divides a gradient after the hook."""
         factor = float(self.group.gradient_divide_factor or ranks)
-        # Sums of 16-bit and 64-bit gradients are divided in two parts, one of them after the hook.
+        # Of 16-bit and 64-bit gradients, in two parts, one of them after the hook.
         if self.dtype not in (torch.float32, torch.bfloat16):
             before = 1.0
             while factor % before == 0 and factor / before > before:
@@ -110,8 +107,7 @@ def _reduce_dtype(group: Any, trained: Iterable[Any]) -> torch.dtype:
 
 
 def _name(parameter: Any, names: dict[int, str]) -> str | None:
-    # While a unit is gathered, its modules have other parameters: in a forward or backward pass,
-    # and for the root module also after an evaluation.
+    # While a unit is gathered (the root also after an evaluation), its modules have others.
     gathered = getattr(parameter, "unsharded_param", None)
     return names.get(id(parameter.sharded_param)) or names.get(id(gathered))
 
@@ -122,7 +118,7 @@ def _check(model: nn.Module, managed: dict[str, DTensor]) -> None:
         if parameter is None:
             problem = "is not sharded: call fully_shard on the root module as well"
         elif parameter.device_mesh.ndim > 1:
-            problem = f"is on a mesh of several dimensions. Shard over one: {_HOW_TO_SHARD}"
+            problem = f"is on a mesh of several dimensions. Shard over one: {_HOW}"
         elif parameter.placements != (Shard(0),):
             problem = "is not sharded along its first dimension: leave out shard_placement_fn"
         elif parameter.is_meta:
@@ -133,6 +129,4 @@ def _check(model: nn.Module, managed: dict[str, DTensor]) -> None:
         raise UnsupportedModelError(f"parameter '{name}' {problem}, before torchcomp.register")
     meshes = {parameter.device_mesh for parameter in managed.values()}
     if len(meshes) != 1:
-        raise UnsupportedModelError(
-            f"the trained parameters are on {len(meshes)} meshes, expected one. {_HOW_TO_SHARD}"
-        )
+        raise UnsupportedModelError(f"the parameters are on {len(meshes)} meshes, not one. {_HOW}")

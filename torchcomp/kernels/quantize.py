@@ -18,7 +18,7 @@ from torch import Tensor
 
 from torchcomp.kernels import backend
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, part, runs, split
+from torchcomp.kernels.segments import Prepared, ascend, batches, part, split, stacked
 from torchcomp.routes.wire import Field, Layout, Parts
 
 BLOCK = 128
@@ -44,29 +44,12 @@ def layout(fmt: str | None, count: int, dtype: torch.dtype) -> Layout:
     return (scale, Field("codes", torch.int8, count))
 
 
-def encode(
-    values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
-) -> Sequence[Parts]:
-    """Encode the values of messages as the fields that :func:`layout` describes."""
+def encode(values: Tensor, fmt: str | None, noise: Tensor | None) -> Parts:
+    """Encode the values of a message as the fields that :func:`layout` describes."""
     if fmt not in LEVELS:
-        narrowed = values if fmt is None else narrow(values, CASTS[fmt])
-        return [(each,) for each in split(narrowed, counts)]
-    levels = LEVELS[fmt]
-    rows = [-(-count // BLOCK) for count in counts]
-    fields = [count if fmt == "int8" else (count + 1) // 2 for count in counts]
-    scale, blocks = _encode_blocks(
-        _rows(split(values.float(), counts), BLOCK), levels, noise, counts
-    )
-    # A message has whole blocks, of which the last ends in zeros that are not sent.
-    whole = zip(split(blocks, rows), fields, strict=True)
-    each = tuple(codes.view(-1)[:size] for codes, size in whole)
-    return list(zip(split(scale, rows), each, strict=True))
-
-
-def _encode_blocks(
-    blocks: Tensor, levels: int, noise: Tensor | None, counts: Sequence[int]
-) -> tuple[Tensor, Tensor]:
-    """Return the scale and the codes of each row, in plain torch."""
+        return (values if fmt is None else narrow(values, CASTS[fmt]),)
+    levels, count = LEVELS[fmt], values.numel()
+    blocks = _blocks(values.float()[None])[0]
     scale = _scale(blocks, levels)
     # Division by a zero or NaN scale gives infinities and NaN. Their conversion to an integer is
     # undefined, so replace them first.
@@ -75,42 +58,33 @@ def _encode_blocks(
         rounded = quotient.round_()
     else:
         lower = quotient.floor()
-        rounded = lower + (_rows(split(noise, counts), BLOCK) < quotient - lower)
-    codes = rounded.to(torch.int8)
-    if levels == LEVELS["int8"]:
-        return scale, codes
+        rounded = lower + (_blocks(noise[None])[0] < quotient - lower)
+    # The last block ends in zeros that are not sent.
+    codes = rounded.to(torch.int8).view(-1)
+    if fmt == "int8":
+        return scale, codes[:count]
     nibbles = codes.view(torch.uint8) & 15
-    return scale, nibbles[:, ::2] | (nibbles[:, 1::2] << 4)
+    return scale, (nibbles[::2] | (nibbles[1::2] << 4))[: (count + 1) // 2]
 
 
-def decode(
-    messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
-) -> Sequence[Tensor]:
-    """Decode several messages at once: code times scale in float32, then converted to `dtype`."""
-    fields = list(zip(*messages, strict=True))
+def decode(messages: Sequence[Sequence[Tensor]], count: int, dtype: torch.dtype) -> Tensor:
+    """Decode messages of `count` values, a row for each: code times scale in float32."""
+    fields = [stacked(own) for own in zip(*messages, strict=True)]
     if len(fields) == 1:
-        if fields[0][0].dtype == dtype:
-            return fields[0]
-        return split(joined(fields[0]).to(dtype), list(counts))
+        return fields[0].to(dtype)
     scale, codes = fields
-    if codes[0].dtype == torch.uint8:
-        packed = _rows(codes, BLOCK // 2)
+    if codes.dtype == torch.uint8:
         # (nibble ^ 8) - 8 extends the sign of a 4-bit two's complement number.
-        nibbles = torch.stack([packed & 15, packed >> 4], 2).view(-1, BLOCK)
-        rows = (nibbles ^ 8).to(torch.int8) - 8
-    else:
-        rows = _rows(codes, BLOCK)
-    values = (rows.float() * joined(scale)[:, None]).view(-1).to(dtype)
-    sizes = [-(-count // BLOCK) * BLOCK for count in counts]
-    return [part[:count] for part, count in zip(split(values, sizes), counts, strict=True)]
+        nibbles = torch.stack([codes & 15, codes >> 4], 2).flatten(1)[:, :count]
+        codes = (nibbles ^ 8).to(torch.int8) - 8
+    values = _blocks(codes).float() * scale[:, :, None]
+    return values.flatten(1)[:, :count].to(dtype)
 
 
-def _rows(parts: Sequence[Tensor], length: int) -> Tensor:
-    """Return 1-D tensors as rows of this length, each filled up with zeros to whole rows."""
-    zeros = parts[0].new_zeros(length)
-    filled = ((part, zeros[: -part.numel() % length]) for part in parts)
-    rows = [part for pair in filled for part in pair if part.numel()]
-    return joined(rows or [zeros[:0]]).view(-1, length)
+def _blocks(rows: Tensor) -> Tensor:
+    """Return rows in blocks of 128 values. The last block is filled up with zeros."""
+    filling = -rows.shape[1] % BLOCK
+    return torch.nn.functional.pad(rows, (0, filling)).view(len(rows), -1, BLOCK)
 
 
 def _scale(blocks: Tensor, levels: int) -> Tensor:
@@ -161,7 +135,7 @@ def error_bound(fmt: str | None, count: int) -> float:
 def quantizer_for(vectors: Prepared, fmt: str) -> "Quantizer":
     """Return the fastest kernels for the vectors of a tensor."""
     triton = backend.device_form("elementwise", torch.empty(0, device=vectors.device))
-    if triton and len(runs(vectors.segments)) == 1:
+    if triton and ascend(vectors.segments):
         return triton.ElementwiseTriton(vectors, fmt)  # type: ignore[no-any-return]
     return Quantizer(vectors, fmt)
 
@@ -180,9 +154,12 @@ class Quantizer:
 
     def encode(self, x: Tensor, noise: Tensor | None) -> Sequence[Parts]:
         """Return the fields of each vector of `x`."""
-        values = joined([part(x, segment) for segment in self.vectors.segments])
-        parts: Sequence[Parts] = self._encode(values, self._counts, self.fmt, noise)
-        return parts
+        segments, counts = self.vectors.segments, self._counts
+        drawn = [None] * len(counts) if noise is None else split(noise, counts)
+        return [
+            self._encode(part(x, segment), self.fmt, own)
+            for segment, own in zip(segments, drawn, strict=True)
+        ]
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
@@ -200,11 +177,8 @@ class Quantizer:
     def accumulate(
         self, messages: Sequence[Sequence[Parts]], out: Tensor, weight: float = 1.0
     ) -> None:
-        segments = [segment for _ in messages for segment in self.vectors.segments]
-        parts = [own for message in messages for own in message]
-        counts = self._counts * len(messages)
-        # As many at once as memory allows: each launch on an accelerator delays the backward pass.
-        for run in batches(counts, TOGETHER):
-            decoded = self._decode(parts[run], counts[run], out.dtype)
-            for segment, values in zip(segments[run], decoded, strict=True):
-                part(out, segment).add_(values, alpha=weight)
+        for i, segment in enumerate(self.vectors.segments):
+            own = part(out, segment)
+            for some in batches(messages, i, segment.n):
+                for values in self._decode(some, segment.n, out.dtype):
+                    own.add_(values, alpha=weight)

@@ -16,42 +16,30 @@ _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _INFINITY = np.uint32(0x7F800000)
 
 
-def encode(
-    values: Tensor, counts: Sequence[int], fmt: str | None, noise: Tensor | None
-) -> Sequence[Parts]:
-    """Encode the values of messages; see :func:`torchcomp.kernels.quantize.encode`."""
+def encode(values: Tensor, fmt: str | None, noise: Tensor | None) -> Parts:
+    """Encode the values of a message; see :func:`torchcomp.kernels.quantize.encode`."""
     if fmt not in LEVELS:
-        return quantize.encode(values, counts, fmt, noise)
-    levels, parts, first = LEVELS[fmt], [], 0
-    x = values.detach().float().contiguous().numpy()
-    uniform = None if noise is None else noise.numpy()
-    for count in counts:
-        own = slice(first, first + count)
-        first += count
-        scale = torch.empty(-(-count // BLOCK))
-        if fmt == "int4":
-            codes = torch.empty((count + 1) // 2, dtype=torch.uint8)
-        else:
-            codes = torch.empty(count, dtype=torch.int8)
-        drawn = None if uniform is None else uniform[own]
-        _encode(x[own], levels, largest_scale(levels), drawn, scale.numpy(), codes.numpy())
-        parts.append((scale, codes))
-    return parts
+        return quantize.encode(values, fmt, noise)
+    levels, count = LEVELS[fmt], values.numel()
+    scale = torch.empty(-(-count // BLOCK))
+    if fmt == "int4":
+        codes = torch.empty((count + 1) // 2, dtype=torch.uint8)
+    else:
+        codes = torch.empty(count, dtype=torch.int8)
+    x, uniform = values.detach().float().contiguous(), None if noise is None else noise.numpy()
+    _encode(x.numpy(), levels, largest_scale(levels), uniform, scale.numpy(), codes.numpy())
+    return scale, codes
 
 
-def decode(
-    messages: Sequence[Sequence[Tensor]], counts: Sequence[int], dtype: torch.dtype
-) -> Sequence[Tensor]:
+def decode(messages: Sequence[Sequence[Tensor]], count: int, dtype: torch.dtype) -> Tensor:
     """Decode messages; see :func:`torchcomp.kernels.quantize.decode`."""
-    if not messages or len(messages[0]) == 1:
-        return quantize.decode(messages, counts, dtype)
-    values = []
-    for (scale, codes), count in zip(messages, counts, strict=True):
-        out = torch.empty(count)
+    if len(messages[0]) == 1:
+        return quantize.decode(messages, count, dtype)
+    values = torch.empty(len(messages), count)
+    for (scale, codes), out in zip(messages, values.numpy(), strict=True):
         form = _decode if codes.dtype == torch.int8 else _decode_pairs
-        form(scale.contiguous().numpy(), codes.contiguous().numpy(), out.numpy())
-        values.append(out.to(dtype))
-    return values
+        form(scale.contiguous().numpy(), codes.contiguous().numpy(), out)
+    return values.to(dtype)
 
 
 @kernel(error_model="numpy")

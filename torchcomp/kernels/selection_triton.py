@@ -75,10 +75,8 @@ class Selecting:
         if not self._clean:  # an earlier call did not end
             self._counters.zero_()
         self._clean = False
-        size = 2 * self._table.capacity
-        work, out = torch.empty(size, dtype=torch.int32, device=x.device), x
-        if frame is not None:
-            out = frame
+        work = torch.empty(2 * self._table.capacity, dtype=torch.int32, device=x.device)
+        out = x if frame is None else frame
         collect(g, e, x, work, bound)
         summed = self._summed()
         for done, count in enumerate(counts):

@@ -5,7 +5,6 @@ A message with k of n entries has the values, in ascending order of their index 
 """
 
 from collections.abc import Sequence
-from itertools import islice
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.kernels import backend, elias_fano, quantize, select
 from torchcomp.kernels.cast import narrow
-from torchcomp.kernels.segments import TOGETHER, Prepared, batches, joined, runs, split
+from torchcomp.kernels.segments import Prepared, ascend, batches, joined, split
 from torchcomp.routes.wire import Parts
 
 
@@ -23,7 +22,7 @@ def kernels_for(vectors: Prepared, fmt: str | None) -> "Sparse":
     if numba := backend.host_form("sparse", like):
         return numba.SparseNumba(vectors, fmt)  # type: ignore[no-any-return]
     triton = backend.device_form("sparse", like)
-    if triton and len(runs(vectors.segments)) == 1:
+    if triton and ascend(vectors.segments):
         return triton.SparseTriton(vectors, fmt)  # type: ignore[no-any-return]
     return Sparse(vectors, fmt)
 
@@ -60,18 +59,21 @@ class Sparse:
         values = x.detach().index_select(0, index)
         if values.dtype != self.vectors.dtype:
             values = narrow(values, self.vectors.dtype)
-        fields: Sequence[Parts] = ((values,),)
-        if not self._plain:
-            fields = self._encode_values(values, self.counts, self.fmt, noise)
-        return [(*own, code) for own, code in zip(fields, codes, strict=True)]
+        if self._plain:
+            return [(values, codes[0])]
+        drawn = [None] * len(codes) if noise is None else split(noise, self.counts)
+        each = zip(split(values, self.counts), drawn, codes, strict=True)
+        return [(*self._encode_values(own, self.fmt, some), code) for own, some, code in each]
 
     def _coded(self, index: Tensor) -> Sequence[Tensor]:
         """Return the index code of each segment."""
-        if self._on_host:
-            for own, (start, n, _) in zip(split(index, self.counts), self.segments, strict=True):
-                inside = own.numel() == 0 or bool(own[0] >= start and own[-1] < start + n)
+        codes = []
+        for own, (start, n, k) in zip(split(index, self.counts), self.segments, strict=True):
+            if self._on_host:
+                inside = k == 0 or bool(own[0] >= start and own[-1] < start + n)
                 elias_fano.check(inside and bool((own[1:] > own[:-1]).all()), n)
-        return elias_fano.encode(index, self.segments)
+            codes.append(elias_fano.encode(own - start if start else own, n))
+        return codes
 
     def encode_sum(
         self, g: Tensor, e: Tensor, rest: Tensor, noise: Tensor | None
@@ -89,7 +91,8 @@ class Sparse:
         if self._plain:
             values = parts[0][0].to(x.dtype)
         else:
-            values = joined(quantize.decode([own[:-1] for own in parts], self.counts, x.dtype))
+            each = zip(parts, self.counts, strict=True)
+            values = joined([quantize.decode([own[:-1]], k, x.dtype)[0] for own, k in each])
         # Replace instead of masking: a boolean index would make the host wait for an accelerator.
         values = torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
         # Not alpha=-weight: it can fuse both operations, and the Numba form rounds the product.
@@ -103,21 +106,15 @@ class Sparse:
         If an index code is damaged, all of `out` becomes NaN, which stops the step on all ranks:
         each looks at a part of it.
         """
-        segments = self.segments
-        cuts = runs(segments)
-        each = [(segments[cut], message[cut]) for message in messages for cut in cuts]
-        sizes = [sum(segment.k for segment in some) for some, _ in each]
-        # As many at once as memory allows: each launch on an accelerator delays the backward pass.
-        for batch in batches(sizes, TOGETHER):
-            every = [segment for some, _ in each[batch] for segment in some]
-            parts = [own for _, message in each[batch] for own in message]
-            counts = [segment.k for segment in every]
-            values = iter(quantize.decode([fields for *fields, _ in parts], counts, out.dtype))
-            index, damaged = elias_fano.decode([code for *_, code in parts], every)
-            for at, (some, _) in zip(split(index, sizes[batch]), each[batch], strict=True):
-                out.index_add_(0, at, joined(list(islice(values, len(some)))), alpha=weight)
-            # Reading `damaged` would make the host wait.
-            out.masked_fill_(damaged, torch.nan)
+        for i, (start, n, k) in enumerate(self.segments):
+            own = out[start : start + n]
+            for some in batches(messages, i, k):
+                values = quantize.decode([fields for *fields, _ in some], k, out.dtype)
+                index, damaged = elias_fano.decode([code for *_, code in some], n, k)
+                for at, added in zip(index, values, strict=True):
+                    own.index_add_(0, at, added, alpha=weight)
+                # Reading `damaged` would make the host wait.
+                out.masked_fill_(damaged, torch.nan)
 
     def mean(self, messages: Sequence[Sequence[Parts]], out: Tensor, divisor: int) -> None:
         """Write the sum of all messages, in order, divided by `divisor`, to `out`."""

@@ -4,7 +4,7 @@ The codes of messages are decoded and checked first. Their values are then added
 the vector, in order in each block, while the block is in the cache.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -12,15 +12,12 @@ from torch import Tensor
 
 from torchcomp.kernels import elias_fano, elias_fano_numba, pool, quantize_numba, sparse
 from torchcomp.kernels.numba_jit import kernel
-from torchcomp.kernels.segments import Prepared
+from torchcomp.kernels.segments import Prepared, batches
 from torchcomp.kernels.select_numba import Candidates
 from torchcomp.routes.wire import Parts
 
 _BLOCK = 1 << 17
 """Number of elements of a block of the vector, which fits into a cache."""
-
-_TOGETHER = 1 << 20
-"""Number of entries that are decoded at once, which limits the memory for it."""
 
 _WIDE = (torch.float32, torch.float64)
 """The dtypes of vectors that summands and entries are added to here."""
@@ -85,36 +82,28 @@ class SparseNumba(sparse.Sparse):
             super().accumulate(messages, out, weight)
             return
         for i, (start, n, k) in enumerate(self.segments):
-            together = max(_TOGETHER // max(k, 1), 1)
-            for first in range(0, len(messages), together):
-                some = messages[first : first + together]
-                own = out[start : start + n]
-                if not _accumulate(some, i, k, self._low[i], own, weight):
+            own = out[start : start + n]
+            for some in batches(messages, i, k):
+                if not _accumulate(some, k, self._low[i], own, weight):
                     # All of it: each rank looks at a part for a NaN.
                     out.fill_(torch.nan)
                     return
 
 
 def _accumulate(
-    messages: Sequence[Sequence[Parts]],
-    at: int,
-    k: int,
-    low: int | None,
-    out: Tensor,
-    weight: float,
+    messages: Sequence[Parts], k: int, low: int | None, out: Tensor, weight: float
 ) -> bool:
     """Add one segment of each message, or return False if a code is damaged."""
     target, count, n = out.detach().numpy(), len(messages), out.numel()
     index, intact = np.empty((count, k), np.int64), np.empty(count, np.bool_)
-    codes, values = [], []
-    for message in messages:
-        *fields, code = message[at]
-        if len(fields) > 1:
-            (decoded,) = quantize_numba.decode([fields], [k], out.dtype)
-        else:
-            decoded = fields[0].to(out.dtype)
-        codes.append(code.contiguous().numpy())
-        values.append(decoded.contiguous().numpy())
+    codes = [code.contiguous().numpy() for *_, code in messages]
+    fields = [own[:-1] for own in messages]
+    decoded: Iterable[Tensor]
+    if len(fields[0]) == 1:  # not copied, if they have this dtype
+        decoded = [own.to(out.dtype).contiguous() for (own,) in fields]
+    else:
+        decoded = quantize_numba.decode(fields, k, out.dtype)
+    values = [own.numpy() for own in decoded]
 
     def decode(i: int) -> None:
         if low is None:

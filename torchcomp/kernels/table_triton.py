@@ -3,6 +3,7 @@
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import ceil
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from torchcomp.engine import host
 from torchcomp.kernels.elias_fano import low_bits, nbytes
 from torchcomp.kernels.frames_triton import DTYPES, LIMIT, Format
-from torchcomp.kernels.segments import Prepared, Segment, starts
+from torchcomp.kernels.segments import Prepared, Segment
 from torchcomp.kernels.triton_jit import kernel
 
 SIZES = {
@@ -65,7 +66,8 @@ def segment_of(program, table, rows, first: tl.constexpr):
 
 def offsets_of(segments: Sequence[Segment], values: Format) -> list[int]:
     """Return where the fields of each segment begin in a message without anything else."""
-    return starts([values.nbytes(k) + nbytes(n, k) for _, n, k in segments])
+    sizes = (values.nbytes(k) + nbytes(n, k) for _, n, k in segments)
+    return [0, *accumulate(sizes)][:-1]
 
 
 def covering(
