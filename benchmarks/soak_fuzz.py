@@ -99,7 +99,7 @@ class Messages:
                 with backend.plain_torch("cpu"):
                     plain.encode(torch.zeros(numel, dtype=dtype), _KEY)  # chooses its kernels
                 codec.encode(normal(numel, dtype=dtype), _KEY)
-                frame = codec.frames.outgoing().numpy().tobytes()
+                frame = codec.frames.outgoing.numpy().tobytes()
                 found.append(_Valid(codec, plain, numel, dtype, frame))
         return found
 

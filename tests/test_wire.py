@@ -143,7 +143,7 @@ def test_a_signature_of_counts_is_in_the_header():
     assert signed == 1000 + 3 + 5 * 2
     assert wire.counted_signature(1000, [0, 3, 2]) != signed
     frames = Frames([VALUES, VALUES], CPU, counts=[1, 1], signatures=[signed, 2**62])
-    assert words_of(frames.outgoing())[1::4] == [signed, 2**62]
+    assert words_of(frames.outgoing)[1::4] == [signed, 2**62]
 
 
 def test_frame_is_version_magic_and_length_then_the_layout_then_the_message_up_to_8_bytes():
@@ -187,7 +187,7 @@ def test_frames_of_another_layout_are_refused(layout):
     other = Frames([layout], CPU)
     frames, _ = frame_of()
     assert other.nbytes == frames.nbytes
-    assert not is_intact(other.outgoing(), frames)
+    assert not is_intact(other.outgoing, frames)
 
 
 @pytest.mark.parametrize("count", [1, 2, 100, 2**14 + 1])

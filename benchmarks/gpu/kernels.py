@@ -95,7 +95,7 @@ class Training:
         for _ in range(ranks):
             self.draw()
             self.encode()
-            sent.append(frames.outgoing().clone())
+            sent.append(frames.outgoing.clone())
         received, expected = torch.stack(sent), frames.expected.repeat(ranks, 1)
 
         def decode() -> None:
@@ -161,7 +161,7 @@ def _cases(run: Training) -> list[Case]:
 
     quantised = codec_of(Quantize("int8"), run.g)
     quantised.encode(run.g, KEY)
-    received = quantised.frames.outgoing().view(1, -1)
+    received = quantised.frames.outgoing.view(1, -1)
     return [
         ("copy", lambda: lambda: run.x.copy_(run.g), nothing),
         ("encode warm", lambda: run.encode, run.draw),

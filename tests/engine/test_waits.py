@@ -96,7 +96,7 @@ def test_the_step_is_undone_for_parameters_that_no_rank_used():
 def receive(exchange, sender, word=0, bits=0):
     """Let a rank receive a frame with other bits in a word of its header."""
     frames = Frames([(Field("values", torch.float64, 1),)], exchange.device)
-    frame = frames.outgoing().clone()
+    frame = frames.outgoing.clone()
     frame.view(torch.int64)[word : word + 1].bitwise_xor_(bits)
     exchange.check(frames, frame.view(1, -1), [sender])
 

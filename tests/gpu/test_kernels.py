@@ -73,7 +73,7 @@ def messages(compressor: Compressor, g: Tensor, e: Tensor) -> tuple[Tensor, ...]
     rest, sent = torch.empty_like(e), []
     for rank in range(4):
         codec.encode_sum(g, e, rest, Key(3, step=1, rank=rank))
-        sent.append(codec.frames.outgoing().clone())
+        sent.append(codec.frames.outgoing.clone())
     out = torch.empty_like(g)
     codec.mean(codec.frames.unpack(torch.stack(sent)), out, Key(3, step=1), 4)
     return sent[-1], rest, out

@@ -59,7 +59,7 @@ def payload(frame: Tensor, length: int) -> Tensor:
 
 def framed(message: Tensor, frames: Frames) -> Tensor:
     """Return the frame with these bytes as its message."""
-    frame = frames.outgoing().clone()
+    frame = frames.outgoing.clone()
     payload(frame, len(message)).copy_(message)
     if frames.checksum:
         frames.seal(frame)
@@ -78,7 +78,7 @@ def packed(codec: Codec, message: Encoded) -> Tensor:
     # Not zeros, so that a byte that `pack` fails to write shows. The message is copied first: it
     # can be in that memory already.
     parts = [tuple(part.clone() for part in own) for own in message.parts]
-    payload(frames.outgoing(), nbytes).fill_(0xA5)
+    payload(frames.outgoing, nbytes).fill_(0xA5)
     return payload(frames.pack(parts), nbytes).clone()
 
 

@@ -73,9 +73,9 @@ class ElementwiseTriton(InFrames, Quantizer):
         if frames is None or parts is not self._placed:
             super().subtract(parts, x, weight)
         elif not self._ready(x):
-            super().subtract(frames.unpack(frames.outgoing())[0], x, weight)
+            super().subtract(frames.unpack(frames.outgoing)[0], x, weight)
         else:
-            self._add_up(frames.outgoing()[None], 0, x, -weight, False)
+            self._add_up(frames.outgoing[None], 0, x, -weight, False)
 
     def _mean(self, received: Tensor, stride: int, out: Tensor, divisor: int) -> None:
         self._add_up(received, stride, out, divisor, True)

@@ -79,9 +79,9 @@ class SparseTriton(InFrames, Sparse):
             super().subtract(index, parts, x, weight)
         elif not self._ready(x):
             # What is placed can be the bytes of a field that is not aligned.
-            super().subtract(index, frames.unpack(frames.outgoing())[0], x, weight)
+            super().subtract(index, frames.unpack(frames.outgoing)[0], x, weight)
         elif self._table.entries:
-            self._subtract(x, frames.outgoing(), index, float(weight))
+            self._subtract(x, frames.outgoing, index, float(weight))
 
     def _fill(
         self, x: Tensor, index: Tensor, frame: Tensor, noise: Tensor | None, subtract: bool

@@ -181,7 +181,7 @@ class InFrames:
     def _frame(self, *tensors: Tensor) -> Tensor | None:
         """Return the memory of the frames if kernels can write the message of these tensors."""
         frames = self.vectors.frames
-        return frames.outgoing() if frames is not None and self._ready(*tensors) else None
+        return frames.outgoing if frames is not None and self._ready(*tensors) else None
 
     @property
     def _placed(self) -> Any:

@@ -40,7 +40,7 @@ class AllGatherRoute:
     def mean(self, out: Tensor) -> None:
         """Exchange the messages and write their mean over the ranks to `out`."""
         codec, exchange = self._codec, self._exchange
-        rows = exchange.all_gather_rows(codec.frames.outgoing())
+        rows = exchange.all_gather_rows(codec.frames.outgoing)
         exchange.check(codec.frames, rows, self._ranks)
         with span("decode") if profiler._is_profiler_enabled else OFF:
             # Rank order on every rank: another order would round differently, and the replicas

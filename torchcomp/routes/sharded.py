@@ -85,7 +85,7 @@ class _Uplink:
 
     def mean(self, out: Tensor, key: Key) -> None:
         exchange, arriving, frames = self._exchange, self._arriving, self._outgoing.frames
-        received = exchange.all_to_all(frames.outgoing(), frames.sizes, self._sizes)
+        received = exchange.all_to_all(frames.outgoing, frames.sizes, self._sizes)
         received = received.view(exchange.world_size, arriving.frames.nbytes)
         exchange.check(arriving.frames, received, range(exchange.world_size))
         with span("decode") if profiler._is_profiler_enabled else OFF:
@@ -113,7 +113,7 @@ class _Downlink:
             self._own.encode(narrow(mean, self._dtype), key)
 
     def mean(self, out: Tensor, key: Key) -> None:
-        exchange, everyone, memory = self._exchange, self._everyone, self._own.frames.outgoing()
+        exchange, everyone, memory = self._exchange, self._everyone, self._own.frames.outgoing
         # Messages of different lengths need `all_gather_v`, which copies the frame for each rank.
         if self._even:
             received = exchange.all_gather_rows(memory)
@@ -246,7 +246,7 @@ class Messages:
             selector = self._direction.compressor
             message = selector.encode_selected(values, index, codec.vectors, key)
             self._message = codec.pack(message)
-        self.outgoing = codec.frames.outgoing()
+        self.outgoing = codec.frames.outgoing
         if subtract:
             self.subtract(x, key, 1.0)
 

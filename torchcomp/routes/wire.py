@@ -127,14 +127,10 @@ class Frames:
 
     # --- Sending ---
 
-    def outgoing(self) -> Tensor:
-        """Return the memory of the frames to send, with headers: the same in every step."""
-        return self._outgoing
-
     @cached_property
     def placed(self) -> Sequence[Parts]:
-        """The fields in :meth:`outgoing`, by vector; as bytes where one is not aligned."""
-        memory = self._outgoing
+        """The fields in :attr:`outgoing`, by vector; as bytes where one is not aligned."""
+        memory = self.outgoing
         return [
             tuple(
                 memory[begin:end].view(dtype) if aligned else memory[begin:end]
@@ -144,7 +140,7 @@ class Frames:
         ]
 
     def pack(self, messages: Sequence[Parts]) -> Tensor:
-        """Write the fields of each vector's message to :meth:`outgoing`, and return that."""
+        """Write the fields of each vector's message to :attr:`outgoing`, and return that."""
         targets, sources = [], []
         for parts, layout, within in zip(messages, self.layouts, self.placed, strict=True):
             for part, field, target in zip(parts, layout, within, strict=True):
@@ -160,8 +156,8 @@ class Frames:
         if targets:
             torch._foreach_copy_(targets, sources)
         if self.checksum:
-            self.seal(self._outgoing)
-        return self._outgoing
+            self.seal(self.outgoing)
+        return self.outgoing
 
     def seal(self, memory: Tensor) -> None:
         """Write the checksums of frames, 1-D uint8, into their headers."""
@@ -170,7 +166,8 @@ class Frames:
             words[begin + 1 : begin + 2] = checksum(words[begin + 2 : end]) + layout
 
     @cached_property
-    def _outgoing(self) -> Tensor:
+    def outgoing(self) -> Tensor:
+        """The memory of the frames to send, with headers: the same in every step."""
         words = torch.zeros(self.nbytes // 8, dtype=torch.int64, device=self.device)
         if self._spans:
             words.index_copy_(0, *self._table)

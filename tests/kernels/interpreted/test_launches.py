@@ -43,7 +43,7 @@ def launched(compressor, sizes, ranks=8):
     with SIMULATED() as count:
         codec = codec_of(compressor, sizes, device=DEVICE)
         g, e, rest, out = (on_device(normal(n)) for _ in range(4))
-        rows = on_device(codec.frames.outgoing().cpu().repeat(ranks, 1))
+        rows = on_device(codec.frames.outgoing.cpu().repeat(ranks, 1))
         return of_second(
             count,
             lambda: codec.encode_sum(g, e, rest, Key(0)),

@@ -69,14 +69,14 @@ def through(compressor, dtype, memory, case):
                 g.nan_to_num_(nan=3.0, posinf=torch.inf, neginf=-torch.inf)  # bits of NaN vary
         e, rest = normal(numel, dtype=memory, seed=9), torch.empty(numel, dtype=memory)
         sent = codec.encode_sum(g, e, rest, key)
-        rows.append(codec.frames.outgoing().clone())
+        rows.append(codec.frames.outgoing.clone())
         x = normal(numel, dtype=memory, seed=5)
         codec.subtract(sent, x, key, -3.0 if compressor.selects else -1.0)
         found += [rows[-1], rest, x]
     codec.encode(normal(numel, dtype=dtype, seed=7), key)
     mean = torch.full((numel,), torch.nan, dtype=dtype)
     codec.mean_of(torch.stack(rows), mean, Key(3), 3)
-    return [*found, codec.frames.outgoing().clone(), mean]
+    return [*found, codec.frames.outgoing.clone(), mean]
 
 
 @pytest.mark.parametrize("case", [*NOW, *thorough(CASES[::11])], ids=str)
@@ -94,7 +94,7 @@ def test_any_number_of_messages(ranks):
     codec, rows = codec_of(TopK(0.1), [300]), []
     for rank in range(ranks):
         codec.encode(normal(300, seed=rank), Key(3))
-        rows.append(codec.frames.outgoing().clone())
+        rows.append(codec.frames.outgoing.clone())
     rows, out, expected = torch.stack(rows), torch.empty(300), torch.empty(300)
     codec.mean(codec.frames.unpack(rows), expected, Key(3), ranks)
     SparseTriton(codec.vectors, None).mean_of(rows, out, ranks)
@@ -208,7 +208,7 @@ def test_damage_is_found(code):
     codec, rows = codec_of(TopK(k=k, scope="tensor"), [50, n, 50]), []
     for rank in range(2):
         codec.encode(normal(100 + n, seed=rank), Key(3))
-        rows.append(codec.frames.outgoing().clone())
+        rows.append(codec.frames.outgoing.clone())
     (begin, *_) = codec.frames._places[1][-1]
     expected, verdicts = torch.empty(100 + n), []
     codec.mean(codec.frames.unpack(torch.stack(rows)), expected, Key(3), 2)
