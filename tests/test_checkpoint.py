@@ -1,6 +1,5 @@
 """Checkpoints: slots in their parameters' shapes, and states that are refused."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -102,37 +101,25 @@ def layout(**shapes):
 
 def test_check_engine_names_every_difference():
     parameters = {"linear": torch.zeros(3, 5), "new": torch.zeros(1)}
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_engine(state_of(parameters=layout(linear=[5, 3], gone=[1])), parameters)
-    for problem, words in zip(
-        str(caught.value).split("; "),
-        (r"'linear'.*\[5, 3\].*\[3, 5\]", r"'gone'.*\[1\].*None", r"'new'.*None.*\[1\]"),
-        strict=True,
-    ):
-        assert re.search(words, problem)
-
-    foreign = layout(**{f"p{i}": [1] for i in range(8)})
-    with pytest.raises(CheckpointError, match=r"'p4' [^;]*; .*\b3\b"):
-        checkpoint.check_engine(state_of(parameters=foreign), {})
+    other = state_of(parameters=layout(linear=[5, 3], gone=[1]))
+    with pytest.raises(CheckpointError, match=r"'linear', 'gone', 'new'.*\[5, 3\].*\[3, 5\]"):
+        checkpoint.check_engine(other, parameters)
     # The order does not matter.
     reordered = reversed(model_parameters().items())
     checkpoint.check_engine(state_of(), dict(reordered))
 
 
-@pytest.mark.parametrize(
-    ("groups", "problem"),
-    [
-        ([["linear"]], "'conv'"),
-        ([[*model_parameters(), "linear"]], "'linear'"),
-        ([[*model_parameters(), "foreign"]], "'foreign'"),
-        ([list(model_parameters()), []], r"\[\]"),
-    ],
-)
 @pytest.mark.parametrize("division", ["groups", "buckets"])
-def test_groups_must_hold_every_parameter_once(division, groups, problem):
+def test_groups_must_hold_every_parameter_once(division):
     parameters = model_parameters()
-    with pytest.raises(CheckpointError, match=rf"\b{division}\b.*{problem}"):
-        checkpoint.check_engine(state_of(**{division: groups}), parameters)
+    for groups, problem in (
+        ([["linear"]], "'conv'"),
+        ([[*parameters, "linear"]], "'linear'"),
+        ([[*parameters, "foreign"]], "'foreign'"),
+        ([list(parameters), []], r"\[\]"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"\b{division}\b.*{problem}"):
+            checkpoint.check_engine(state_of(**{division: groups}), parameters)
     # Each group has one dtype.
     parameters["linear"] = parameters["linear"].detach().half()
     with pytest.raises(CheckpointError, match=r"groups .*dtype.*'linear'"):
