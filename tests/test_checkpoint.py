@@ -95,13 +95,10 @@ def test_loading_is_the_inverse_of_saving_in_any_dtype_and_memory_format(contigu
         assert torch.equal(again[name], part.to(dtype))
 
 
-def layout(**shapes):
-    return {name: {"shape": shape, "stride": [1] * len(shape)} for name, shape in shapes.items()}
-
-
 def test_check_engine_names_every_difference():
     parameters = {"linear": torch.zeros(3, 5), "new": torch.zeros(1)}
-    other = state_of(parameters=layout(linear=[5, 3], gone=[1]))
+    layout = {"shape": [5, 3], "stride": [3, 1]}
+    other = state_of(parameters={"linear": layout, "gone": layout})
     with pytest.raises(CheckpointError, match=r"'linear', 'gone', 'new'.*\[5, 3\].*\[3, 5\]"):
         checkpoint.check_engine(other, parameters)
     # The order does not matter.

@@ -87,7 +87,6 @@ def silent(model):
 REFUSED = [
     ({"budget": 0.0}, SpecError, "budget", "0.0"),
     ({"budget": 0.01}, SpecError, "p_min", "0.0125"),
-    ({"p_min": 0}, SpecError, "p_min", "0"),
     ({"costs": "time"}, SpecError, "costs", '"bytes"'),
     ({"selection": "own"}, SpecError, "selection", '"per-rank"'),
     ({"rule": "literal"}, SpecError, "rule", "Literal"),

@@ -137,3 +137,12 @@ def test_a_checkpoint_loaded_on_one_rank_only_raises_before_the_exchange():
             assert torch.equal(weights(run.model), before)
 
     assert_refused(2, body, RankMismatchError, "step", "rank 0", "rank 1")
+
+
+def test_p_that_differs_across_ranks_raises_before_the_exchange():
+    def body():
+        run = Run()
+        run.jointspar._sampler.bandit.p[0] += 1e-12 * dist.get_rank()
+        run.train(0, 1)
+
+    assert_refused(2, body, RankMismatchError, "layers", "rank 0", "rank 1")

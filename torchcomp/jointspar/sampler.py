@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator, Cost
+from torchcomp.checkpoints import checkpoint
 from torchcomp.checkpoints.checkpoint import count, dict_of, list_of, number, record, text
 from torchcomp.engine import host
 from torchcomp.engine.bucket import Bucket, BucketShape, Group
@@ -78,6 +79,7 @@ class Sampler:
         self.applied = np.ones(len(layers))  # p of the last committed step; `p` is the next one's
         self._key = key
         self._averages: dict[str, list[float]] = {}
+        self._verified = False  # whether the ranks have been compared
         self.draw()
 
     def draw(self) -> None:
@@ -98,6 +100,11 @@ class Sampler:
 
     def union(self, exchange: Exchange) -> Mask:
         """Return the layers to exchange: those that any rank keeps. A collective."""
+        # Before the first exchange: ranks with different sets would pair unequal messages.
+        if self.shared and not self._verified:
+            values = {**self.state_dict(), "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
+            exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
+            self._verified = True
         if self._exchanged is None:
             flags = host.copy_to(torch.from_numpy(self.kept.astype(np.uint8)), exchange.device)
             # The host has to know which messages to send: this is the only wait inside a step.
@@ -157,6 +164,7 @@ class Sampler:
         # With the checkpoint's seed, the run continues with the layers it would have drawn.
         found._key = Key(state["seed"], rank=self._key.rank)
         found.draw()
+        found._verified = False  # the other ranks may have loaded another checkpoint, or none
         return found
 
 
