@@ -25,7 +25,7 @@ import torchcomp
 from tests.support.codecs import codec_of
 from tests.support.models import METHODS
 from tests.support.vectors import normal
-from tests.test_compressors import COMPRESSOR_EXAMPLES
+from tests.test_compressors import EXAMPLES
 from torchcomp.engine.keys import Key
 from torchcomp.kernels import backend
 from torchcomp.routes import wire
@@ -89,7 +89,7 @@ class Messages:
         dtypes = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
         sizes = ((5, 0, 64, 1), (1,), (257,), (1000,), (70_000,))
         found = []
-        for number, case in enumerate(product(COMPRESSOR_EXAMPLES, dtypes, sizes)):
+        for number, case in enumerate(product(EXAMPLES, dtypes, sizes)):
             compressor, dtype, shape = case
             # Every other frame has a checksum.
             form = {"dtype": dtype, "checksum": number % 2 == 0}

@@ -42,7 +42,7 @@ PRIVATE = {
     "torch.distributed.Backend.Options": ["_timeout"],
     "torch.optim.Optimizer": ["_optimizer_step_pre_hooks"],
     "torch.Tensor": ["_version"],
-    "torch.amp.GradScaler": ["_get_scale_async", "_unscale_grads_"],
+    "torch.amp.GradScaler": ["_get_scale_async"],
 }
 """Private names of torch that torchcomp uses, by owner: any release can change them."""
 

@@ -12,7 +12,7 @@ PAGE = (TESTS.parent / "docs" / "reliability.md").read_text()
 ROWS = re.findall(r"^\| (.+?) \| .* \| `([a-z]\w+)`( \(soak\))? \|$", PAGE, re.MULTILINE)
 
 
-def marks(tree: ast.Module, function: ast.FunctionDef) -> set[str]:
+def marks(tree, function):
     """Return the marks that all cases of a test have, such as "soak"."""
     found = {ast.unparse(each) for each in function.decorator_list}
     for node in tree.body:
@@ -24,9 +24,9 @@ def marks(tree: ast.Module, function: ast.FunctionDef) -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def tests() -> dict[str, list[set[str]]]:
+def tests():
     """Return the marks of each test function, by name."""
-    found: dict[str, list[set[str]]] = {}
+    found = {}
     for path in TESTS.rglob("test_*.py"):
         tree = ast.parse(path.read_text())
         for node in ast.walk(tree):
@@ -35,7 +35,7 @@ def tests() -> dict[str, list[set[str]]]:
     return found
 
 
-def test_every_row_has_a_test_and_there_are_at_least_60() -> None:
+def test_every_row_has_a_test_and_there_are_at_least_60():
     rows = [line for line in PAGE.splitlines() if re.match(r"\| (?!---|.*\| test \|$)", line)]
     assert len(ROWS) >= 60
     # The other rows are the heads of the tables, and those of the soak.
@@ -43,7 +43,7 @@ def test_every_row_has_a_test_and_there_are_at_least_60() -> None:
 
 
 @pytest.mark.parametrize(("name", "soak"), [row[1:] for row in ROWS], ids=[row[0] for row in ROWS])
-def test_the_test_of_a_row_runs(name: str, soak: str, tests: dict[str, list[set[str]]]) -> None:
+def test_the_test_of_a_row_runs(name, soak, tests):
     assert f"test_{name}" in tests
     for found in tests[f"test_{name}"]:
         assert not found & {"thorough", "slow", "integrations"}

@@ -1,13 +1,8 @@
-"""The pages of the documentation: navigation, links, API reference, costs and pictures.
-
-`make docs` builds the site and checks more. These tests need none of its packages.
-"""
+"""The pages of the documentation: navigation, links, API reference and costs."""
 
 import re
-from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +24,7 @@ PAGES = sorted(
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
 
 
-def leaves(entry: Any) -> Iterator[str]:
+def leaves(entry):
     if isinstance(entry, str):
         yield entry
     else:
@@ -37,14 +32,14 @@ def leaves(entry: Any) -> Iterator[str]:
             yield from leaves(part)
 
 
-def anchors(page: Path) -> set[str]:
+def anchors(page):
     """Return the anchors of a page's headings, as code hosts and the site name them."""
     text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)", text, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in headings}
 
 
-def test_navigation_contains_every_page_and_no_other() -> None:
+def test_navigation_contains_every_page_and_no_other():
     entries = list(leaves(CONFIG["nav"]))
     assert [page for page in PAGES if not any(fnmatch(page, entry) for entry in entries)] == []
     assert [entry for entry in entries if "*" not in entry and entry not in PAGES] == []
@@ -52,7 +47,7 @@ def test_navigation_contains_every_page_and_no_other() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_to_files_and_headings_that_exist(page: str) -> None:
+def test_links_lead_to_files_and_headings_that_exist(page):
     broken = []
     for link in re.findall(r"\]\((?![a-z]+:)([^)\s]+)\)", (ROOT / page).read_text()):
         file, _, anchor = link.partition("#")
@@ -63,7 +58,7 @@ def test_links_lead_to_files_and_headings_that_exist(page: str) -> None:
     assert broken == []
 
 
-def test_reference_contains_all_public_names_and_components() -> None:
+def test_reference_contains_all_public_names_and_components():
     pages = "".join(path.read_text() for path in (ROOT / "docs" / "api").glob("*.md"))
     listed = {
         name.rpartition(".")[2] for name in re.findall(r"^::: ([\w.]+)$", pages, re.MULTILINE)
@@ -72,7 +67,7 @@ def test_reference_contains_all_public_names_and_components() -> None:
     assert named | {component.__name__ for component in spec.COMPONENTS.values()} <= listed
 
 
-def test_costs_on_the_pages_of_methods_are_those_of_explain() -> None:
+def test_costs_on_the_pages_of_methods_are_those_of_explain():
     with torch.device("meta"):
         model = import_torchvision().models.resnet50()
     rows = [
@@ -89,18 +84,3 @@ def test_costs_on_the_pages_of_methods_are_those_of_explain() -> None:
             f"{compared(plan.bytes_sent, plan.dense_bytes_sent)}"
             for plan in plans
         ], (page, method)
-
-
-def test_pictures_of_methods_are_those_of_the_program(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from tools import method_pictures
-
-    monkeypatch.setattr("sys.argv", ["method_pictures", "--out", str(tmp_path)])
-    method_pictures.main()
-    for kept in (ROOT / "docs" / "methods").glob("*.svg"):
-        # Not the coordinates: another processor can round the last digit differently.
-        words = [
-            re.findall(r">([^<]+)</", path.read_text()) for path in (kept, tmp_path / kept.name)
-        ]
-        assert words[0] == words[1]

@@ -68,7 +68,7 @@ class Training:
         self.draw()
         used = self.codec.vectors
         self.codec.vectors = vectors = Vectors(used, used.device, used.dtype)
-        vectors.fields, vectors.frames = used.fields, used.frames
+        vectors.frames = used.frames
         self.prepared = vectors.kernels
 
     def select(self) -> None:

@@ -5,8 +5,8 @@ from functools import partial
 import pytest
 from torch import nn
 
-from torchcomp.__main__ import main
 from torchcomp.advisor import Link, Prediction, Run, StepTime, Training, plan, values_of
+from torchcomp.advisor.command import main
 from torchcomp.advisor.prediction import BF16, DDP, USUAL, verdict
 from torchcomp.aggregators import planned_traffic
 from torchcomp.engine.bucket import BucketShape
@@ -115,9 +115,6 @@ def test_the_published_hours_of_qsr_are_reproduced():
 def test_bad_runs_are_refused(bad):
     with pytest.raises(SpecError):
         bad()
-
-
-# --- The table and the command line ---------------------------------------------------------------
 
 
 def took(method, seconds, local=False):

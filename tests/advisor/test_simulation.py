@@ -40,15 +40,11 @@ def step(*buckets, ready, backward=10.0, total=12.0):
     [
         # Hidden: 4 to 7.
         ([(reduce(3.0),)], (4.0,), {}, 12.0),
-        # Not hidden: 10 to 13.
-        ([(reduce(3.0),)], (10.0,), {}, 15.0),
         # The second waits for the first: 4 to 9, 9 to 14.
         ([(reduce(5.0),), (reduce(5.0),)], (4.0, 6.0), {}, 16.0),
-        # Encoding shares the core with the backward pass. From 4 on both are half as fast, until
-        # the work is done at 8; the backward pass has 4 s left and ends at 12.
-        ([(Work(2.0),)], (4.0,), {}, 14.0),
-        # As before until 8; then 3 s of collective, which needs no core; the last 2 s of work run
-        # beside what is left of the backward pass: it has 1 s at 11 and ends at 13, the work at 14.
+        # Encoding shares the core with the backward pass: both are half as fast until 8. Then 3 s
+        # of collective, which needs no core; the last 2 s of work run beside what is left of the
+        # backward pass: it has 1 s at 11 and ends at 13, the work at 14.
         ([(Work(2.0), reduce(3.0), Work(2.0))], (4.0,), {}, 16.0),
         # Two ranks on a core: 20 s of backward pass, which hide the 3 s; 4 s of optimizer.
         ([(reduce(3.0),)], (4.0,), {"cores": 0.5}, 24.0),
@@ -59,9 +55,6 @@ def step(*buckets, ready, backward=10.0, total=12.0):
         # A collective that needs a quarter of a core: from 4 to 8 the backward pass runs at 3/4 and
         # does 3 of its last 6 s; it ends at 11.
         ([(reduce(4.0),)], (4.0,), {"cpu": 0.25}, 13.0),
-        # One that needs a whole core: both at half speed from 4 on. It ends at 8, the backward pass
-        # at 12.
-        ([(reduce(2.0),)], (4.0,), {"cpu": 1.0}, 14.0),
     ],
 )
 def test_a_step_by_hand(buckets, ready, options, seconds):

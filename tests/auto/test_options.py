@@ -1,7 +1,5 @@
 """auto(...): its options, and the methods that it times."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -13,7 +11,7 @@ from torchcomp import Auto, SpecError
 from torchcomp.specs.spec import candidates, parse_registered
 
 
-def methods(auto: str | Auto) -> list[str]:
+def methods(auto):
     parsed = parse_registered(auto)
     assert isinstance(parsed, Auto)
     return [str(method) for method in candidates(parsed)]
@@ -23,11 +21,11 @@ def methods(auto: str | Auto) -> list[str]:
     "spec",
     ["auto", "auto(steps=40)", 'auto(candidates=[ef(topk(0.01)), mean(cast("bf16"))], steps=60)'],
 )
-def test_a_spec_prints_as_it_was_written(spec: str) -> None:
+def test_a_spec_prints_as_it_was_written(spec):
     assert str(parse_registered(spec)) == spec
 
 
-def test_candidates_are_specs_objects_or_quoted_specs_and_mean_comes_first() -> None:
+def test_candidates_are_specs_objects_or_quoted_specs_and_mean_comes_first():
     topk = torchcomp.parse("ef(topk(0.01))")
     quoted = 'auto(candidates=["ef(topk(0.01))"])'
     for each in (Auto(candidates=["ef(topk(0.01))"]), Auto(candidates=(topk,)), quoted):
@@ -54,14 +52,14 @@ def test_candidates_are_specs_objects_or_quoted_specs_and_mean_comes_first() -> 
         (lambda: torchcomp.parse("ef(auto)"), None),
     ],
 )
-def test_an_invalid_option_is_refused(make: Callable[[], object], field: str | None) -> None:
+def test_an_invalid_option_is_refused(make, field):
     error = raised_by(make)
     assert isinstance(error, SpecError)
     assert error.field == field
 
 
-def test_only_register_takes_auto_and_only_one_that_can_be_made() -> None:
-    def body() -> list[Exception]:
+def test_only_register_takes_auto_and_only_one_that_can_be_made():
+    def body():
         model = wrap(mlp())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         handle = torchcomp.register(model, "mean")

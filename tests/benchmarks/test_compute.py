@@ -7,7 +7,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.net.compute import measure_compute
 from tests.support.ranks import on_threads
-from torchcomp.advisor import Link, record, simulate
 
 
 def body():
@@ -18,13 +17,11 @@ def body():
     inputs = torch.randn(4, 20) + dist.get_rank()
     compute = measure_compute(model, lambda: model(inputs).sum(), optimizer, steps=2)
     weights = [p.detach().clone() for p in module.parameters()]
-    parameters = dict(module.named_parameters())
-    recording = record("ef(topk(0.1))", parameters, 2, buckets=compute.buckets, steps=2)
-    return compute, weights, simulate(recording, compute, Link(1.0).among(2))
+    return compute, weights
 
 
 def test_buckets_are_ready_in_the_order_of_the_backward_pass():
-    (compute, weights, step), (_, others, _) = on_threads(2, body)
+    (compute, weights), (_, others) = on_threads(2, body)
     names = [name for bucket in compute.buckets for name in bucket]
     assert len(compute.buckets) > 1
     assert sorted(names) == sorted(f"{i}.{p}" for i in (0, 2, 3) for p in ("bias", "weight"))
@@ -33,4 +30,3 @@ def test_buckets_are_ready_in_the_order_of_the_backward_pass():
     assert 0 < compute.ready[0] <= compute.ready[-1] <= compute.backward <= compute.total
     # Nothing was exchanged.
     assert not torch.equal(weights[0], others[0])
-    assert step.seconds > step.compute == compute.total

@@ -2,15 +2,13 @@
 
 import csv
 import sys
-from pathlib import Path
 
-import pytest
 import torch
 
 from benchmarks import encode
 
 
-def test_encode_measures_every_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_encode_measures_every_part(tmp_path, monkeypatch):
     out = tmp_path / "encode.csv"
     words = ["encode", "--sizes", "5000", "--threads", "1", "--out", str(out)]
     monkeypatch.setattr(sys, "argv", words)

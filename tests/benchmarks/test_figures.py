@@ -9,34 +9,23 @@ from benchmarks import figures, pictures, report, tables
 from benchmarks.net.names import BF16, FLOOR, PLAIN
 
 ROOT = Path(__file__).parents[2]
+NAMES = {"plain DDP": PLAIN, "DDP with PyTorch's bf16 hook": BF16}
+NAMES |= {"DDP with PyTorch's PowerSGD hook, rank 1": "powersgd-1"}
+NAMES |= {"no exchange at all (lower bound)": FLOOR}
 
 
-FRONT_PAGE = {
-    "plain DDP": PLAIN,
-    "DDP with PyTorch's bf16 hook": BF16,
-    "DDP with PyTorch's PowerSGD hook, rank 1": "powersgd-1",
-    'ef(topk(0.01, values="int8"))': 'ef(topk(0.01, values="int8"))',
-    'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))': (
-        'bidirectional(topk(0.01, values="int8"), topk(0.01, values="int8"))'
-    ),
-    "no exchange at all (lower bound)": FLOOR,
-}
-
-
-def test_the_front_page_has_the_measured_times() -> None:
+def test_the_front_page_has_the_measured_times():
     steps = figures.Steps(report.RESULTS / "network.csv")
     lines = (ROOT / "README.md").read_text().splitlines()
     start = lines.index("| | 100 Mbit/s | 1 Gbit/s |") + 2
     found = [re.sub("[`*]", "", line).strip("| ").split(" | ") for line in lines[start:]]
-    shown = {cells[0]: cells[1:] for cells in found[: len(FRONT_PAGE)]}
     links = [("resnet18", 4, 100), ("resnet18", 4, 1000)]
-    assert shown == {
-        label: [f"{steps.milliseconds(link, method):,.0f}" for link in links]
-        for label, method in FRONT_PAGE.items()
-    }
+    for label, *shown in found[:6]:
+        method = NAMES.get(label, label)
+        assert shown == [f"{steps.milliseconds(link, method):,.0f}" for link in links]
 
 
-def test_pages_and_pictures_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_and_pictures_are_written(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     for name in report.PAGES:
         (tmp_path / name).write_text((report.DOCS / name).read_text())

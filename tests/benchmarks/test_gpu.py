@@ -6,7 +6,6 @@ import re
 import runpy
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,7 @@ from tests.support.threads import torch_threads
 SOME = " or ".join(["frames", "allgather and 8", "swap", "overflow", "test_without_set_device"])
 
 
-def rehearse(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> list[dict[str, str]]:
+def rehearse(monkeypatch, out, *arguments):
     """Run the benchmarks in this process; return their rows."""
     monkeypatch.setattr(sys, "argv", ["gpu", "--rehearse", "--out", str(out), *arguments])
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -33,10 +32,7 @@ def rehearse(monkeypatch: pytest.MonkeyPatch, out: Path, *arguments: str) -> lis
         return list(csv.DictReader(file))
 
 
-# --- Without a GPU --------------------------------------------------------------------------------
-
-
-def test_without_a_gpu_it_says_what_is_missing_and_succeeds(tmp_path: Path) -> None:
+def test_without_a_gpu_it_says_what_is_missing_and_succeeds(tmp_path):
     absent = str(tmp_path / "python")
     command = [sys.executable, "tools/gpu.py", "--python", absent, sys.executable]
     done = run(command, CUDA_VISIBLE_DEVICES="")
@@ -46,7 +42,7 @@ def test_without_a_gpu_it_says_what_is_missing_and_succeeds(tmp_path: Path) -> N
     assert done.stderr == ""
 
 
-def test_a_hung_command_is_stopped_with_its_children_and_its_output_is_kept() -> None:
+def test_a_hung_command_is_stopped_with_its_children_and_its_output_is_kept():
     watched = runpy.run_path(str(ROOT / "tools" / "gpu.py"))["watched"]
     start = time.monotonic()
     status, output = watched(["sh", "-c", "echo begun; sleep 600 & sleep 600"], 1.0, {})
@@ -55,19 +51,14 @@ def test_a_hung_command_is_stopped_with_its_children_and_its_output_is_kept() ->
     assert status != 0
 
 
-# --- A rehearsal ----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chosen", [SOME, *thorough(["test"])], ids=["some", "all"])
-def test_tests_for_gpus_can_be_rehearsed(chosen: str) -> None:
+def test_tests_for_gpus_can_be_rehearsed(chosen):
     command = [sys.executable, "-m", "pytest", "-q", "tests/gpu", "-k", chosen]
     done = run(command, TORCHCOMP_REHEARSE="1")
     assert " passed" in done.stdout
 
 
-def test_benchmarks_can_be_rehearsed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_benchmarks_can_be_rehearsed(tmp_path, monkeypatch, capsys):
     rows = rehearse(monkeypatch, tmp_path)
     of_part = {part: [r for r in rows if r["part"] == part] for part in PARTS}
     assert len(of_part["method"]) == len(methods.METHODS)
@@ -89,9 +80,7 @@ def test_benchmarks_can_be_rehearsed(
         assert len(re.findall(rf"^{re.escape(method)} .*", shown, re.MULTILINE)) >= len(TASKS)
 
 
-def test_a_profile_can_be_rehearsed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_profile_can_be_rehearsed(monkeypatch, capsys):
     spec = "ef(topk(0.01))"
     monkeypatch.setattr(sys, "argv", ["profile", spec, "--rehearse", "--repeats=2", "--lines=9"])
     with torch_threads(1):

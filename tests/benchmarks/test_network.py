@@ -1,7 +1,4 @@
-"""benchmarks/network.py on a few shaped hosts, with a tiny model.
-
-The kernel and torchcomp's handle must count the same bytes.
-"""
+"""benchmarks/network.py on a few shaped hosts: the kernel and the handle count the same bytes."""
 
 import csv
 import os
@@ -10,6 +7,7 @@ import subprocess
 import sys
 import time
 import uuid
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -25,7 +23,7 @@ SPECS = ["mean", "ef(topk(0.1))"]
 
 
 @pytest.fixture(scope="module")
-def shaped_hosts() -> None:
+def shaped_hosts():
     """Skip where hosts cannot be shaped."""
     reason = missing()
     try:
@@ -41,7 +39,7 @@ def shaped_hosts() -> None:
 class Run:
     """A run of network.py; a mark in the environment identifies every process that it starts."""
 
-    def __init__(self, *arguments: str, **environment: str) -> None:
+    def __init__(self, *arguments, **environment):
         self._mark = f"TORCHCOMP_TEST={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         self.process = subprocess.Popen(
@@ -52,7 +50,7 @@ class Run:
             text=True,
         )
 
-    def finish(self, seconds: float) -> tuple[int, str, str]:
+    def finish(self, seconds):
         """Wait; return the exit status, stdout and stderr."""
         try:
             output, errors = self.process.communicate(timeout=seconds)
@@ -61,27 +59,22 @@ class Run:
             self.process.wait(timeout=30)
         return self.process.returncode, output, errors
 
-    def left_behind(self) -> list[str]:
+    def left_behind(self):
         """The namespaces and processes of the run that still exist."""
         spaces = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout
         own = f"tcb{self.process.pid}x"
-        return [line for line in spaces.splitlines() if line.startswith(own)] + self._alive()
-
-    def _alive(self) -> list[str]:
-        found = []
+        found = [line for line in spaces.splitlines() if line.startswith(own)]
         for folder in Path("/proc").glob("[0-9]*"):
-            try:
+            # It may have ended meanwhile, or belong to another user.
+            with suppress(OSError, ValueError):
                 if self._mark.encode() in (folder / "environ").read_bytes():
                     found.append((folder / "cmdline").read_text())
-            except (OSError, ValueError):
-                # The process has ended meanwhile, or belongs to another user.
-                continue
         return found
 
 
 @pytest.mark.usefixtures("shaped_hosts")
 @pytest.mark.thorough
-def test_the_kernel_counts_what_the_handle_counts_in_one_level_and_in_two(tmp_path: Path) -> None:
+def test_the_kernel_counts_what_the_handle_counts_in_one_level_and_in_two(tmp_path):
     command = [*TINY, "--nodes", "--hosts", "2", "--ranks", "2", "--out", str(tmp_path), "--resume"]
     command += ["--methods", "ddp", "topq(0.1)", *SPECS]
     run = Run(*command)
@@ -115,7 +108,7 @@ def test_the_kernel_counts_what_the_handle_counts_in_one_level_and_in_two(tmp_pa
 
 @pytest.mark.usefixtures("shaped_hosts")
 @pytest.mark.parametrize("number", [signal.SIGINT, *thorough([signal.SIGTERM])])
-def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -> None:
+def test_an_interrupted_run_leaves_nothing_behind(number, tmp_path):
     endless = ["--least", "1000000"]
     run = Run(*TINY, "--hosts", "2", "--methods", "no-op", *endless, "--out", str(tmp_path))
     deadline = time.monotonic() + PATIENCE
@@ -129,7 +122,7 @@ def test_an_interrupted_run_leaves_nothing_behind(number: int, tmp_path: Path) -
     assert run.left_behind() == []
 
 
-def test_a_machine_without_the_programs_gets_one_line(tmp_path: Path) -> None:
+def test_a_machine_without_the_programs_gets_one_line(tmp_path):
     # An empty PATH has neither ip nor gcc. Without root, this is reported first.
     run = Run("--quick", "--out", str(tmp_path), PATH=str(tmp_path))
     status, output, errors = run.finish(seconds=PATIENCE)

@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from typing import Any
 
 import pytest
 
@@ -17,7 +16,7 @@ COMMON = {"date": "2026-01-02", "revision": "0", "torch": "2", "device": "cpu", 
 COMMON |= {"batch": 16, "setup": {"hosts": 2, "ranks": 1, "mbit": 100, "delay_us": 500}}
 
 
-def results(method: str, recording: Recording) -> list[dict[str, Any]]:
+def results(method, recording):
     """What a job of two ranks reports: 1 s of backward pass, 0.5 s of optimizer, 1 s per MB."""
     curve = (Point(1, 1e-6), Point(10**6, 1.0))
     link = CollectiveTimes(2, {ALL_REDUCE: curve, ALL_TO_ALL: curve})
@@ -34,7 +33,7 @@ def results(method: str, recording: Recording) -> list[dict[str, Any]]:
     return [json.loads(json.dumps(part)) for part in parts]
 
 
-def test_a_row_compares_the_prediction_with_the_measured_step() -> None:
+def test_a_row_compares_the_prediction_with_the_measured_step():
     activities = (Work(0.25), Call(ALL_REDUCE, 2 * 10**6), Work(0.25))
     recording = Recording(TOPK, (Submitted(("p",), activities),))
     known, rows = Known(), []

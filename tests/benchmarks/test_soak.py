@@ -1,7 +1,6 @@
 """The soak: it finds planted faults, and small runs pass."""
 
 import random
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,51 +17,39 @@ from tests.support.ranks import on_threads
 from torchcomp import RankMismatchError
 from torchcomp.routes.codec import Codec
 
-# --- Training -------------------------------------------------------------------------------------
-
 
 @pytest.fixture(autouse=True)
-def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fast(monkeypatch):
     """Take samples without the garbage collection, which goes through all of pytest's objects."""
     monkeypatch.setattr("gc.collect", lambda: 0)
 
 
 @pytest.mark.parametrize("family", only(FAMILIES, now=["ef topk", "local steps, compressed"]))
-def test_a_short_run_keeps_replicas_equal_and_loses_nothing(family: str) -> None:
+def test_a_short_run_keeps_replicas_equal_and_loses_nothing(family):
     ranks = on_threads(4, train, family, 24, 4)
     verdict = Verdict.of(ranks)
     assert verdict.correct
     assert ranks[0].loads == 1
 
 
-# --- Messages and specs ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("target", [Messages(), Specs()], ids=["messages", "specs"])
-def test_cases_end_in_every_way_that_they_may(target: Any) -> None:
+def test_cases_end_in_every_way_that_they_may(target):
     assert {target.run(random.Random(number)) for number in range(150)} == set(target.RESULTS)
 
 
-def test_a_decoder_that_writes_outside_of_its_tensor_is_found() -> None:
-    def decode(self: Codec, messages: Any, out: torch.Tensor, key: Any, divisor: int) -> None:
+def test_a_decoder_that_writes_outside_of_its_tensor_is_found():
+    def decode(self, messages, out, key, divisor):
         torch.as_strided(out, (1,), (1,), out.storage_offset() + out.numel()).zero_()
 
     with mock.patch.object(Codec, "mean", decode), pytest.raises(Problem):
         [Messages().run(random.Random(number)) for number in range(100)]
 
 
-# --- States ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", only(CLIENTS, now=["states of a handle"]))
-def test_some_mutated_states_have_no_problem(name: str) -> None:
+def test_some_mutated_states_have_no_problem(name):
     outcome = mutate_states(name, every=20)
     assert outcome.problems == []
     assert outcome.counts["refused"] > outcome.counts["loaded"] > 0
-
-
-def named(value: Any) -> str:
-    return ".".join(map(str, value)) if isinstance(value, list) else str(value)[:40]
 
 
 @pytest.mark.parametrize(
@@ -75,12 +62,10 @@ def named(value: Any) -> str:
         ("states of JointSpar", ["jointspar", "averages", "0.bias", 0]),
         ("states of TwoDirection", ["two_direction", "rho"]),
     ],
-    ids=named,
+    ids=str,
 )
-def test_a_value_that_differs_between_ranks_is_found_after_loading(
-    name: str, path: list[Any]
-) -> None:
-    def body() -> None:
+def test_a_value_that_differs_between_ranks_is_found_after_loading(name, path):
+    def body():
         client = CLIENTS[name]()
         client.train(0, 3)
         state = client.source.state_dict()

@@ -18,7 +18,7 @@ PACKAGE = Path(torchcomp.__file__).parent
 
 OUTSIDE = (
     # These run before or after training, or on numbers of the host.
-    *("__main__.py", "exchange/nodes.py", "specs/spec.py", "specs/component.py", "specs/checks.py"),
+    *("exchange/nodes.py", "specs/spec.py", "specs/component.py", "specs/checks.py"),
     *("engine/compat.py", "local_sgd/schedules.py", "integrations/"),
     # Checkpoints and simulations.
     *("checkpoints/checkpoint.py", "checkpoints/redistribution.py", "checkpoints/gathering.py"),
@@ -43,7 +43,7 @@ NAMED = {
         exchange/base.py _senders
     """,
     "the caller asks for numbers": """
-        engine/host.py copy_from.wait wait_for_all_streams
+        engine/host.py copy_from.wait
         engine/settlement.py Steps.residual_norms
     """,
     "the copy of an earlier step has ended": """
@@ -68,7 +68,7 @@ NAMED = {
         guard/observer.py GuardObserver._judge
         guard/report.py replica_alarm
         guard/watch.py BucketWatch.read
-        jointspar/jointspar.py JointSpar.p JointSpar.probability JointSpar.stats
+        jointspar/jointspar.py JointSpar.p JointSpar.probability
         jointspar/sampler.py Sampled.aggregate Sampler.__init__ Sampler.state_dict
         kernels/elias_fano.py _Shape.__init__
         kernels/select.py largest

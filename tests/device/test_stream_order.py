@@ -88,7 +88,7 @@ def faults_of(body: Callable[[], Any], executor: Any = StreamExecutor, ranks: in
 
 BIDIRECTIONAL = "bidirectional(topk(0.1), topk(0.1))"
 RESUMED = TOPK, "powersgd(rank=1)", "dgc(topk(0.1))", BIDIRECTIONAL
-LOCAL = OVERLAP, OVERLAP | {"fragments": 3}, OVERLAP | {"moments": "average"}
+LOCAL = OVERLAP, OVERLAP | {"moments": "average"}
 
 
 def trained(spec: str, **options: Any) -> None:

@@ -26,10 +26,6 @@ class Watched:
         self.averager.settle()
         return means
 
-    @property
-    def report(self):
-        return self.guard.report
-
 
 def accuse(averager, name):
     """Let the guard believe that the method doubles a parameter. The run is right."""

@@ -188,12 +188,6 @@ def one_rank_leaves_a_layer_out(rank):
         rank.withhold("matrix", keep=True)
 
 
-@planted("imbalance", ("matrix",), (), [TOPK])
-def one_rank_drops_a_layer(rank):
-    if "matrix" in rank.mean:
-        rank.withhold("matrix")
-
-
 @pytest.mark.parametrize(
     ("method", "fault", "kind", "names", "ranks"), FAULTS.values(), ids=list(FAULTS)
 )
@@ -215,16 +209,6 @@ def test_a_rank_whose_gradients_are_zeros(method):
         return {name: g.mul_(scale) for name, g in drifting(step, rank).items()}
 
     assert found(method, lambda rank: None, gradients)["silent rank"] == ((), (2,))
-
-
-@pytest.mark.parametrize("method", ["topk(0.01)", "randk(0.1)"])
-def test_a_method_without_error_feedback(method):
-    def body(exchange):
-        watched = Watched(exchange, method)
-        run(watched.averager, 0, EVERY)
-        return [(alarm.kind, alarm.parameters, alarm.ranks) for alarm in watched.alarms]
-
-    assert small.on_ranks(RANKS, body) == [[("lost", (), ())]] * RANKS
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -1,4 +1,4 @@
-"""What one rank measures: windows of large parameters, their sketches, and elements followed."""
+"""What one rank measures: windows of large parameters, and their sketches."""
 
 import math
 
@@ -7,11 +7,9 @@ import torch
 
 from tests.support.vectors import normal
 from torchcomp import Averager
-from torchcomp.aggregators import Law
 from torchcomp.engine.bucket import BucketShape
-from torchcomp.engine.state import Kind, Slot
 from torchcomp.exchange import InProcessExchange
-from torchcomp.guard.watch import MOST, BucketWatch, Samples, signs_of, sketch
+from torchcomp.guard.watch import MOST, BucketWatch, signs_of, sketch
 
 CPU = torch.device("cpu")
 
@@ -78,38 +76,3 @@ def test_squared_norms_are_unbiased_and_as_precise_as_stated():
         # Four standard deviations of the mean.
         assert abs(relative.mean() - 1) < 4 * deviation / math.sqrt(SEEDS), name
     torch.testing.assert_close(found[:, -1], VECTORS["short"].square().sum().expand(SEEDS))
-
-
-SHAPE = BucketShape(("a", "none", "b"), ((4,), (0,), (2,)), torch.float32)
-NUMEL = 6
-ERROR = Law(before={"error": -1.0}, after={"error": 1.0})
-
-
-def step(followed, found, gradient, sent):
-    """Follow a step of error feedback that sends `sent`. Return the residual that it leaves."""
-    left = (found + gradient).index_fill(0, sent, 0)
-    followed.before(gradient)
-    mean = torch.zeros(len(found)).index_fill(0, sent, 1.0)
-    followed.after(mean, {"error": (found, left)}, {})
-    return left
-
-
-@pytest.mark.parametrize("steps", [2, 3, 20])
-def test_steps_are_evaluated_together_as_one_by_one(steps):
-    found = []
-    for most in (1, steps):
-        slots = {"error": Slot("error", Kind.DEBT, SHAPE.names, SHAPE.sizes, torch.float32)}
-        followed = Samples(SHAPE, ERROR, slots, slice(0, 0), torch.zeros(0))
-        residual, followed._most, counts = torch.zeros(NUMEL), most, []
-        for number in range(20):
-            sent = torch.randperm(NUMEL, generator=torch.Generator().manual_seed(number))[:1]
-            gradient = normal(NUMEL, seed=number) * (number % 5 > 0)
-            left = step(followed, residual, gradient, sent)
-            residual = left if number % 8 else normal(NUMEL, seed=number)
-            if number in (9, 10):
-                followed.undo(["a"])
-                counts.append(followed.take(2))
-        counts.append(followed.take(2))
-        found.append(torch.stack(counts).tolist())
-    assert found[0] == found[1]
-    assert any(found[0][-1][0])

@@ -22,17 +22,17 @@ OFTEN = Guard(every=2, age=10)
 """Compares in every second step, so that each event is right before and after a comparison."""
 
 
-def step(watched, number, poison=False, scale=1.0, lr=None, size=1.0, **options):
+def step(watched, number, poison=False, lr=None, size=1.0, **options):
     """Run a step of one rank; with `poison`, rank 1 has a NaN. Return what it raises."""
     averager = watched.averager
     tensors = drifting(number, averager.exchange.rank)
     for tensor in tensors.values():
-        tensor.mul_(scale * size)
+        tensor.mul_(size)
     if poison and averager.exchange.rank == 1:
         tensors["bias"][0] = torch.nan
 
     def body():
-        averager.begin(scale, lr=lr)
+        averager.begin(lr=lr)
         for bucket in small.read(averager, tensors):
             averager.average(bucket)
         averager.finish(**options)
@@ -46,23 +46,12 @@ def nan_that_raises(watched):
         assert error is None or isinstance(error, NonFiniteError)
 
 
-def changes_of_the_loss_scale(watched):
-    for number in range(12):
-        step(watched, number, scale=(1.0, 1024.0, 3.0)[number % 3])
-
-
 def falling_and_zero_lr(watched):
     for number in range(70):
         lr = dict.fromkeys(watched.averager.parameters, 0.1 * 0.9**number)
         if number in (3, 4) or 8 < number < 60:  # a layer rests for long
             lr["matrix"] = 0.0
         step(watched, number, lr=lr)
-
-
-def unused_parameters(watched):
-    for number in range(20):
-        used = ["bias", "conv", "empty"] if number in (3, 4, 7, 8, 12) else list(small.parameters())
-        step(watched, number, used=used)
 
 
 def error_in_the_middle_of_a_step(watched):
@@ -78,12 +67,11 @@ def error_in_the_middle_of_a_step(watched):
 
 
 def swaps_and_flushes(watched):
-    for number, to in enumerate(
-        ["mean", TOPK, "powersgd(rank=1)", "topk(0.9)", BF16, "ef21(topk)"]
-    ):
+    methods = ["mean", TOPK, "powersgd(rank=1)", "topk(0.9)", BF16, "ef21(topk(0.2))"]
+    for number, to in enumerate(methods):
         for each in range(4):
             step(watched, 10 * number + each)
-        watched.averager.use(to.replace("(topk)", "(topk(0.2))"))
+        watched.averager.use(to)
         step(watched, 10 * number + 9)
 
 
@@ -113,18 +101,8 @@ def other_groups(watched):
         watched.averager.regroup(list(reversed(watched.averager.groups)))
 
 
-EVENTS = [
-    nan_that_raises,
-    changes_of_the_loss_scale,
-    falling_and_zero_lr,
-    unused_parameters,
-    error_in_the_middle_of_a_step,
-    swaps_and_flushes,
-    flush_of_a_parameter_that_is_unused,
-    tiny_gradients,
-    loaded_states,
-    other_groups,
-]
+EVENTS = [nan_that_raises, falling_and_zero_lr, error_in_the_middle_of_a_step, swaps_and_flushes]
+EVENTS += [flush_of_a_parameter_that_is_unused, tiny_gradients, loaded_states, other_groups]
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: event.__name__)
@@ -135,7 +113,7 @@ def test_there_is_no_false_alarm(method, event):
         event(watched)
         last = watched.averager.step
         watched.averager.settle()
-        return watched.alarms, watched.report.step, last
+        return watched.alarms, watched.guard.report.step, last
 
     for alarms, compared, last in small.on_ranks(2, body):
         assert not alarms
@@ -148,11 +126,11 @@ def test_a_late_error_discards_the_comparison_of_its_step():
         step(watched, 0)
         assert step(watched, 1, poison=True) is None
         assert isinstance(step(watched, 2), NonFiniteError)
-        reports = [watched.report]
+        reports = [watched.guard.report]
         for number in range(2, 8):
             assert step(watched, number) is None
         watched.averager.settle()
-        return watched.alarms, reports, watched.report.step
+        return watched.alarms, reports, watched.guard.report.step
 
     assert small.on_ranks(2, body) == [([], [None], 6)] * 2
 
@@ -167,7 +145,7 @@ def quiet(ranks, method, gradients, steps=50, guard=Guard(), groups=None):  # no
         for number in range(steps):
             made.average_all(gradients(number, exchange.rank))
         made.settle()
-        return alarms, watched.report.step
+        return alarms, watched.guard.report.step
 
     assert small.on_ranks(ranks, body) == [([], steps)] * ranks
 

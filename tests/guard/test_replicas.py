@@ -16,7 +16,6 @@ CHANGES = {
     "another sign": torch.neg,
     "twice the value": lambda values: values * 2,
     "zeros": torch.zeros_like,
-    "ones": torch.ones_like,
     "one value": lambda values: values.index_fill(0, torch.tensor([700]), 0.5),
     "two values in exchange": lambda values: swapped(values, 0, 700),
     "two neighbours in exchange": lambda values: swapped(values, 600, 601),
@@ -26,7 +25,7 @@ CHANGES = {
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Equal changes of 1024 bit patterns are often a multiple of 2**32. A small parameter has no rows.
 CASES = [(change, 1024, dtype) for change in CHANGES for dtype in DTYPES]
-CASES += [(change, n, torch.float32) for change in list(CHANGES)[:4] for n in (1, 4, 64, 508)]
+CASES += [(change, n, torch.float32) for change in list(CHANGES)[:3] for n in (1, 4, 64, 508)]
 
 
 @pytest.mark.parametrize(("change", "numel", "dtype"), CASES)

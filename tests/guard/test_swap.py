@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine import small
 from tests.guard.runs import accuse
 from tests.support.models import Account, assert_conserved, loss_of, mlp, rows, weights, wrap
 from tests.support.outcomes import raised_by, same
 from tests.support.ranks import on_threads
-from torchcomp import Guard, RankMismatchError, register, watch
+from torchcomp import Guard, RankMismatchError, register
 
 TOPK = "ef(topk(0.1))"
 MANY = "bidirectional(topk(0.1), topk(0.1))"
@@ -90,18 +89,3 @@ def test_a_swap_on_some_ranks_only_raises_on_all():
         return type(error), "spec" in str(error), "rank 1" in str(error)
 
     assert on_threads(3, body) == [(RankMismatchError, True, True)] * 3
-
-
-def test_a_loop_without_a_handle_changes_its_averager():
-    def body(exchange):
-        averager = small.averager(exchange, TOPK)
-        watch(averager, Guard(every=2, callback=lambda alarm: averager.use("mean")))
-        accuse(averager, "matrix")
-        mean = small.train(averager, 0, 6)[-1]
-        return mean, str(averager.aggregator), averager.state_dict()["slots"]
-
-    gradients = small.gradients(5, 0), small.gradients(5, 1)
-    for mean, method, slots in small.on_ranks(2, body):
-        assert (method, slots) == ("mean", {})
-        for name, found in mean.items():
-            assert torch.allclose(found, sum(each[name] for each in gradients) / 2)

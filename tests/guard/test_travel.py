@@ -50,10 +50,10 @@ def test_a_step_ends_while_its_comparison_is_on_its_way(exchange):
     assert train(watched, 0)
     assert exchange.started == 1
     assert not exchange.is_awaited.is_set()
-    assert watched.report is None
+    assert watched.guard.report is None
     exchange.arrive.set()
     watched.averager.settle()
-    assert watched.report.step == 1
+    assert watched.guard.report.step == 1
 
 
 def test_other_threads_do_not_wait_for_it(exchange):
@@ -68,7 +68,7 @@ def test_other_threads_do_not_wait_for_it(exchange):
         exchange.arrive.set()
         settled.result(PATIENCE)
     assert watched.averager.step == 0
-    assert watched.report is None, "the step was taken back"
+    assert watched.guard.report is None, "the step was taken back"
 
 
 def test_a_lost_rank_is_named_by_the_next_call_and_the_comparison_is_discarded(exchange):
@@ -80,4 +80,4 @@ def test_a_lost_rank_is_named_by_the_next_call_and_the_comparison_is_discarded(e
         watched.averager.begin()
     watched.averager.settle()
     assert watched.averager.step == 1
-    assert watched.report is None
+    assert watched.guard.report is None

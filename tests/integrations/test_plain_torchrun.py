@@ -21,19 +21,12 @@ def trained(folders, method):
     return accuracy == expected, states
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        {"compress": "ef(topk(0.01))", "sync": None},
-        # 25 is no multiple of 10, so the run is interrupted inside a round.
-        {"compress": None, "sync": "every(10)"},
-    ],
-    ids=["compress", "sync"],
-)
-def test_the_script_resumes_bit_for_bit(method, tmp_path):
+# 25 is no multiple of 10, so the run is interrupted inside a round.
+@pytest.mark.parametrize(("compress", "sync"), [("ef(topk(0.01))", None), (None, "every(10)")])
+def test_the_script_resumes_bit_for_bit(compress, sync, tmp_path):
     folders = tmp_path / "whole", tmp_path / "interrupted"
     for folder in folders:
         folder.mkdir()
-    for equal, states in on_processes(2, trained, folders, method):
+    for equal, states in on_processes(2, trained, folders, {"compress": compress, "sync": sync}):
         assert equal
         assert same(*map(messages_of, states))

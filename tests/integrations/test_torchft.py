@@ -6,9 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -18,19 +16,17 @@ from tests.support.patience import PATIENCE
 
 pytestmark = [integrations, pytest.mark.filterwarnings("ignore")]
 
-Lines = list[dict[str, float]]
-
 
 class Job:
     """The ranks of a lighthouse, each a process that writes a line for each step."""
 
-    def __init__(self, lighthouse: str, spec: str, folder: Path) -> None:
+    def __init__(self, lighthouse, spec, folder):
         own = {"TORCHFT_LIGHTHOUSE": lighthouse, "GLOO_SOCKET_IFNAME": "lo"}
         self._environment = {**os.environ, **own, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         self._spec, self._folder = spec, folder
         self.processes: dict[str, subprocess.Popen] = {}
 
-    def start(self, name: str) -> None:
+    def start(self, name):
         command = [sys.executable, "-m", "recipes.integrations.torchft_train", "--name", name]
         command += ["--compress", self._spec, "--steps", "100000", "--out", str(self._folder)]
         with (self._folder / f"{name}.log").open("a") as log:
@@ -38,13 +34,13 @@ class Job:
                 command, cwd=ROOT, env=self._environment, stdout=log, stderr=log
             )
 
-    def lines(self, name: str) -> Lines:
+    def lines(self, name):
         path = self._folder / f"{name}.jsonl"
         # A process that is killed leaves half a line.
         whole = path.read_text().rpartition("\n")[0] if path.exists() else ""
         return [json.loads(line) for line in whole.splitlines() if line.endswith("}")]
 
-    def wait_for_steps(self, name: str, ranks: int) -> None:
+    def wait_for_steps(self, name, ranks):
         """Wait until a rank has taken some steps more, all with this number of ranks."""
         deadline = time.monotonic() + PATIENCE
         while [line["ranks"] for line in self.lines(name)][-5:] != [ranks] * 5:
@@ -56,7 +52,7 @@ class Job:
 
 
 @contextmanager
-def job(spec: str, folder: Path) -> Iterator[Job]:
+def job(spec, folder):
     from torchft.coordination import LighthouseServer
 
     lighthouse = LighthouseServer(
@@ -73,7 +69,7 @@ def job(spec: str, folder: Path) -> Iterator[Job]:
 
 
 @pytest.mark.parametrize("spec", ["ef(topk(0.01))", "bidirectional(topk(0.01), topk(0.01))"])
-def test_ranks_die_join_and_leave_and_the_others_go_on(spec: str, tmp_path: Path) -> None:
+def test_ranks_die_join_and_leave_and_the_others_go_on(spec, tmp_path):
     with job(spec, tmp_path) as ranks:
         for name in "abc":
             ranks.start(name)

@@ -88,9 +88,6 @@ def test_a_script_resumes_bit_for_bit_also_inside_a_round(name, kind, tmp_path):
     assert same(whole[0]["weights"], whole[1]["weights"])
 
 
-# --- The inserted lines ---
-
-
 @pytest.mark.parametrize("name", SCRIPTS)
 @pytest.mark.parametrize("method", [("--compress", "ef(topk(0.01))"), ("--sync", "every(4)")])
 def test_the_page_of_a_script_shows_every_inserted_line(name, method):

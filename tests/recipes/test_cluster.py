@@ -81,9 +81,6 @@ def test_the_job_starts_the_launcher_with_valid_flags_and_the_nccl_settings():
     assert {entry["name"]: entry["value"] for entry in trainer["env"]} == pairs
 
 
-# The launcher.
-
-
 @pytest.fixture
 def ended_by(monkeypatch):
     """Call the launcher, whose ranks end with these codes, and return how it ends."""

@@ -1,5 +1,4 @@
-"""The small GPT: its model, its text and its experiment, and its modes on nodes: they agree, count
-their bytes, and load each other's checkpoints."""
+"""The small GPT: its modes on nodes agree, count bytes, and load each other's checkpoints."""
 
 import hashlib
 import sys
@@ -49,9 +48,6 @@ def test_the_text_is_that_of_the_page_and_its_parts_share_no_paragraph():
     assert len(corpus.train) > 8 * len(corpus.validation)
     inputs, targets = windows(corpus.train, torch.tensor([0, 7]), 5)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
-
-
-# Nodes.
 
 
 @contextmanager

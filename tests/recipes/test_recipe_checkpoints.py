@@ -63,9 +63,6 @@ def test_the_last_two_are_kept_and_the_newest_complete_one_is_loaded(checkpoints
         Checkpoints(checkpoints.folder, rank=0, world_size=4).load(SETTINGS)
 
 
-# Damage.
-
-
 def truncate(path):
     path.write_bytes(path.read_bytes()[:200])
 
@@ -83,7 +80,6 @@ DAMAGE["marker"] = lambda path: path.with_name(MARKER).write_bytes(b"\xff{")
 DAMAGE["a setting"] = lambda path: path.with_name(MARKER).write_text(
     path.with_name(MARKER).read_text().replace("smallcnn", "smallcnm")
 )
-DAMAGE["empty marker"] = lambda path: path.with_name(MARKER).write_text("{}")
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
@@ -105,9 +101,6 @@ def test_a_damaged_checkpoint_is_skipped_and_does_not_count_as_kept(damage, chec
         checkpoints.load(SETTINGS)
 
 
-# Disks, and other runs in the same folder.
-
-
 def test_what_cannot_be_deleted_or_is_of_others_stays(checkpoints, monkeypatch):
     def busy(path, **options):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
@@ -120,9 +113,6 @@ def test_what_cannot_be_deleted_or_is_of_others_stays(checkpoints, monkeypatch):
     save(checkpoints, 2, 100, 110, 10)
     assert steps_in(checkpoints) == [10, 100, 110]
     assert copy.exists()
-
-
-# Several ranks: none of them waits for another one, and all return the same.
 
 
 def in_own_folder(folder):
@@ -191,9 +181,6 @@ def test_all_random_generators_resume(checkpoints):
     wanted = [draws() for _ in range(3)]
     set_random_state(checkpoints.load(SETTINGS)["random"])
     assert [draws() for _ in range(3)] == wanted
-
-
-# The other files of a run.
 
 
 def report_in(folder, done=0):

@@ -76,9 +76,6 @@ def test_positions_are_sines_and_cosines_of_row_and_column():
     assert len(table.unique(dim=0)) == 6
 
 
-# Learning rates: those of every step equal the formula in float64.
-
-
 @pytest.mark.parametrize("decay", [*DECAYS, "step"])
 def test_the_optimizer_gets_exactly_the_learning_rate_of_every_step(decay):
     more = {"milestones": (3, 6), "gamma": 0.1} if decay == "step" else {}
@@ -96,8 +93,6 @@ def test_the_optimizer_gets_exactly_the_learning_rate_of_every_step(decay):
         made.step()
         scheduler.step()
 
-
-# Configurations: the counts of the page, dry runs, and steps on small photographs.
 
 CONFIGS = {path.stem: path for path in sorted((RECIPES / "configs").rglob("*.yaml"))}
 # A line of the page: name, method, synchronisations and terabytes.

@@ -21,20 +21,15 @@ from recipes.errors import RecipeError
 from recipes.models import SmallCNN
 from recipes.random_state import seed_all
 from recipes.signals import REQUEUE, SIGNALS
-from tests.recipes.runs import (
-    assert_equal_runs,
-    steps_and_losses,
-    steps_of,
-    summary_in,
-    train_rank,
-)
+from tests.recipes.runs import assert_equal_runs, steps_and_losses, steps_of, summary_in, train_rank
 from tests.support.cases import only
 from tests.support.patience import PATIENCE
 from tests.support.ranks import on_processes
 
 SHARD = 'bidirectional(topk(0.02), quantize("int8"), selection="shard")'
 METHODS = {
-    "dense": [],
+    # From three ranks on, the position of a gradient in DDP's buckets affects how its sum rounds.
+    "dense": ["--batch-size", "63"],
     "ef": ["--compress", "ef(topk(0.01))"],
     # Its trial outlasts the run: two runs measure other times, and may choose other methods.
     "auto": ["--compress", "auto(steps=400)"],
@@ -46,9 +41,6 @@ METHODS = {
 def weights_of(summary):
     folder = Path(summary["settings"]["out"])
     return torch.load(folder / "weights.pt", weights_only=True)
-
-
-# One rank, in this process.
 
 
 @pytest.mark.parametrize("method", [[], ["--compress", "mean"], ["--sync", "every(8)"]])
@@ -81,8 +73,7 @@ def test_a_short_run_learns_and_reports(method, train_here, digits_flags, capsys
         "--mixup 0.2 --clip-norm 0.5 --randaugment-ops 2 --amp bf16",
         "--compress ef(topk(0.1)) --lr-inside --momentum 0",
         "--mixup-shares micro-batch --mixup 0.2 --accumulate 4 --randaugment-ops 2",
-        "--sync every(3) --bn-images 100",
-        "--outer nesterov(lr=0.9,momentum=0.5) --sync every(3)",
+        "--outer nesterov(lr=0.9,momentum=0.5) --sync every(3) --bn-images 100",
     ],
 )
 @pytest.mark.thorough
@@ -156,16 +147,11 @@ def test_local_steps_repeat_micro_batches_that_overflow_in_float16(
     torch.testing.assert_close(moved[0], moved[1], atol=1e-5, rtol=1e-3)
 
 
-# Bad input, and plans.
-
-
 REFUSED = {
     # By the parser.
     "a.yaml": r"'a\.yaml'.*--config a\.yaml",
     "--momentun 0.9": "'--momentun'.*--momentum",
     "--lr nan": "--lr: .*'nan'",
-    "--lr 0": r"--lr .* 0, .*0\.0",
-    "--epochs 2.5": r"--epochs: .*'2\.5'",
     "--momentum 1": r"--momentum .*below 1, .*1\.0",
     "--optimizer adam": "--optimizer 'adam' .*sgd, adamw.* adamw",
     # Together.
@@ -176,7 +162,6 @@ REFUSED = {
     "--lr-inside --compress ef(topk(0.1)) --sync every(3)": "--lr-inside .*--sync",
     "--guard 5": "--guard .*--compress",
     "--nesterov --momentum 0": "--nesterov .*--momentum",
-    "--lr 1e-9": "--final-lr .*--lr 1e-09.* 1e-06",
     "--outer slowmo": "--outer slowmo .*--sync",
     # With the data, the ranks and the device.
     "--batch-size 64 --accumulate 3": "--batch-size 64.* 3 .*1 ranks",
@@ -187,23 +172,18 @@ REFUSED = {
     "--mixup 0.2 --batch-size 63": "--mixup.* --batch-size 63 .*1 ranks 63 ",
     "--mixup 0.2 --mixup-shares micro-batch --accumulate 64": "--accumulate 64",
     "--image-size 32": r"--image-size 32 .*digits .*8 x 8",
-    "--dataset cifar10 --data-path nowhere": "--dataset cifar10 .*root",
     "--dataset folder --data-path nowhere": "--data-path nowhere",
     "--loader ffcv": "--loader ffcv .*digits",
     "--batch-size 2000": "--batch-size .*1442 .*2000",
     "--model smalcnn": "--model 'smalcnn': .*simple_vit/SIZE.* smallcnn.$",
     "--model simple_vit/b15": "simple_vit .*'b15'.*'b16'",
-    "--model vit_pytorch/b16": "vit_pytorch .*'b16'.*'simple_b16'",
     "--model timm/vit_tiny_patch16_22": "timm .*'vit_tiny_patch16_22'.*_224'",
     "--model smallcnn --small-stem": "--small-stem",
-    "--model torchvision/vgg11 --small-stem": "--small-stem",
     "--model simple_vit/b16": "--model simple_vit/b16 .*16",
     # By torchcomp.
     "--compress ef(topkk(0.01))": "topk",
-    "--compress auto(candidates=[none]) --dry-run": "none",
     "--compress every(2)": r"every\(2\).*schedule",
     "--sync swap(switch=440)": r"switch.*440",
-    "--sync every(2) --outer mean": r"outer step.*'mean'",
 }
 
 
@@ -235,9 +215,6 @@ def test_the_command_line_shows_one_line_and_no_traceback():
     done = run_script("--lr", "fast")
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert done.stderr.startswith("error: --lr: ")
-
-
-# FFCV.
 
 
 def convert(*flags):
@@ -272,19 +249,16 @@ def test_conversions_that_stop(photo_folder, tmp_path):
         assert not list(tmp_path.glob("b/*"))
 
 
-# Several ranks.
-
-
 @pytest.mark.parametrize("method", only(METHODS, now=["both"]))
 def test_a_killed_run_resumes_and_ends_with_the_same_weights(method, tmp_path):
     # 22 steps per epoch: step 28 is inside the second epoch and inside a round (4, 8, ...).
     flags = ["--threads", "1", "--epochs", "3", "--log-every", "1", *METHODS[method]]
     flags += ["--checkpoint-every", "5", "--auto-resume", "--out"]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    on_processes(2, train_rank, [*flags, str(killed)], signal.SIGKILL, 28, [1], catch=True)
+    whole, killed, ranks = tmp_path / "whole", tmp_path / "killed", 3 if method == "dense" else 2
+    on_processes(ranks, train_rank, [*flags, str(killed)], signal.SIGKILL, 28, [1], catch=True)
     assert steps_of(killed) == [20, 25]
     for out, first in ((killed, 26), (whole, 1)):
-        assert on_processes(2, train_rank, [*flags, str(out)]) == [(first, 0)] * 2
+        assert on_processes(ranks, train_rank, [*flags, str(out)]) == [(first, 0)] * ranks
     assert_equal_runs(whole, killed)
 
 
@@ -309,19 +283,6 @@ def test_a_killed_run_resumes_with_another_number_of_ranks(
     assert (summary["ranks"], summary["steps"]) == (after, 44)
     assert summary["replicas_agree"]
 
-
-@pytest.mark.thorough
-def test_three_dense_ranks_resume_bit_for_bit(digits_flags, out):
-    # From three ranks on, the position of a gradient in DDP's buckets affects how its sum rounds.
-    flags = [*digits_flags, "--epochs", "1", "--batch-size", "240", "--checkpoint-every", "2"]
-    on_processes(3, train_rank, flags)
-    whole = summary_in(out)
-    delete_newest_checkpoint(out)
-    on_processes(3, train_rank, [*flags, "--resume"])
-    assert summary_in(out)["weights_sha256"] == whole["weights_sha256"]
-
-
-# Interruptions.
 
 # 22 steps per epoch. The ranks ask each other at steps 3, 6, ..., mostly inside a round of 4.
 SYNCED = ["--threads", "1", "--epochs", "4", "--log-every", "1", "--eval-every", "4"]
@@ -359,9 +320,6 @@ def test_a_signal_to_the_launcher_reaches_the_ranks(out):
     finally:
         launcher.kill()
     assert len(steps_of(out)) == 1
-
-
-# One rank, in this process.
 
 
 @pytest.fixture

@@ -100,9 +100,6 @@ def test_counts_and_ranks_equal_the_simulation_bit_for_bit():
         assert torch.equal(found, expected)
 
 
-# The contest.
-
-
 def samples(count=24, features=4, classes=3):
     rng = np.random.default_rng(0)
     matrix = np.hstack([rng.standard_normal((count, features)), np.ones((count, 1))])

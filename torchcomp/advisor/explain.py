@@ -4,7 +4,6 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from fractions import Fraction
-from typing import NoReturn
 
 import torch
 from torch import nn
@@ -96,14 +95,21 @@ def explain(
     shapes = _shapes(numel, model, dtype, method.whole_model)
     if isinstance(built, Aggregator):
         horizon = {"lr": lr, "warmup_steps": warmup_steps or None, "total_steps": total_steps}
-        given = [name for name, value in horizon.items() if value is not None]
-        refuse_for_methods(built, [*extra, *given])
+        given = [*extra, *(name for name, value in horizon.items() if value is not None)]
+        if given:  # Ignored silently, it would let a wrong plan look right.
+            raise SpecError(
+                f"{given[0]} applies to schedules only, but '{built}' is a gradient method: "
+                f"leave {given[0]} out, or pass a schedule such as 'every(4)'"
+            )
         plan = _explain_method(built, shapes, _nbytes(shapes), world_size, rank)
         if nodes is None:
             return plan
         return replace(plan, nodes=_explain_nodes(built, shapes, world_size, rank, nodes))
     if nodes is not None:
-        refuse_for_schedules(built, "nodes")
+        raise SpecError(
+            f"nodes applies to gradient methods only, but '{built}' is a schedule of local steps: "
+            "leave nodes out, or pass a method such as 'ef(topk(0.01))'"
+        )
     if total_steps is None:
         raise SpecError(
             f"'{built}' is a schedule and needs total_steps, the optimizer steps of the run"
@@ -115,24 +121,6 @@ def explain(
     more = syncs * sum_bytes(averaged, world_size)
     return _explain_schedule(
         built, syncs, total_steps, average, extra, shapes, more, world_size, rank
-    )
-
-
-def refuse_for_methods(method: Aggregator, given: Sequence[str]) -> None:
-    """Raise SpecError if options of schedules, by the names in `given`, come with a method."""
-    # Silently ignoring an option would let a wrong plan look right.
-    if given:
-        raise SpecError(
-            f"{given[0]} applies to schedules only, but '{method}' is a gradient method: "
-            f"leave {given[0]} out, or pass a schedule such as 'every(4)'"
-        )
-
-
-def refuse_for_schedules(schedule: Schedule, name: str) -> NoReturn:
-    """Raise SpecError because an option of methods, `name`, came with a schedule."""
-    raise SpecError(
-        f"{name} applies to gradient methods only, but '{schedule}' is a schedule of local steps: "
-        f"leave {name} out, or pass a method such as 'ef(topk(0.01))'"
     )
 
 

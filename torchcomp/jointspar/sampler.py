@@ -164,7 +164,7 @@ class Sampler:
         # With the checkpoint's seed, the run continues with the layers it would have drawn.
         found._key = Key(state["seed"], rank=self._key.rank)
         found.draw()
-        found._verified = False  # the other ranks may have loaded another checkpoint, or none
+        found._verified = False  # it is possible that only some ranks have loaded a checkpoint
         return found
 
 

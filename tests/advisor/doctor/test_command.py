@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.commands import run
-from torchcomp.__main__ import main
+from torchcomp.advisor.command import main
 from torchcomp.advisor.doctor import command, measures, training
 from torchcomp.advisor.doctor.training import MODES, NO_EXCHANGE
 

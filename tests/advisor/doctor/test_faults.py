@@ -14,7 +14,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -43,26 +42,26 @@ int clock_gettime(clockid_t id, struct timespec *t) {
 class DoctorHosts(Hosts):
     """Hosts whose links can be slowed down and cut, each direction by itself."""
 
-    def slow_down(self, host: int, mbit: int, to: int | None = None) -> None:
+    def slow_down(self, host, mbit, to=None):
         if to is None:
             self._tc(host, f"qdisc replace dev {self.interface} root {_shaped(mbit)}")
         else:
             self._divert(host, _shaped(mbit), self._to(to))
 
-    def cut(self, host: int, to: int) -> None:
+    def cut(self, host, to):
         self._divert(host, "blackhole", self._to(to))
 
-    def block_ports(self, host: int) -> None:
+    def block_ports(self, host):
         """Lose what opens a connection to a high port of a host, as many firewalls do."""
         opens = "match ip protocol 6 0xff match u8 0x02 0x12 at 33"
         match = f"{self._to(host)} {opens} match ip dport {_EPHEMERAL} {_EPHEMERAL}"
         for other in {*range(self.count)} - {host}:
             self._divert(other, "blackhole", match)
 
-    def _to(self, host: int) -> str:
+    def _to(self, host):
         return f"match ip dst {self.address(host)}/32"
 
-    def _divert(self, host: int, qdisc: str, match: str) -> None:
+    def _divert(self, host, qdisc, match):
         """Send what matches through another queue."""
         rate, device = f"rate {self.mbit}mbit burst 70kb cburst 70kb", self.interface
         self._tc(host, f"qdisc replace dev {device} root handle 1: htb default 1")
@@ -71,11 +70,11 @@ class DoctorHosts(Hosts):
         self._tc(host, f"qdisc add dev {device} parent 1:2 {qdisc}")
         self._tc(host, f"filter add dev {device} parent 1: protocol ip u32 {match} flowid 1:2")
 
-    def _tc(self, host: int, line: str) -> None:
+    def _tc(self, host, line):
         shell("tc", "-n", self._name(host), *line.split())
 
 
-def _shaped(mbit: int) -> str:
+def _shaped(mbit):
     return f"tbf rate {mbit}mbit burst 66000 latency 100ms"
 
 
@@ -92,7 +91,7 @@ class Case:
     arrange: Callable[[DoctorHosts], None] = lambda hosts: None  # for hosts, plants the fault
 
 
-def _dead_link(hosts: DoctorHosts) -> None:
+def _dead_link(hosts):
     hosts.cut(1, 2)
     hosts.cut(2, 1)
 
@@ -144,7 +143,7 @@ HEALTHY = (
 )
 
 
-def examined(case: Case, folder: Path) -> tuple[dict[str, Any], set[int], str]:
+def examined(case, folder):
     """Run doctor; return its JSON, the statuses of each torchrun, and what it printed."""
     torchrun = [sys.executable, "-m", "torch.distributed.run"]
     doctor = ["-m", "torchcomp", "doctor", "--json", f"{folder}/doctor.json"]
@@ -166,9 +165,7 @@ def examined(case: Case, folder: Path) -> tuple[dict[str, Any], set[int], str]:
         return _finished(commands, folder, hosts.interface)
 
 
-def _finished(
-    commands: list[list[str]], folder: Path, interface: str
-) -> tuple[dict[str, Any], set[int], str]:
+def _finished(commands, folder, interface):
     own = {"FOLDER": str(folder), "ROOT": str(ROOT), "PYTHONPATH": str(ROOT)}
     own |= {"GLOO_SOCKET_IFNAME": interface, "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
     began, jobs = time.monotonic(), list[subprocess.Popen[bytes]]()
@@ -177,7 +174,7 @@ def _finished(
             with (folder / f"err{number}").open("wb") as log:
                 streams = {"stdin": subprocess.DEVNULL, "stdout": log, "stderr": log}
                 environment = {**os.environ, **own}
-                options: dict[str, Any] = {"cwd": ROOT, "env": environment, **streams}
+                options = {"cwd": ROOT, "env": environment, **streams}
                 jobs.append(subprocess.Popen(command, start_new_session=True, **options))
         codes = {job.wait(max(1.0, began + _LIMIT - time.monotonic())) for job in jobs}
     finally:
@@ -193,7 +190,7 @@ def _finished(
 
 @pytest.mark.soak
 @pytest.mark.parametrize("case", [*FAULTS, *HEALTHY], ids=lambda case: case.name)
-def test_doctor_finds_a_planted_fault_and_nothing_else(case: Case, tmp_path: Path) -> None:
+def test_doctor_finds_a_planted_fault_and_nothing_else(case, tmp_path):
     if missing():
         pytest.skip(missing())
     found, codes, printed = examined(case, tmp_path)

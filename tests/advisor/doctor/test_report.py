@@ -1,6 +1,7 @@
 """The report, as text of 80 columns and as JSON."""
 
 import json
+from functools import partial
 
 import pytest
 
@@ -13,11 +14,6 @@ from torchcomp.advisor.doctor.measures import Clock, Speed
 from torchcomp.advisor.doctor.report import Results, as_dict, status, text
 from torchcomp.advisor.doctor.training import MODES
 
-PREDICTED = [
-    Row("ef(topk(0.01))", 0.02, 0.018, 0.022, 0),
-    Row("a_method_with_a_name(of_more_than_forty=characters)", 0.01, 0.0, 0.1, 0),
-]
-
 
 def job(world_size=4, **odd):
     results = Results("gloo", facts(world_size, **odd))
@@ -29,17 +25,14 @@ def job(world_size=4, **odd):
     results.collectives = CollectiveTimes(world_size, dict.fromkeys(KINDS, points))
     results.workload = "train.py " + "--option value " * 10
     results.rows = [Row(*each, 9) for each in zip(MODES, *[(0.1, 0.3, 0.2)] * 3, strict=True)]
-    results.verdict = judge(results.rows, PREDICTED)
+    results.verdict = judge(results.rows, [Row("ef(topk(0.01))", 0.02, 0.018, 0.022, 0)])
     return results
 
 
 def dead_link():
     results = Results("nccl", facts(2, gpu="NVIDIA H100 80GB HBM3", host="h" * 60))
-    ways = [
-        Unreachable(source, 1 - source, "192.168.100.100:65535", "no route to host", False)
-        for source in (0, 1)
-    ]
-    results.findings = findings.of_connections(ways)
+    way = partial(Unreachable, address="192.168.1.1:65535", reason="no route", host_answers=False)
+    results.findings = findings.of_connections([way(0, 1), way(1, 0)])
     return results
 
 

@@ -50,7 +50,6 @@ def rows(floor, ddp, bf16, spread=0.0, steps=9):
 @pytest.mark.parametrize(
     ("measured", "bound", "waiting"),
     [
-        (rows(0.1, 0.100, 0.100), "compute-bound", 0.0),
         (rows(0.1, 0.110, 0.110), "compute-bound", 1 / 11),
         (rows(0.1, 0.125, 0.125), "partly network-bound", 0.2),
         (rows(0.1, 0.250, 0.250), "network-bound", 0.6),
