@@ -6,11 +6,16 @@ import pytest
 import torch
 
 from recipes.two_direction.theory import lbar, priced_probabilities
+from tests.support import codecs
+from tests.support.codecs import decoded, fields_of, message_of
 from tests.two_direction.quadratics import quadratics
-from torchcomp.compressors import RandK, TopK
+from torchcomp.compressors import Identity, RandK, TopK
+from torchcomp.engine.keys import Key
 from torchcomp.routes import wire
 from torchcomp.specs.errors import SpecError
 from torchcomp.two_direction import Simulated, TwoDirectionMethod
+from torchcomp.two_direction.parameter_server import DENSE
+from torchcomp.two_direction.theory import learning_rates
 
 UP, DOWN = RandK(k=3, unbiased=True), TopK(k=3)
 F = quadratics()
@@ -48,6 +53,45 @@ def test_it_converges_and_stays_there(iterations, dtype, reached):
     run(method, iterations)
     assert method.x.dtype == dtype
     assert F.gap(method.x.double()) < reached * F.gap(F.x0)
+
+
+class Recorded(Simulated):
+    """A simulation that records the bytes of downlink messages."""
+
+    def __init__(self, n, seed=0):
+        super().__init__(n, seed)
+        self.wires = []
+
+    def down(self, vector, compressor=DENSE, call=0):
+        parts = fields_of(compressor, vector, Key(self.seed, call), "downlink")
+        layout = compressor.layout(vector.numel(), vector.dtype)
+        self.wires.append(message_of(parts, layout))
+        return super().down(vector, compressor, call)
+
+    def take(self, compressor, numel, call=0):
+        layout = compressor.layout(numel, torch.float64)
+        parts = codecs.received(self.wires.pop(0), layout)
+        out = torch.empty(numel, dtype=torch.float64)
+        return decoded(compressor, parts, out, Key(self.seed, call), "downlink")
+
+
+def test_a_worker_rebuilds_w_z_and_k_from_messages_alone():
+    server = Recorded(F.n)
+    coin = [t % 3 == 1 for t in range(200)]
+    method = two_direction(server, coin=coin.__getitem__)
+    w = z = F.x0
+    rho, k = 1.0, server.take(Identity(), D)
+    for t, heads in enumerate(coin):
+        method.step()
+        lr = learning_rates(rho, method.constants)
+        y = lr.theta * w + (1 - lr.theta) * z
+        w = lr.step(k, w, y) + server.take(DOWN, D, t)
+        if heads:
+            k, z = server.take(Identity(), D), server.take(Identity(), D)
+        rho = lr.rho
+        for name, own in {"w": w, "z": z, "k": k}.items():
+            assert torch.equal(own, getattr(method, name)), (name, t)
+    assert not server.wires
 
 
 def test_messages_are_unbiased_and_workers_draw_independently():
