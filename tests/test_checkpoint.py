@@ -1,6 +1,5 @@
 """Checkpoints: slots in their parameters' shapes, and states that are refused."""
 
-import re
 from types import SimpleNamespace
 
 import pytest
@@ -96,43 +95,28 @@ def test_loading_is_the_inverse_of_saving_in_any_dtype_and_memory_format(contigu
         assert torch.equal(again[name], part.to(dtype))
 
 
-def layout(**shapes):
-    return {name: {"shape": shape, "stride": [1] * len(shape)} for name, shape in shapes.items()}
-
-
 def test_check_engine_names_every_difference():
     parameters = {"linear": torch.zeros(3, 5), "new": torch.zeros(1)}
-    with pytest.raises(CheckpointError) as caught:
-        checkpoint.check_engine(state_of(parameters=layout(linear=[5, 3], gone=[1])), parameters)
-    for problem, words in zip(
-        str(caught.value).split("; "),
-        (r"'linear'.*\[5, 3\].*\[3, 5\]", r"'gone'.*\[1\].*None", r"'new'.*None.*\[1\]"),
-        strict=True,
-    ):
-        assert re.search(words, problem)
-
-    foreign = layout(**{f"p{i}": [1] for i in range(8)})
-    with pytest.raises(CheckpointError, match=r"'p4' [^;]*; .*\b3\b"):
-        checkpoint.check_engine(state_of(parameters=foreign), {})
+    layout = {"shape": [5, 3], "stride": [3, 1]}
+    other = state_of(parameters={"linear": layout, "gone": layout})
+    with pytest.raises(CheckpointError, match=r"'linear', 'gone', 'new'.*\[5, 3\].*\[3, 5\]"):
+        checkpoint.check_engine(other, parameters)
     # The order does not matter.
     reordered = reversed(model_parameters().items())
     checkpoint.check_engine(state_of(), dict(reordered))
 
 
-@pytest.mark.parametrize(
-    ("groups", "problem"),
-    [
-        ([["linear"]], "'conv'"),
-        ([[*model_parameters(), "linear"]], "'linear'"),
-        ([[*model_parameters(), "foreign"]], "'foreign'"),
-        ([list(model_parameters()), []], r"\[\]"),
-    ],
-)
 @pytest.mark.parametrize("division", ["groups", "buckets"])
-def test_groups_must_hold_every_parameter_once(division, groups, problem):
+def test_groups_must_hold_every_parameter_once(division):
     parameters = model_parameters()
-    with pytest.raises(CheckpointError, match=rf"\b{division}\b.*{problem}"):
-        checkpoint.check_engine(state_of(**{division: groups}), parameters)
+    for groups, problem in (
+        ([["linear"]], "'conv'"),
+        ([[*parameters, "linear"]], "'linear'"),
+        ([[*parameters, "foreign"]], "'foreign'"),
+        ([list(parameters), []], r"\[\]"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"\b{division}\b.*{problem}"):
+            checkpoint.check_engine(state_of(**{division: groups}), parameters)
     # Each group has one dtype.
     parameters["linear"] = parameters["linear"].detach().half()
     with pytest.raises(CheckpointError, match=r"groups .*dtype.*'linear'"):

@@ -4,19 +4,16 @@ tests/integrations/ tests them in the frameworks that need them.
 """
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
 import torchcomp
-from tests.jointspar.script import backward
 from tests.local_sgd.hierarchy import Hierarchy
 from tests.local_sgd.script import Script
 from tests.support.models import kept, loss_of, mlp, rows, weights, wrap
-from tests.support.outcomes import caught, messages_of, raised_by, reloaded, same
+from tests.support.outcomes import messages_of, raised_by, reloaded, same
 from tests.support.ranks import on_processes, on_threads
 from torchcomp import CheckpointError, Gathered, RankMismatchError
 
@@ -81,39 +78,18 @@ def resumes_inside_a_round(make):
     return all(map(torch.equal, whole.train(4, 8), resumed.train(4, 8))), len(state["states"])
 
 
-def local_steps():
-    return Script("every(3)", 12)
-
-
-def in_nodes():
-    return Hierarchy(compress=TOPK)
-
-
-@pytest.mark.parametrize("make", [local_steps, in_nodes])
-def test_local_steps_resume_inside_a_round(make):
-    ranks = 2 if make is local_steps else 4
-    assert on_threads(ranks, resumes_inside_a_round, make) == [(True, 2)] * ranks
-
-
 def over_gloo():
-    return resumes_the_handle(TOPK)[0], resumes_inside_a_round(local_steps)[0]
+    return resumes_the_handle(TOPK)[0], resumes_inside_a_round(Script)[0]
+
+
+def test_local_steps_resume_inside_a_round_also_in_nodes():
+    assert on_threads(2, resumes_inside_a_round, Script) == [(True, 2)] * 2
+    in_nodes = partial(Hierarchy, compress=TOPK)
+    assert on_threads(4, resumes_inside_a_round, in_nodes) == [(True, 2)] * 4
 
 
 def test_both_resume_over_gloo():
     assert on_processes(2, over_gloo) == [(True, True)] * 2
-
-
-def test_jointspar_has_the_same_calls():
-    def body():
-        model = wrap(mlp())
-        spar = torchcomp.JointSpar(model, budget=0.5, selection="per-rank", compress=TOPK)
-        backward(model, (rows(0),))
-        state = spar.gather_state_dict(dst=None)
-        backward(model, (rows(1),))
-        spar.load_gathered(reloaded(state))
-        assert same(state["states"][dist.get_rank()], spar.state_dict())
-
-    on_threads(2, body)
 
 
 def test_every_rank_gets_the_states_if_asked_and_they_share_no_memory_with_the_run():
@@ -127,9 +103,7 @@ def test_every_rank_gets_the_states_if_asked_and_they_share_no_memory_with_the_r
 
     (everywhere, no), (also, there) = on_threads(2, body)
     assert no is None
-    assert same(everywhere, also)
-    assert same(everywhere, there)
-    assert [state["rank"] for state in there["states"]] == [0, 1]
+    assert same([everywhere] * 2, [also, there])
 
 
 def test_other_objects_of_a_larger_run_are_those_of_rank_0():
@@ -158,11 +132,9 @@ def test_a_wrong_load_names_the_right_one_and_changes_nothing():
             (handle.load_state_dict, alone, "gather_state_dict", "load_gathered("),
             (handle.load_state_dict, alone["states"][1 - rank], *ways),
             (handle.load_gathered, own, f"rank {rank}", "load_state_dict("),
-            (handle.load_gathered, None, "NoneType"),
-            (handle.load_gathered, {"version": 3}, "'states'"),
+            (handle.load_gathered, None, "None"),
             (handle.load_gathered, alone | {"states": [own, 7]}, "states[1]"),
             (Gathered(handle, models=run.model).load_state_dict, whole, "'models'"),
-            (Gathered(handle, model=run.model).load_state_dict, alone, "'model'"),
             (Gathered(handle).load_state_dict, whole, "'model'"),
         ):
             error = raised_by(partial(load, state))
@@ -203,20 +175,3 @@ def test_ranks_that_took_another_number_of_local_steps_cannot_gather():
     for error in on_threads(2, body, catch=True):
         assert type(error) is RankMismatchError
         assert "local steps: 1 on rank 0, 2 on rank 1" in str(error)
-
-
-def with_dcp(folder: str, name: str):
-    run = Run().train(0, 2)
-    name = name.format(rank=dist.get_rank())
-    dcp.save({name: run.handle}, checkpoint_id=folder)
-    saved = run.handle.state_dict()
-    run.train(2, 3)
-    error = caught(lambda: dcp.load({name: run.handle}, checkpoint_id=folder))
-    return same(run.handle.state_dict(), saved), str(error)
-
-
-@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
-def test_distributed_checkpoints_need_a_name_for_each_rank(tmp_path: Path):
-    assert on_processes(2, with_dcp, str(tmp_path / "each"), "handle{rank}") == [(True, "None")] * 2
-    outcomes = on_processes(2, with_dcp, str(tmp_path / "one"), "handle")
-    assert any("dcp.save({f'handle{rank}': handle})" in error for _, error in outcomes)

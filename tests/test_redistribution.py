@@ -123,36 +123,25 @@ def converted(states: list[Any], run: Run, rank: int | None = None) -> list[Any]
 RUNS = st.sampled_from([(1, 1), (1, 2), (2, 1), (2, 2), (2, 3), (3, 2), (1, 8), (4, 4), (40, 1)])
 
 
-@given(RUNS, RUNS, st.integers(0, 99))
+@given(RUNS, RUNS, st.integers(0, 99), st.randoms(use_true_random=False))
 def test_every_new_rank_has_its_piece_of_the_mean_over_the_nodes(
-    before: Run, after: Run, seed: int
+    before: Run, after: Run, seed: int, random: Any
 ) -> None:
-    errors, server = [drawn(seed + node) for node in range(before[0])], drawn(seed + 100)
-    states = states_of(before, errors, server)
+    nodes, size = before
+    errors, server = [drawn(seed + node) for node in range(nodes)], drawn(seed + 100)
+    places = [(node, position) for node in range(nodes) for position in range(size)]
+    if size > 1:  # a mesh can place any rank anywhere
+        random.shuffle(places)
+    states = [
+        Node(node, before, errors[node], server).state(position, rank)
+        for rank, (node, position) in enumerate(places)
+    ]
     found = converted([*reversed(states)], after)
     wanted = states_of(after, [mean(errors)] * after[0], server)
     assert len(found) == len(wanted)
     for state, expected in zip(found, wanted, strict=True):
         for key in ("rank", "world_size", "parameters", "two_levels", "slots", "step", "buckets"):
             assert same(state.get(key), expected.get(key)), key
-
-
-@given(RUNS, st.randoms(use_true_random=False))
-def test_ranks_can_be_numbered_in_any_order(run: Run, random: Any) -> None:
-    """A mesh can place any rank anywhere."""
-    nodes, size = run
-    if size == 1:
-        return
-    errors, server = [drawn(node) for node in range(nodes)], drawn(50)
-    places = [(node, position) for node in range(nodes) for position in range(size)]
-    random.shuffle(places)
-    states = [
-        Node(node, run, errors[node], server).state(position, rank)
-        for rank, (node, position) in enumerate(places)
-    ]
-    expected = converted(states_of(run, errors, server), (2, 1))
-    for state, wanted in zip(converted(states, (2, 1)), expected, strict=True):
-        assert same(state["slots"], wanted["slots"])
 
 
 def test_new_states_share_no_memory_and_can_be_saved() -> None:
@@ -169,10 +158,8 @@ def test_new_states_share_no_memory_and_can_be_saved() -> None:
 
 
 def test_a_cache_is_dropped() -> None:
-    states = states_of((1, 2), [drawn(0)], drawn(1))
-    states = [
-        changed(s, ("slots", "cache"), {**s["slots"]["error"], "kind": "cache"}) for s in states
-    ]
+    cache = {"kind": "cache", "sharded": False, "tensors": {"odd": torch.zeros(7, 2)}}
+    states = [changed(state, ("slots", "cache"), cache) for state in TWO]
     for run in ((1, 1), (2, 2)):
         assert all("cache" not in state["slots"] for state in converted(states, run))
 
@@ -275,23 +262,19 @@ FIRST_SHARD = ("slots", "server_error", "tensors", "odd")
     ("states", "problem"),
     [
         ([], r"^states\b"),
-        (5, r"^states\b"),
         (TWO[:1], r"\b2 ranks.* \[0\]"),
         ([changed(TWO[0], ("world_size",), 2**62), TWO[1]], rf"\b{2**62} ranks.* \[0, 1\]"),
         ([TWO[0], changed(TWO[1], ("scale",), 2.0)], r": scale\b"),
         ([TWO[0], changed(TWO[1], ("parameters",), {})], r": parameters\b"),
-        ([TWO[0], changed(TWO[1], ("slots",), DELETED)], "'slots'"),
         ([TWO[0], changed(TWO[1], ODD, DELETED)], "slots"),
         ([changed(state, ("buckets",), [["foreign"]]) for state in TWO], "'foreign'"),
         ([changed(state, ("slots", "q"), NEW) for state in TWO], "'new'"),
         ([changed(TWO[0], FIRST_SHARD, torch.zeros(3)), TWO[1]], "rank 0"),
-        ([*WHOLE, WHOLE[0]], "ranks"),
         ([changed(WHOLE[0], ("two_levels", "position"), 1), *WHOLE[1:]], "node"),
-        ([changed(WHOLE[0], ("two_levels", "node"), 2), *WHOLE[1:]], "node"),
         ([*WHOLE[:3], changed(WHOLE[3], ("two_levels", "node_size"), 4)], "node"),
         ([*states_of((4, 1), [drawn(0)] * 4, drawn(1))[:2], *WHOLE[2:]], "run"),
     ],
-    ids=range(16),
+    ids=range(12),
 )
 def test_states_that_are_not_all_ranks_of_one_run_are_refused(states: Any, problem: str) -> None:
     with pytest.raises(CheckpointError, match=problem):
@@ -320,18 +303,14 @@ def test_a_server_residual_of_another_world_size_or_memory_order_is_refused() ->
         return load_slots([slot], only, parameters, "a method")
 
     load(2, here)
-    with pytest.raises(CheckpointError, match=r"\d+ elements.*torchcomp\.redistribute"):
-        load(3, here)
-    with pytest.raises(CheckpointError, match=r"'odd' .*\[2, 1\].* \[1, 7\]"):
-        load(2, other)
+    for nodes, parameters, problem in ((3, here, "server_error"), (2, other, r"'odd' .*\[1, 7\]")):
+        with pytest.raises(CheckpointError, match=problem):
+            load(nodes, parameters)
 
 
-@pytest.mark.parametrize(
-    ("field", "values"),
-    [("nodes", (0, 3, 8, 1.0, True, "2")), ("rank", (-1, 4, 1.0, "2")), ("world_size", (0, True))],
-)
-def test_a_bad_argument_is_refused_by_its_name(field: str, values: Any) -> None:
-    for value in values:
+def test_a_bad_argument_is_refused_by_its_name() -> None:
+    bad = {"nodes": (0, 3, 8, 1.0, True, "2"), "rank": (-1, 4, "2"), "world_size": (0, True)}
+    for field, value in [(name, each) for name, values in bad.items() for each in values]:
         with pytest.raises(CheckpointError, match=field):
             redistribute(WHOLE, **{"world_size": 4, field: value})
 

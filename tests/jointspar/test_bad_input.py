@@ -87,7 +87,6 @@ def silent(model):
 REFUSED = [
     ({"budget": 0.0}, SpecError, "budget", "0.0"),
     ({"budget": 0.01}, SpecError, "p_min", "0.0125"),
-    ({"p_min": 0}, SpecError, "p_min", "0"),
     ({"costs": "time"}, SpecError, "costs", '"bytes"'),
     ({"selection": "own"}, SpecError, "selection", '"per-rank"'),
     ({"rule": "literal"}, SpecError, "rule", "Literal"),
@@ -178,14 +177,8 @@ def test_the_model_keeps_jointspar_alive_and_releases_it():
             keep(jointspar())
             backward(model, (rows(0),))
             assert all(gradient is None for gradient in seen(model).values())
-            held, handle = jointspar(), weakref.ref(jointspar()._handle)
-            weights_of = weakref.ref(model.module)
-            model = None
-            # A user's reference stays readable without the model.
-            assert held.stats.steps == 1
-            assert "budget=0.5" in repr(held)
-            held = None
-            assert (jointspar(), handle(), weights_of()) == (None, None, None)
+            weights_of, model = weakref.ref(model.module), None
+            assert (jointspar(), weights_of()) == (None, None)
         finally:
             gc.enable()
 

@@ -18,8 +18,12 @@ def tensors(seed, dtype=torch.float64):
     return [torch.randn(shape, generator=generator, dtype=dtype) for shape in SHAPES]
 
 
+def start(dtype=torch.float64):
+    return [*tensors(0, dtype)[:-1], torch.zeros((), dtype=dtype)]
+
+
 def parameters(dtype=torch.float64):
-    return [torch.nn.Parameter(x) for x in tensors(0, dtype)]
+    return [torch.nn.Parameter(x) for x in start(dtype)]
 
 
 def set_gradients(params, gradients):
@@ -47,7 +51,7 @@ def test_equals_the_reference(exclude, p, dtype, tolerance):
     params = parameters(dtype)
     sampled = None if p == 1 else Coin(p, dict.fromkeys(params, 2.5))
     optimizer = LARS(params, **OPTIONS, exclude_vectors=exclude, sampled=sampled)
-    xs = [x.double() for x in tensors(0, dtype)]
+    xs = [x.double() for x in start(dtype)]
     vs = [torch.zeros_like(x) for x in xs]
     for step in range(20):
         gradients = tensors(step + 1, dtype)
@@ -56,7 +60,7 @@ def test_equals_the_reference(exclude, p, dtype, tolerance):
         if step % 5 == 2:
             gradients[2] = torch.zeros_like(gradients[2])
         set_gradients(params, gradients)
-        optimizer.step()
+        assert optimizer.step(lambda: 2.0) == 2.0
         for i, g in enumerate(gradients):
             if g is not None:
                 eta = None if exclude and g.dim() <= 1 else 0.02
@@ -67,22 +71,6 @@ def test_equals_the_reference(exclude, p, dtype, tolerance):
         torch.testing.assert_close(x.detach().double(), wanted, rtol=tolerance, atol=tolerance)
 
 
-def test_a_tensor_that_starts_at_zero_moves_and_one_without_a_gradient_does_not():
-    x = torch.nn.Parameter(torch.zeros(3))
-    optimizer = LARS([x], 1.0, trust_coefficient=0.5)
-
-    def closure():
-        optimizer.zero_grad()
-        x.sum().backward()
-        return 2.0
-
-    assert optimizer.step(closure) == 2.0
-    x.grad = None
-    optimizer.step()
-    assert x.tolist() == [-0.5] * 3
-    assert optimizer.state[x]["momentum"].tolist() == [0.5] * 3
-
-
 def moved(gradients, p, kept, **options):
     """Return the change of each parameter by one step."""
     params = parameters()
@@ -90,11 +78,11 @@ def moved(gradients, p, kept, **options):
     optimizer = LARS(params, **{**OPTIONS, **options}, sampled=Coin(p, norms))
     set_gradients(params, [g / p if kept else None for g in gradients])
     optimizer.step()
-    return [x.detach() - x0 for x, x0 in zip(params, tensors(0), strict=True)]
+    return [x.detach() - x0 for x, x0 in zip(params, start(), strict=True)]
 
 
 @pytest.mark.parametrize("exclude", [False, True])
-@pytest.mark.parametrize("p", [0.0125, 0.3, 0.9])
+@pytest.mark.parametrize("p", [0.0125, 0.3])
 def test_the_mean_update_on_a_fixed_gradient_is_the_dense_one(p, exclude):
     g, options = tensors(1), {"exclude_vectors": exclude}
     dense, kept = moved(g, 1.0, True, **options), moved(g, p, True, **options)

@@ -40,6 +40,7 @@ RULES = {
     "baseline": ("layers", Baseline(0.03), partial(reference.baseline, 0.03, 2.4, 0.1, [1.0] * 4)),
     "bytes": ("bytes", Baseline(0.03), BY_BYTES),
     "literal": ("layers", Literal(1e-6), partial(reference.literal, 1e-6, 2.4, 0.1)),
+    "bound": ("layers", Literal(1e-6, 1.0), partial(reference.literal, 1e-6, 2.4, 0.1, 1.0)),
     "uniform": ("layers", None, lambda: None),
 }
 

@@ -48,11 +48,6 @@ class Attention(nn.Module):
         return self.head(self.attention(h, h, h)[0])
 
 
-def normalised() -> nn.Module:
-    layers = (nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 4, 3))
-    return seeded(nn.Sequential(*layers, nn.BatchNorm2d(4), nn.ReLU(), nn.Conv2d(4, 2, 2))).double()
-
-
 def frozen() -> nn.Module:
     module = mlp()
     module[2].requires_grad_(False)
@@ -82,7 +77,6 @@ CASES: dict[str, Any] = {
     "checkpointed": (lambda: seeded(Checkpointed(use_reentrant=False)).double(), rows, {}),
     "odd sizes": (lambda: seeded(OddSizes()).double(), rows, {}),
     "channels_last": (convolutions, images, {}),
-    "batch norm": (normalised, images, {}),
     "frozen layer": (frozen, rows, {}),
     "attention": (lambda: seeded(Attention()).double(), rows, {}),
 }

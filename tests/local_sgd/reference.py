@@ -7,19 +7,8 @@ from torch import Tensor, nn
 
 from tests.local_sgd.script import batch, loss_of, mlp
 from tests.support.models import seeded
-from torchcomp.reference import (
-    Length,
-    Synchronise,
-    Weights,
-    average,
-    local_sgd,
-    means_of,
-    qsr,
-    share,
-    top,
-)
-
-__all__ = ["average", "means_of", "qsr", "share", "top"]
+from torchcomp import reference
+from torchcomp.reference import Length, Synchronise, Weights, means_of, share, top
 
 Update = Callable[[Weights, Weights, float], None]
 
@@ -39,10 +28,6 @@ class Momentum:
             else:
                 self.velocity[index] = 0.9 * self.velocity[index] + g
             w -= lr * self.velocity[index]
-
-
-def every(h: int) -> Length:
-    return lambda step, lr: h
 
 
 class Worker:
@@ -77,12 +62,11 @@ def local_opt(
 ) -> Iterator[tuple[list[Tensor], bool]]:
     """Each worker's weights after every step, and whether they have just been averaged.
 
-    `update` makes one worker's optimizer. At the (rank, step) pairs in `skipped`, a worker skips
-    its step. `synchronise` ends a round; the default is :func:`average`.
+    `update` makes one worker's optimizer. `synchronise` ends a round; the default is the average.
     """
     crew = [Worker(rank, update()) for rank in range(workers)]
-    ends = synchronise or average
-    for weights, averaged in local_sgd(crew, total, rule, lr, ends, skipped):
+    ends = synchronise or reference.average
+    for weights, averaged in reference.local_sgd(crew, total, rule, lr, ends, skipped):
         yield [torch.cat([w.flatten() for w in own]) for own in weights], averaged
 
 

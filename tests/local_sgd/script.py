@@ -79,9 +79,8 @@ def unsent(states: list[dict[str, Any]]) -> dict[str, Tensor]:
 class Script:
     """A typical training script, on the calling rank; with plain DDP if `spec` is None.
 
-    `lr` gives the learning rate of a step from the number of steps before it, `shape` is that of
-    one input, `local` has further options of LocalSGD and `ddp` those of DDP. With `inside`, a
-    method for gradients, and its options `register`, DDP compresses inside the nodes.
+    `local` has further options of LocalSGD. With `inside`, a method for gradients, and its options
+    `register`, DDP compresses inside the nodes.
     """
 
     def __init__(
@@ -105,17 +104,10 @@ class Script:
         self.optimizer = optimizer([p for p in self.model.parameters() if p.requires_grad])
         self.handle = inside and torchcomp.register(self.model, inside, **(register or {}))
         self.scheduler = LambdaLR(self.optimizer, lr)
-        self.scaler = scaler
-        self.shape = shape
-        self.sync = spec and torchcomp.LocalSGD(
-            self.model,
-            self.optimizer,
-            spec,
-            total_steps=total_steps,
-            warmup_steps=warmup_steps,
-            scaler=scaler,
-            **(local or {}),
-        )
+        self.scaler, self.shape = scaler, shape
+        options = {"total_steps": total_steps, "warmup_steps": warmup_steps, "scaler": scaler}
+        options |= local or {}
+        self.sync = spec and torchcomp.LocalSGD(self.model, self.optimizer, spec, **options)
 
     def backward(self, step: int, scale: float = 1.0) -> None:
         loss = loss_of(self.model, *batch(self.rank, step, self.shape)) * scale
@@ -141,19 +133,16 @@ class Script:
     def buffers(self) -> Tensor:
         return flat(self.model.buffers())
 
+    def _parts(self) -> dict[str, Any]:
+        parts = {"model": self.model.module, "optimizer": self.optimizer}
+        return parts | {"scheduler": self.scheduler, "sync": self.sync}
+
     def save(self) -> dict[str, Any]:
-        return {
-            "model": self.model.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "sync": self.sync.state_dict(),
-        }
+        return {name: part.state_dict() for name, part in self._parts().items()}
 
     def load(self, saved: dict[str, Any]) -> None:
-        self.model.module.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
-        self.scheduler.load_state_dict(saved["scheduler"])
-        self.sync.load_state_dict(saved["sync"])
+        for name, part in self._parts().items():
+            part.load_state_dict(saved[name])
 
 
 def spied(make: Callable[..., torch.optim.Optimizer], look: Callable[[], None]) -> Any:
@@ -173,6 +162,5 @@ def trained(steps: int, **options: Any) -> list[Tensor]:
 
 def synchronised_steps(runs: list[list[Tensor]]) -> list[int]:
     """The steps, counted from 1, after which all ranks have the same weights."""
-    return [
-        step for step, weights in enumerate(zip(*runs, strict=True), 1) if equal_on_all(weights)
-    ]
+    steps = enumerate(zip(*runs, strict=True), 1)
+    return [step for step, weights in steps if equal_on_all(weights)]

@@ -17,7 +17,7 @@ from tests.support.models import seeded
 from tests.support.outcomes import assert_refused, reloaded
 from tests.support.ranks import on_threads
 from torchcomp import RankMismatchError, ScheduleError, SpecError, UnsupportedModelError
-from torchcomp.local_sgd import Nesterov, SlowMo
+from torchcomp.local_sgd import Nesterov
 from torchcomp.local_sgd.schedules import Every
 
 
@@ -84,7 +84,6 @@ REFUSED = [
     (optimizer(lambda p: WithoutLR(p, {"lr": None}), spec=QSR), SpecError, "optimizer", "'lr'"),
     (optimizer(lambda p: WithoutLR(p, {}), outer="slowmo()"), SpecError, "optimizer", "every(8)"),
     ({"spec": "ef(topk(0.01))"}, SpecError, None, "ef(topk(0.01))", "register"),
-    ({"spec": 4}, SpecError, None, "4"),
     ({"spec": "auto", **OVERLAP}, SpecError, "spec", "'auto'"),
     ({"spec": "swap(switch=8)"}, SpecError, "switch", "8"),
     *(({"total_steps": bad}, SpecError, "total_steps", repr(bad)) for bad in (0, 10.5, None)),
@@ -95,9 +94,6 @@ REFUSED = [
     ({"compress": "every(4)"}, SpecError, None, "'every(4)'"),
     ({"outer": torch.optim.SGD}, SpecError, None, "torch.optim.sgd.SGD"),
     ({"outer": "slowmo(beta=1.0)"}, SpecError, None, "slowmo: beta", "1.0"),
-    ({"outer": "slowmo(alpha=0)"}, SpecError, None, "slowmo: alpha", "0"),
-    ({"outer": "nesterov(lr=-1.0)"}, SpecError, None, "nesterov: lr", "-1.0"),
-    ({"outer": "nesterov(momentum=1)"}, SpecError, None, "nesterov: momentum", "1"),
     ({"overlap": 1}, SpecError, "overlap", "1"),
     ({"compress": "ef(topk(0.1))", **OVERLAP}, SpecError, "overlap", "compress='mean'"),
     ({"outer": Nesterov(), **OVERLAP}, SpecError, "overlap", "compress='mean'"),
@@ -115,10 +111,7 @@ REFUSED = [
     (of_module(lambda _: mlp(), static_graph=True), UNSUPPORTED, None, "static"),
     # Ranks that differ.
     (on_rank_1(spec="every(3)"), MISMATCH, None, "every(2) on rank 0", "every(3) on rank 1"),
-    (on_rank_1(spec="auto"), MISMATCH, None, "every(2) on rank 0", "auto on rank 1"),
-    (on_rank_1(total_steps=9), MISMATCH, None, "8 on rank 0", "9 on rank 1"),
     (on_rank_1(compress="ef(topk(0.2))"), MISMATCH, None, "mean on rank 0", "ef(topk(0.2)) on"),
-    (on_rank_1(outer=SlowMo()), MISMATCH, None, "None on rank 0", "slowmo on rank 1"),
     (on_rank_1(total_steps=-3), MISMATCH, None, "on rank 1", "-3"),
     (of_module(of_names), MISMATCH, None, "a.weight"),
 ]
@@ -133,10 +126,9 @@ def test_arguments_that_are_refused(case):
 # --- Learning rates -------------------------------------------------------------------------------
 
 EVERY, GROWING = "every(3)", "qsr(alpha=0.01, h_base=3)"
-IMPOSSIBLE = [(spec, bad) for spec in (EVERY, GROWING) for bad in (-0.1, math.nan, math.inf)]
 
 
-@pytest.mark.parametrize(("spec", "bad"), [*IMPOSSIBLE, (GROWING, 0)])
+@pytest.mark.parametrize(("spec", "bad"), [(EVERY, -0.1), (GROWING, math.nan), (GROWING, 0)])
 def test_an_impossible_learning_rate_at_the_start_of_a_round(spec, bad):
     def body():
         script = Script(spec, lr=lambda step: bad if step == 3 else 0.1)
@@ -151,7 +143,6 @@ def test_an_impossible_learning_rate_at_the_start_of_a_round(spec, bad):
 
 
 LR_DIFFERENCES = [
-    (EVERY, lambda step, rank: 0.1 + 0.01 * rank, "[0.1] on rank 0", "[0.11] on rank 1"),
     # H = 4 at 0.1, and 16 at 0.05.
     ("qsr(alpha=0.2, h_base=2)", lambda _, rank: 0.1 - 0.05 * rank, "0 to 4 on", "0 to 16 on"),
     # The first steps are equal.

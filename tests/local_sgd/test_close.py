@@ -15,17 +15,16 @@ from tests.support.ranks import on_threads
 def installed(script):
     """Everything on the user's objects that local steps can change."""
     model, optimizer, module = script.model, script.optimizer, script.model.module
-    return {
-        "model": sorted(vars(model)),
-        "layers": [len(each._forward_pre_hooks) for each in module.modules()],
-        "state hooks": len(module._state_dict_pre_hooks),
-        "before steps": len(optimizer._optimizer_step_pre_hooks),
-        "after steps": len(optimizer._optimizer_step_post_hooks),
-        "reducer": type(model.reducer),
-        "gradients": model.require_backward_grad_sync,
-        "buffers": model.broadcast_buffers,
-        "scaler": sorted(vars(script.scaler)),
-    }
+    return [
+        sorted(vars(model)),
+        [len(each._forward_pre_hooks) for each in module.modules()],
+        len(module._state_dict_pre_hooks),
+        len(optimizer._optimizer_step_pre_hooks),
+        len(optimizer._optimizer_step_post_hooks),
+        type(model.reducer),
+        (model.require_backward_grad_sync, model.broadcast_buffers),
+        sorted(vars(script.scaler)),
+    ]
 
 
 def test_close_leaves_nothing_behind():
@@ -51,7 +50,7 @@ def test_close_leaves_nothing_behind():
 
     for before, failed, during, after in on_threads(2, body):
         assert before == failed == after
-        assert [part for part in before if before[part] == during[part]] == []
+        assert all(a != b for a, b in zip(before, during, strict=True))
 
 
 def test_local_steps_between_plain_ddp_training():

@@ -5,13 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from tests.local_sgd.script import (
-    Script,
-    mlp,
-    momentum,
-    spied,
-    unsent,
-)
+from tests.local_sgd.script import Script, mlp, momentum, spied, unsent
 from tests.support.cases import some
 from tests.support.models import kept
 from tests.support.outcomes import assert_close, equal_on_all, flat
@@ -30,38 +24,27 @@ CONSERVING = (
 STEPS = 11
 
 
-def compressed(spec, **options):
-    local = {"compress": spec} | options.pop("local", {})
-    return Script(**{"spec": "every(3)", "total_steps": STEPS, "local": local} | options)
-
-
-def reference_of(state):
-    return flat(kept(state, "reference")[name] for name in state["parameters"])
-
-
-def account(spec, steps=STEPS, **options):
+def account(spec, **options):
     """The sums of a rank's pseudo-gradients and of the applied updates, and its final state.
 
     At each synchronisation, the state contains the shared weights.
     """
     local = []
     watched = spied(momentum, lambda: local.append(script.weights()))
-    script = compressed(spec, optimizer=watched, **options)
+    options |= {"optimizer": watched, "local": {"compress": spec}}
+    script = Script("every(3)", STEPS, **options)
     shared = script.weights()
     pseudo, applied = torch.zeros_like(shared), torch.zeros_like(shared)
-    for step in range(steps):
+    for step in range(STEPS):
         script.step(step)
         state = script.sync.state_dict()
         if script.sync.next_sync is None:
             pseudo += local[-1] - shared
             applied += script.weights() - shared
             shared = script.weights()
-        assert torch.equal(reference_of(state), shared)
+        reference = kept(state, "reference")
+        assert torch.equal(flat(reference[name] for name in state["parameters"]), shared)
     return pseudo, applied, state
-
-
-def residual(states):
-    return torch.cat(list(unsent(states).values()))
 
 
 @pytest.mark.parametrize("spec", some(CONSERVING, of=2))
@@ -70,7 +53,7 @@ def test_applied_means_plus_residual_are_the_mean_pseudo_gradients(spec, ddp):
     pseudo, applied, states = zip(*on_threads(4, partial(account, spec, **ddp)), strict=True)
     assert equal_on_all(applied)
     assert "model" in spec or (len(states[0]["groups"]) > 1) == bool(ddp)
-    unsent_mean = residual(states)
+    unsent_mean = flat(unsent(states).values())
     assert unsent_mean.norm() > 1e-6 * applied[0].norm()
     assert_close(applied[0] + unsent_mean, torch.stack(pseudo).mean(0))
 

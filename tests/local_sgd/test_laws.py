@@ -26,16 +26,13 @@ from torchcomp.local_sgd.schedules import SCHEDULES
 from torchcomp.specs.spec import parse_outer_step
 
 STEPS = 11
-TOPK = "ef(topk(0.1))"
+TOPK, EXACT = "ef(topk(0.1))", 'bidirectional(topk(0.2), topk(0.2), selection="exact")'
 OPTIONS = {
     "plain": {},
     "overlap": {"overlap": True},
     "slowmo": {"outer": "slowmo"},
     "topk": {"compress": TOPK, "outer": Nesterov(lr=0.8)},
-    "thresholds": {
-        "compress": 'bidirectional(topk(0.2), topk(0.2), selection="exact")',
-        "outer": Nesterov(),
-    },
+    "thresholds": {"compress": EXACT, "outer": Nesterov()},
     "tensor": {"compress": 'ef(topk(k=3, scope="tensor"))'},
     "model": {"compress": 'ef(topk(0.1, values="int8", scope="model"))', "outer": SlowMo(beta=0.6)},
     "average": {"compress": TOPK, "moments": "average"},
@@ -196,16 +193,3 @@ def test_a_resumed_run_is_bit_identical(cut, first):
 def test_a_resumed_run_with_options_is_bit_identical(spec, name):
     changes = {} if spec == EVERY else {"spec": spec}
     assert on_threads(3, partial(resumed, name, 4, **changes)) == [True] * 3
-
-
-def test_the_groups_come_from_the_checkpoint():
-    def body():
-        options = RUN | {"build": partial(convnet, 16), "local": {"compress": "ef(topk(0.02))"}}
-        whole, interrupted = (Script(**options, bucket_cap_mb=0.001) for _ in range(2))
-        expected = whole.train(0, TOTAL)
-        interrupted.train(0, 4)
-        again = Script(**options)
-        again.load(reloaded(interrupted.save()))
-        return same(again.train(4, TOTAL), expected[4:])
-
-    assert on_threads(2, body) == [True, True]

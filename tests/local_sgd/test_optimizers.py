@@ -50,16 +50,14 @@ def test_every_optimizer_of_torch():
 class Two(Script):
     """A script with two optimizers, one for each linear layer."""
 
-    def __init__(self, spec, **local):
+    def __init__(self, spec):
         self.rank = dist.get_rank()
         self.model = DistributedDataParallel(seeded(mlp()))
         self.optimizers = [
             torch.optim.SGD(self.model.module[layer].parameters(), lr=lr, momentum=0.9)
             for layer, lr in ((0, 0.05), (2, 0.02))
         ]
-        self.sync = torchcomp.LocalSGD(
-            self.model, self.optimizers, spec, total_steps=TOTAL, **local
-        )
+        self.sync = torchcomp.LocalSGD(self.model, self.optimizers, spec, total_steps=TOTAL)
 
     def step(self, step):
         for optimizer in self.optimizers:

@@ -13,7 +13,6 @@ from tests.local_sgd.test_laws import OPTIONS, RUN, TOTAL
 from tests.support.cases import some
 from tests.support.outcomes import assert_refused, raised_by, same
 from tests.support.ranks import on_threads
-from torchcomp.checkpoints.checkpoint import VERSION
 from torchcomp.local_sgd import Nesterov
 
 OTHERS = [
@@ -48,30 +47,22 @@ def test_a_state_of_another_run(other):
 GONE = object()
 SECTION, ROUND = ("local_sgd",), ("local_sgd", "fragments", 0)
 REFERENCE = ("slots", "reference", "tensors", "0.bias")
-NAN = torch.tensor(float("nan"), dtype=torch.float64)
 # An entry, its new value, and what the error must name.
 DAMAGES = [
-    (("rank",), 7, "7"),
-    (("world_size",), 64, "64", "1"),
-    (("version",), 99, "99", str(VERSION)),
     (("parameters",), {}, "0.weight"),
     (SECTION, GONE, "local_sgd"),  # as in checkpoints of earlier versions
     *(((*SECTION, key), GONE, key) for key in ("weights", "saved_by", "fragments")),
     ((*SECTION, "step"), 4.5, "step"),
     ((*SECTION, "step"), 10, "step 10"),  # beyond the round
     ((*SECTION, "syncs"), 5, "5"),  # more than steps
-    ((*SECTION, "syncs"), 2, "syncs"),  # more than exchanges
+    ((*SECTION, "syncs"), 2, "2 synchronisations"),  # more than exchanges
     ((*SECTION, "saved_by"), [1, 2], "rank 1 of 2", "sync.next_sync"),
     (ROUND, 3, "fragments[0]"),
     ((*ROUND, "end"), 1, "'end': 1"),
     ((*ROUND, "start"), 5, "'start': 5"),
     ((*ROUND, "synced"), 5, "'synced': 5"),
-    ((*ROUND, "lr_sum"), -1.0, "'lr_sum': -1"),
     ((*ROUND, "names"), ["0.weight"], "fragments"),
-    (("groups",), [["0.weight"]], "groups"),
     (REFERENCE, GONE, "0.bias"),
-    (REFERENCE, torch.ones(7), "0.bias"),
-    (("slots", "error", "tensors", "0.bias"), NAN.repeat(4), "0.bias"),
 ]
 
 
@@ -130,18 +121,17 @@ def test_weights_of_other_ranks_are_found_at_the_next_step(chosen, error, words)
     assert_refused(3, body, error, "DistributedDataParallel", *words)
 
 
-@pytest.mark.parametrize("cuts", [(3, 4), (3, 7), (3, None)])
+@pytest.mark.parametrize("cuts", [(3, 4), (3, 0)])
 def test_checkpoints_of_different_steps_are_found_at_the_next_step(cuts):
     def body():
-        """Each rank resumes from its own step, or starts a new run if that is None."""
+        """Each rank resumes from its own step, or starts a new run if that is 0."""
         script, again, saved = Script(**RUN), Script(**RUN), {}
-        for step in range(8):
+        for step in range(5):
             saved[step] = copy.deepcopy(script.save())
             script.step(step)
-        cut = cuts[script.rank]
-        if cut is not None:
+        if cut := cuts[script.rank]:
             again.load(saved[cut])
-        again.step(cut or 0)
+        again.step(cut)
 
-    words = (f"{cuts[0]} on rank 0", f"{cuts[1] or 0} on rank 1")
+    words = (f"{cuts[0]} on rank 0", f"{cuts[1]} on rank 1")
     assert_refused(2, body, torchcomp.RankMismatchError, *words)

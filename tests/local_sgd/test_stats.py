@@ -9,41 +9,21 @@ from tests.local_sgd.script import Script, convnet, cosine
 from tests.support.ranks import on_threads, with_fake_ranks
 from tests.support.threads import snapshots
 
-STEPS = 8
-# 83 elements of float64; 83 is not divisible by 2, 3 or 4 ranks.
-NBYTES = 83 * 8
 
-
-def counted(steps=STEPS, **options):
-    script = Script(**{"spec": "every(3)", "total_steps": STEPS} | options)
-    seen = [script.sync.stats]
-    for step in range(steps):
-        script.step(step)
-        seen.append(script.sync.stats)
-    return seen
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_a_synchronisation_sends_one_all_reduce_of_the_parameters(world_size):
-    once = 2 * (world_size - 1) * NBYTES // world_size
-    for seen in on_threads(world_size, counted):
-        assert [stats.steps for stats in seen] == list(range(STEPS + 1))
-        assert [stats.syncs for stats in seen] == [0, 0, 0, 1, 1, 1, 2, 2, 3]
-        assert [stats.bytes_sent for stats in seen] == [0, 0, 0] + 6 * [once]
-        steps = [stats.dense_bytes_sent // max(once, 1) for stats in seen]
-        assert steps == ([0, 0, 0, 3, 3, 3, 3, 3, 2] if once else [0] * 9)
-        for stats in seen:
-            assert stats.total_bytes_received == stats.total_bytes_sent == stats.syncs * once
+def counted(steps, **options):
+    script = Script(**options)
+    script.train(0, steps)
+    return script.sync.stats
 
 
 RUN = {"total_steps": 20, "warmup_steps": 2, "lr": partial(cosine, peak=0.1, warmup=2, total=20)}
 
 
-@pytest.mark.parametrize("world_size", [2, 64])
+@pytest.mark.parametrize("world_size", [1, 2, 64])
 def test_a_run_sends_what_explain_predicts(world_size):
     # BatchNorm's running mean and variance are averaged, its int64 counter of batches is not.
     spec, model = "qsr(alpha=0.2, h_base=2)", {"build": convnet, "shape": (3, 4, 4)}
-    last = with_fake_ranks(world_size, partial(counted, 20, spec=spec, **model, **RUN))[-1]
+    last = with_fake_ranks(world_size, partial(counted, 20, spec=spec, **model, **RUN))
     plan = torchcomp.explain(spec, model=convnet(), world_size=world_size, **RUN)
     plain = torchcomp.explain("mean", model=convnet(), world_size=world_size)
     assert last.syncs == plan.syncs == len(torchcomp.sync_steps(spec, **RUN))

@@ -41,7 +41,7 @@ def test_with_dense_messages_it_is_gradient_descent(name):
     x = torch.zeros(D, dtype=torch.float64)
     for _ in range(50):
         x = x - gradient(x)
-    torch.testing.assert_close(run(name, 50, DENSE).solution, x)
+    torch.testing.assert_close(run(name, 50, DENSE).x, x)
 
 
 def test_agd_is_the_textbooks_and_2direction_with_dense_messages():
@@ -72,12 +72,12 @@ def test_agd_with_two_points_is_the_textbooks(mu):
         before, x = x, y - gradient(y)
         momentum = (1 - math.sqrt(mu)) / (1 + math.sqrt(mu)) if mu else t / (t + 3)
         y = x + momentum * (x - before)
-    torch.testing.assert_close(run("AGD", 100, f=f).solution, x)
+    torch.testing.assert_close(run("AGD", 100, f=f).x, x)
 
 
 def test_ef14_stays_off_the_minimum_of_different_workers_but_not_of_one():
     problems = EASY, Quadratics(kappa=10.0, n=1, seed=0)
-    values = [f.value(run("EF14", 600, Messages(15, D), 0.3, f).solution) for f in problems]
+    values = [f.value(run("EF14", 600, Messages(15, D), 0.3, f).x) for f in problems]
     assert values[0] > 1e-4 > 1e-12 > values[1]
 
 
@@ -93,9 +93,9 @@ def test_counts_and_ranks_equal_the_simulation_bit_for_bit():
         for method in methods:
             for _ in range(10):
                 method.step()
-        return torch.stack([method.solution for method in methods])
+        return torch.stack([method.x for method in methods])
 
-    expected = torch.stack([run(name, 10, step=0.25, seed=5).solution for name in METHODS])
+    expected = torch.stack([run(name, 10, step=0.25, seed=5).x for name in METHODS])
     for found in on_threads(F.n, body):
         assert torch.equal(found, expected)
 

@@ -7,9 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TypeVar
 
+import pytest
 import torch
 
 Read = TypeVar("Read")
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """For ranks that are threads of one process: with more, they would wait for each other."""
+    with torch_threads(1):
+        yield
 
 
 @contextmanager

@@ -1,13 +1,3 @@
-"""One thread per test: with vectors this short, more threads would only wait for each other."""
+"""Fixtures of the tests of 2Direction."""
 
-from collections.abc import Iterator
-
-import pytest
-
-from tests.support.threads import torch_threads
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    with torch_threads(1):
-        yield
+from tests.support.threads import one_thread as one_thread

@@ -51,8 +51,8 @@ def test_it_converges_and_stays_there(iterations, dtype, reached):
     options = {"lbar": 4 * F.smoothness, "mu": F.mu}
     method = TwoDirectionMethod(lambda x: a @ x - b, x0, Simulated(F.n), UP, DOWN, **options)
     run(method, iterations)
-    assert method.solution.dtype == dtype
-    assert F.gap(method.solution.double()) < reached * F.gap(F.x0)
+    assert method.x.dtype == dtype
+    assert F.gap(method.x.double()) < reached * F.gap(F.x0)
 
 
 class Recorded(Simulated):

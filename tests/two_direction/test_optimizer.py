@@ -88,7 +88,7 @@ def test_it_equals_the_method():
     for _ in range(40):
         method.step()
     for x, traffic, calls in on_threads(4, end, 40):
-        assert torch.equal(x, method.solution)
+        assert torch.equal(x, method.x)
         assert traffic == server.traffic
         assert calls == method.evaluations
 
@@ -156,7 +156,6 @@ OTHER_STATES = [
     (lambda state: {**state, "rank": 1 - state["rank"]}, {}, "rank"),
     (lambda state: state, {"lbar": 5.0}, "lbar=5.0"),
     (lambda state: state, {"seed": 1}, "seed 0"),
-    (changed(rho=2.0), {}, "rho 2.0"),
     (changed(slots={}), {}, "'x'"),
     (lambda state: (state["slots"]["v"]["tensors"]["0"].fill_(torch.nan), state)[1], {}, "'0'"),
     (changed(two_direction=None), {}, "unknown"),

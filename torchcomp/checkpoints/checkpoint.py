@@ -1,7 +1,4 @@
-"""Checkpoint: the common format of all state dicts, validated before anything is restored.
-
-A *form* validates one value: ``form(value, path in the state dict)`` raises CheckpointError.
-"""
+"""Checkpoint: the common format of all state dicts, validated before anything is restored."""
 
 import zlib
 from collections import Counter
@@ -26,7 +23,7 @@ VERSION = 5  # of the format
 
 # Without the 8-bit floats: torch does not implement `isfinite` for them.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-Form = Callable[[Any, str], None]
+Form = Callable[[Any, str], None]  # of a value and its path; raises CheckpointError
 
 
 def require(valid: bool, where: str, expected: str, value: object) -> None:
@@ -45,8 +42,7 @@ def _is_plain_number(value: Any) -> bool:
     return type(value) in (int, float) and is_number(value)
 
 
-# Python's own types only. Those of NumPy, and subclasses, would be in the next checkpoint, which
-# torch.load(weights_only=True) then refuses. NumPy's integers also wrap around.
+# Python's own types only: torch.load(weights_only=True) refuses those of NumPy and subclasses.
 count = _form("an integer from 0 to 2^63 - 1", lambda x: type(x) is int and 0 <= x < 2**63)
 number = _form("a finite number", _is_plain_number)
 # Above 0, and a normal number of float32.
@@ -189,8 +185,7 @@ def check_header(state: Any, spec: str, exchange: Exchange, advice: Mapping[str,
         "torch.distributed.checkpoint, name it by rank: dcp.save({f'handle{rank}': handle})",
         **advice,
     }
-    # Version first: another version's other entries can have another meaning. World size before
-    # rank: another world size explains another rank.
+    # Version first: another version's other entries can have another meaning.
     for name in ("version", "spec", "world_size", "rank"):
         if state[name] != wanted[name]:
             raise CheckpointError(
@@ -221,15 +216,11 @@ def check_engine(state: Mapping[str, Any], parameters: Mapping[str, Tensor]) -> 
     # Strides can differ. Only shards depend on them; see `load_slots`.
     saved = {name: list(each["shape"]) for name, each in state["parameters"].items()}
     here = {name: list(parameter.shape) for name, parameter in parameters.items()}
-    # All differences together: one name would not show that the whole model is another one.
-    problems = [
-        f"'{name}' has shape {saved.get(name)} in the checkpoint and {here.get(name)} in the model"
-        for name in saved | here
-        if saved.get(name) != here.get(name)
-    ]
-    if problems:
-        more = f"; and {len(problems) - 5} more" if len(problems) > 5 else ""
-        raise CheckpointError(f"a checkpoint of another model: {'; '.join(problems[:5])}{more}")
+    if other := [name for name in saved | here if saved.get(name) != here.get(name)]:
+        raise CheckpointError(
+            f"a checkpoint of another model: {listed(other)}, the first of shape "
+            f"{saved.get(other[0])} in the checkpoint and {here.get(other[0])} in the model"
+        )
     for division in ("groups", "buckets"):
         check_division(division, state, parameters)
 
@@ -238,7 +229,6 @@ def check_division(
     division: str, state: Mapping[str, Any], parameters: Mapping[str, Tensor] | None = None
 ) -> None:
     """Require that each parameter is in one group of "groups" or "buckets", of one dtype each."""
-    # Counted, to find a parameter that is in two groups.
     saved = Counter(name for group in state[division] for name in group)
     expected = Counter(list(state["parameters"]))
     where = f"a damaged checkpoint: its {division} must contain"

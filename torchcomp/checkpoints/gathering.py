@@ -26,8 +26,7 @@ class Gatherable(ABC):
 
     @property
     @abstractmethod
-    def _gather_over(self) -> Exchange:
-        """The ranks whose states belong together."""
+    def _gather_over(self) -> Exchange: ...
 
     @property
     def _place(self) -> Place:
@@ -35,8 +34,7 @@ class Gatherable(ABC):
 
     @property
     def _gathers(self) -> bool:
-        """Whether this rank can be the one that gets the result."""
-        return True
+        return True  # whether this rank can be the one that gets the result
 
     @abstractmethod
     def state_dict(self) -> State: ...
@@ -83,13 +81,10 @@ class Gathered:
     """
 
     def __init__(self, source: Gatherable, *, dst: int | None = 0, **others: Any) -> None:
-        self._source = source
-        self._dst = dst
-        self._others = others
+        self._source, self._dst, self._others = source, dst, others
 
     @property
     def exchange(self) -> Exchange:
-        """The ranks whose states are gathered."""
         return self._source._gather_over
 
     def state_dict(self) -> State | None:
@@ -157,8 +152,7 @@ class PerRank:
 
     def state_dict(self) -> dict[str, bytes]:
         """Return the state of this rank under its name, as the bytes of a file of torch.save."""
-        # Not as a dict: dcp.load would read only the tensors that this run has as well, and no
-        # empty dicts.
+        # Not as a dict: dcp.load would read only what this run has as well.
         file = BytesIO()
         torch.save(self._source.state_dict(), file)
         return {self._key: file.getvalue()}

@@ -68,7 +68,7 @@ class Pieces:
         return BucketShape(self.whole.names, shapes, self.whole.dtype, strides)
 
     def like(self, parameter: Tensor) -> Tensor:
-        """Return a view of a parameter like its piece. Its values have no meaning."""
+        """Return a view of a parameter like its piece, with values that have no meaning."""
         (chunk,) = self.chunks
         return parameter.detach().as_strided(chunk.shape, chunk.stride)
 

@@ -38,12 +38,10 @@ class Place:
 
     @classmethod
     def in_order(cls, rank: int, node_size: int = 1) -> "Place":
-        """Return the place of a rank, if ranks are numbered node by node."""
         return cls(rank, rank // node_size, rank % node_size, node_size)
 
     @classmethod
     def of(cls, state: Mapping[str, Any], where: str = "the state dict") -> "Place":
-        """Return the place of the rank that saved a state, or raise CheckpointError."""
         checkpoint.HEADER(state, where)
         checkpoint.TWO_LEVELS(state.get("two_levels"), f"{where}.two_levels")
         section = state.get("two_levels") or asdict(cls.in_order(state["rank"]))
@@ -92,12 +90,10 @@ def gathered(states: list[State]) -> State:
 
 def own_state(state: Any, world_size: int, place: Place) -> State:
     """Return one rank's part of a :func:`gathered` state dict, converted for other ranks."""
-    if not isinstance(state, Mapping) or ("states" not in state and "rank" in state):
-        found = type(state).__name__
-        if isinstance(state, Mapping):
-            found = f"the state_dict() of rank {shown(state['rank'])}, for load_state_dict(state)"
+    if isinstance(state, Mapping) and "states" not in state and "rank" in state:
         raise CheckpointError(
-            f"expected the result of gather_state_dict() on rank dst, not {found}"
+            f"the state_dict() of rank {shown(state['rank'])}: pass it to load_state_dict(state), "
+            "or the result of gather_state_dict() on rank dst to load_gathered"
         )
     _GATHERED(state, "the gathered state dict")
     states: list[State] = list(state["states"])
@@ -114,15 +110,13 @@ def _joined(positions: list[list[State]]) -> State:
     section = first.get("two_levels")
     layouts = (section or first)["parameters"]
     for slot_name, slot in first["slots"].items():
-        # A cache never changes a result, so a new run can do without it.
         if slot["kind"] == Kind.CACHE.value:
             continue
         flat = slot["sharded"]
         parts = [(_joined_shards if flat else _mean)(states, slot_name) for states in positions]
         joined = {n: _join(layouts[n], [each[n] for each in parts], flat=flat) for n in parts[0]}
         slots[slot_name] = {**slot, "tensors": {n: t for n, t in joined.items() if t is not None}}
-    # All other entries of an Averager are equal on all ranks, except for the traffic counters. Of
-    # those, and of the clients' sections, rank 0's are kept.
+    # All other entries of an Averager are equal on all ranks, except for the traffic counters.
     rest = {key: value for key, value in first.items() if key != "two_levels"}
     recut = section is not None or first.get(RECUT, False)
     return {**rest, RECUT: recut, "parameters": layouts, "slots": slots}
@@ -143,10 +137,8 @@ def _cut(whole: State, world_size: int, place: Place) -> State:
             piece = _piece(layouts[name], value, place, flat=flat)
             if piece is None or (flat and name not in owned):
                 continue
-            if flat:
-                piece = piece[owned[name]]
             # Cloned, so that the new ranks share no memory.
-            tensors[name] = piece.detach().clone()
+            tensors[name] = (piece[owned[name]] if flat else piece).detach().clone()
         state["slots"][slot_name] = {**slot, "tensors": tensors}
     return state
 
@@ -161,7 +153,7 @@ def check_place(state: Mapping[str, Any], place: Place) -> None:
 
 
 def two_levels(place: Place, layouts: Mapping[str, Layout]) -> State:
-    """Return the section of a state on its pieces; `layouts` are those of the whole."""
+    """Return the section of a state on its pieces, from the layouts of the whole."""
     section = {key: value for key, value in asdict(place).items() if key != "rank"}
     return {**section, "parameters": dict(layouts)}
 
@@ -196,7 +188,6 @@ def _join(layout: Layout, pieces: list[Tensor], *, flat: bool) -> Tensor | None:
 
 
 def _piece(layout: Layout, whole: Tensor, place: Place, *, flat: bool) -> Tensor | None:
-    """Return one piece of a parameter; the inverse of :func:`_join`."""
     if place.node_size == 1:
         return whole
     chunk, numel = _chunk(layout, place.node_size), prod(layout["shape"])
@@ -225,7 +216,6 @@ def _mean(states: list[State], slot: str) -> Tensors:
 
 
 def _joined_shards(states: list[State], slot: str) -> Tensors:
-    """Join the shards of all nodes, in the order of memory."""
     tensors = [state["slots"][slot]["tensors"] for state in states]
     for index, (state, each) in enumerate(zip(states, tensors, strict=True)):
         saved = {name: part.numel() for name, part in each.items()}
@@ -244,7 +234,6 @@ def _owned(state: State, ranks: int, rank: int) -> dict[str, slice]:
     owned: dict[str, slice] = {}
     for group in state["buckets"]:
         shapes = tuple(tuple(state["parameters"][name]["shape"]) for name in group)
-        # Shards do not depend on the dtype.
         shard = BucketShape(tuple(group), shapes, torch.float32).shard(ranks, rank)
         for name, at, size in zip(shard.names, shard.offsets, shard.sizes, strict=True):
             owned[name] = slice(at, at + size)
@@ -262,7 +251,6 @@ def _complete(states: list[State]) -> list[list[State]]:
     states = sorted(states, key=lambda state: state["rank"])
     first, ranks = states[0], [state["rank"] for state in states]
     size = first["world_size"]
-    # The length first: a damaged world size must not make `range` huge.
     if len(ranks) != size or ranks != list(range(size)):
         raise CheckpointError(f"expected one state of each of {size} ranks, not of ranks {ranks}")
     common = [_common(state) for state in states]
@@ -277,7 +265,6 @@ def _complete(states: list[State]) -> list[list[State]]:
 
 
 def _common(state: State) -> dict[str, Any]:
-    """Return what the states of all ranks have in common, by name."""
     section = state.get("two_levels") or {}
     shared = ("version", "spec", "world_size", "step", "seed", "scale", "lrs", "flushing")
     slots = {}

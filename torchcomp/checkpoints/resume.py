@@ -51,8 +51,7 @@ class Resumable(Steps):
         values = {"spec": self.aggregator, "step": self.step, "seed": self.seed}
         values |= {"groups": self.groups, "buckets": self.buckets, "flushing": self.flushing}
         values |= {"lr": lrs, "scale": self.units.scale, "checksum": exchange.checksum}
-        # Each rank's threshold search starts from the previous thresholds. If they differed, the
-        # ranks would run different collectives.
+        # With other thresholds to start from, the ranks would run different collectives.
         found = [(name, t.tolist()) for name, t in state.items("thresholds")]
         slots = list(self.slots())
         names = {slot.name for slot in slots if slot.equal}
@@ -129,8 +128,7 @@ class Resumable(Steps):
             restore()
 
 
-# By name of the slot: its kind, whether it is sharded, and its flat values by parameter name.
-LoadedSlots = dict[str, tuple[Kind, bool, dict[str, Tensor]]]
+LoadedSlots = dict[str, tuple[Kind, bool, dict[str, Tensor]]]  # by slot: kind, sharded, values
 
 
 def save_slots(
@@ -144,13 +142,11 @@ def save_slots(
         held = dict(state.items(slot.name))
         for name, size in zip(slot.names, slot.sizes, strict=True):
             parameter, part = parameters[name], held.get(name)
-            # No step has opened the slot, or the size changed.
             if part is None or part.numel() != size:
                 part = _initial(slot, name, size, parameter.device)
             if size == parameter.numel() and not slot.sharded:
                 part = memory_order(parameter, part)
-            # A copy: the state changes in the next step, and a view would be saved with its whole
-            # bucket.
+            # A copy: a view would be saved with its whole bucket, and change in the next step.
             tensors[name] = part.clone(memory_format=torch.contiguous_format)
     return saved
 
@@ -203,11 +199,6 @@ def _load_slot(
             raise CheckpointError(
                 f"'{name}' has strides {stride} in the checkpoint and {here} in the model: "
                 "convert the model to the memory format that it was saved in"
-            )
-        if slot.sharded and value.numel() != size:
-            raise CheckpointError(
-                f"the server residual of '{name}' has {value.numel()} elements, not {size}: "
-                f"{checkpoint.ADVICE['world_size']}"
             )
         path = f"{where}.tensors['{name}']"
         # Any float will do: the model can be in another dtype than when it was saved.

@@ -57,7 +57,6 @@ class Baseline:
         check_positive("alpha", self.alpha)
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
-        """Return the change of log p, before the projection."""
         p, level = bandit.p, bandit.level
         if level == 0:
             return np.zeros(len(p))  # no step has had a norm above 0 yet
@@ -95,7 +94,6 @@ class Literal:
             check_positive("bound", self.bound)
 
     def exponent(self, bandit: "Bandit", kept: Mask, norms: Vector) -> Vector:
-        # The paper's L is a bound of all norms, which is unknown in advance.
         p, bound = bandit.p, max(bandit.largest, min(self.bound or 0.0, _LARGEST_NORM))
         # Lines 1 and 2. Stay in the log domain, because the exponent can be huge.
         loss = np.where(kept, bound**2 / bandit.p_min**2 - norms**2 / p**2, 0.0)
@@ -142,22 +140,13 @@ class Bandit:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a state, or raise CheckpointError and change nothing."""
         FORM(state, "bandit")
-        p = self.probabilities(state["p"], "bandit.p")
+        p = np.array(state["p"], dtype=np.float64)
         # kl_project meets the budget to float64 rounding, so 1e-6 rejects no valid state.
-        fits = math.isclose(spent := float(self.costs @ p), self.budget, rel_tol=1e-6)
-        require(fits, "the cost of bandit.p", f"{self.budget:g}", spent)
-        for name, most in (("largest", _LARGEST_NORM), ("average", math.inf)):
-            require(0 <= state[name] <= most, f"bandit.{name}", f"from 0 to {most:g}", state[name])
+        fits = len(p) == len(self.p) and math.isclose(self.costs @ p, self.budget, rel_tol=1e-6)
+        fits = fits and bool(((self.p_min * (1 - 1e-9) <= p) & (p <= 1 + 1e-9)).all())
+        require(fits, "bandit.p", f"{len(self.p)} probabilities of this budget", state["p"])
         self.p, self.largest = p, state["largest"]
         self._average, self._updates = state["average"], state["updates"]
-
-    def probabilities(self, values: list[float], where: str) -> Vector:
-        """Return probabilities of a checkpoint. Raise CheckpointError if they are bad."""
-        require(len(values) == len(self.p), where, f"a list of {len(self.p)} entries", values)
-        # Computed probabilities have relative errors far below 1e-9.
-        valid = all(self.p_min * (1 - 1e-9) <= value <= 1 + 1e-9 for value in values)
-        require(valid, where, f"numbers from {self.p_min:g} to 1", values)
-        return np.array(values, dtype=np.float64)
 
 
 def sample(p: Vector, key: Key, *, shared: bool = True) -> Mask:

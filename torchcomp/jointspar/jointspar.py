@@ -107,14 +107,12 @@ class JointSpar(Skipper, Gatherable):
         self.layers = self._sampler.layers
         self._handle = register_ddp(model, method, Options(seed=seed, check="now"))
         averager = self._handle.averager
-        # A DDP bucket can contain several layers, and each step keeps different ones.
         averager.regroup(by_layer(averager.groups, self._sampler.layer_of))
         averager.on_finish(partial(setattr, self._sampler, "exchanged"))
         super().__init__(model.module)
         self._skip_dropped()
         setattr(model, OWNER, f"torchcomp.JointSpar(budget={budget:g})")
-        # The model keeps it alive if the user holds no reference to it.
-        vars(model)["_torchcomp_jointspar"] = self
+        vars(model)["_torchcomp_jointspar"] = self  # keeps it alive
 
     def __repr__(self) -> str:
         return f"<torchcomp.JointSpar {self._sampler.options}: {self.stats}>"
@@ -164,7 +162,6 @@ class JointSpar(Skipper, Gatherable):
         if self._sampler.shared and isinstance(state, Mapping) and state.get("slots") == {}:
             ranks = {"world_size": self._exchange.world_size, "rank": self._exchange.rank}
             state = {**state, **ranks}
-        # Check both sections before either is restored, so that an error changes nothing.
         checkpoint.check_header(state, str(self._handle.method), self._exchange, _ADVICE)
         restored = self._sampler.restored(state)
         self._handle.load_state_dict(state)
@@ -187,7 +184,7 @@ class JointSpar(Skipper, Gatherable):
         self.close()
 
     def _forward_begins(self) -> None:
-        # Gradients were exchanged, but _backward_done was not called. Every rank finds the same.
+        # Gradients were exchanged, but _backward_done was not called.
         if self._sampler.exchanged:
             raise UnsupportedModelError(
                 "the last loss was not computed from the output of the forward pass: return what "

@@ -72,9 +72,7 @@ class LARS(Optimizer):
         sampled: Sampling | None = None,
     ) -> None:
         if not isinstance(sampled, Sampling | None):
-            raise SpecError(
-                f"LARS: sampled must be a JointSpar or None, not {sampled!r}", "sampled"
-            )
+            raise SpecError(f"sampled must be a JointSpar or None, not {sampled!r}", "sampled")
         defaults = dict[str, Any](lr=lr, momentum=momentum, weight_decay=weight_decay)
         defaults |= dict(trust_coefficient=trust_coefficient, exclude_vectors=exclude_vectors)
         super().__init__(params, defaults)
@@ -106,13 +104,11 @@ class LARS(Optimizer):
                     )
                 excluded = group["exclude_vectors"] and x.dim() <= 1
                 kinds[number, excluded, x.device, x.dtype, g.dtype].append(x)
-        # All gradients were checked before the first update, so that an error leaves x and v alone.
         for (number, excluded, *_), xs in kinds.items():
             self._update(xs, self.param_groups[number], excluded)
         return loss
 
     def _update(self, xs: list[Tensor], group: dict[str, Any], excluded: bool) -> None:
-        """Update tensors of one kind together, because a launch for each tensor takes longer."""
         # Half precision ends at 65504. Norms of many small elements exceed it, and so do ratios.
         wide = torch.promote_types(xs[0].dtype, torch.float32)
         gs = [x.grad for x in xs if x.grad is not None]
@@ -127,8 +123,7 @@ class LARS(Optimizer):
             wides, weights = [gs[i].to(wide) for i in some], [xs[i] for i in some]
             found |= zip(some, torch._foreach_add(wides, weights, alpha=alpha), strict=True)
         directions = [found[i] for i in range(len(xs))]
-        # 1. The trust ratio |x| / (|g| + wd |x|), or 1 where a norm is 0. wd is not divided here:
-        # the ratio is that of the dense update.
+        # 1. The trust ratio, in which wd is not divided: it is that of the dense update.
         if not excluded:
             size, norm = (torch.stack(torch._foreach_norm(ts, 2, dtype=wide)) for ts in (xs, gs))
             if sampled is not None:
@@ -136,7 +131,6 @@ class LARS(Optimizer):
                 averages = host.copy_to(torch.tensor(known, dtype=wide), norm.device)
                 divided = host.copy_to(torch.tensor([p < 1 for p in ps]), norm.device)
                 norm = averages.where(divided, norm)
-            # torch.where instead of an `if`, which would wait for a GPU.
             ratio = torch.where((size > 0) & (norm > 0), size / (norm + decay * size), 1.0)
             trust = group["trust_coefficient"] * ratio
             torch._foreach_mul_(directions, list(trust.unbind()))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchcomp.aggregators.base import Aggregator, Cost
 from torchcomp.checkpoints import checkpoint
-from torchcomp.checkpoints.checkpoint import count, dict_of, list_of, number, record, require, text
+from torchcomp.checkpoints.checkpoint import count, dict_of, list_of, number, record, text
 from torchcomp.engine import host
 from torchcomp.engine.bucket import Bucket, BucketShape, Group
 from torchcomp.engine.keys import Key
@@ -27,7 +27,6 @@ from torchcomp.specs.component import Choices, Component, check_kind
 from torchcomp.specs.errors import CheckpointError, SpecError
 
 _NORM_DECAY = 0.9  # weight of the old value in the moving average of the norms that LARS uses
-_VERIFY_EVERY = 100  # steps between comparisons of p across ranks, which would hang if it differed
 _MOST = 16  # sets of kept layers for which a bucket stays prepared
 
 _LEARNED = {"bandit": bandit.FORM, "averages": dict_of(list_of(number, 2))}
@@ -80,15 +79,14 @@ class Sampler:
         self.applied = np.ones(len(layers))  # p of the last committed step; `p` is the next one's
         self._key = key
         self._averages: dict[str, list[float]] = {}
+        self._verified = False  # whether the ranks have been compared
         self.draw()
 
     def draw(self) -> None:
         p = self.bandit.p if self.step else np.ones(len(self.layers))
-        # A function of seed and step, so that a resumed run draws the same layers. The name makes
-        # it independent of what compressors draw in the same step.
+        # The name makes it independent of what compressors draw in the same step.
         key = Key(self._key.seed, self.step, rank=self._key.rank).of_tensor("jointspar")
         self.kept, self.p = bandit.sample(p, key, shared=self.shared), p
-        self._verified = self.step % _VERIFY_EVERY != 0
         self.reset()
 
     def reset(self) -> None:
@@ -102,7 +100,7 @@ class Sampler:
 
     def union(self, exchange: Exchange) -> Mask:
         """Return the layers to exchange: those that any rank keeps. A collective."""
-        # Verify before the first exchange: ranks with different sets would pair unequal messages.
+        # Before the first exchange: ranks with different sets would pair unequal messages.
         if self.shared and not self._verified:
             values = {**self.state_dict(), "kept": self.kept.nonzero()[0], "p": self.p.tolist()}
             exchange.verify("the layers of a step", values, checkpoint.ONE_STEP)
@@ -115,8 +113,7 @@ class Sampler:
 
     def record_norms(self, parts: Mapping[str, Tensor]) -> None:
         if parts:
-            # In float64 a finite float32 gradient has a finite norm. learn() fetches all norms
-            # together, and waits for the GPU only once.
+            # In float64, a finite float32 gradient has a finite norm.
             norms = torch._foreach_norm(list(parts.values()), 2, dtype=torch.float64)
             self._norms |= zip(parts, norms, strict=True)
 
@@ -124,15 +121,13 @@ class Sampler:
         """Update p and the averages after a committed step."""
         held = list(self._norms.values())
         values = torch.stack(held).tolist() if held else []
-        # The bandit ignores the layers that were not exchanged.
         norms = dict.fromkeys(self.layer_of, 0.0)
         keep, take = _NORM_DECAY, 1 - _NORM_DECAY
         for name, value in zip(self._norms, values, strict=True):
-            # Algorithm 1 takes norms before the division by p. The means were divided, so their
-            # norms are multiplied by p again. A rank's own norms were recorded before the division.
+            # Algorithm 1 takes norms before the division by p. The means were divided, a rank's own
+            # gradients not yet.
             p = float(self.p[self.layer_of[name]]) if self.shared else 1.0
             norms[name] = value * p
-            # The weights sum to less than 1 at first. norm() divides by their sum.
             total, weight = self._averages.get(name, [0.0, 0.0])
             self._averages[name] = [keep * total + take * norms[name], keep * weight + take]
         # The first step teaches p nothing: it keeps every layer with probability 1.
@@ -164,9 +159,7 @@ class Sampler:
             raise CheckpointError("the checkpoint groups parameters into other layers")
         found.step, found.exchanged, found.bandit = section["step"], False, copy.copy(self.bandit)
         found.bandit.load_state_dict(section["bandit"])
-        found.applied = found.bandit.probabilities(section["applied"], "jointspar.applied")
-        for name, pair in section["averages"].items():
-            require(min(pair) >= 0, f"jointspar.averages['{name}']", "at least 0", pair)
+        found.applied = np.array(section["applied"], dtype=np.float64)
         found._averages = {name: list(pair) for name, pair in section["averages"].items()}
         # With the checkpoint's seed, the run continues with the layers it would have drawn.
         found._key = Key(state["seed"], rank=self._key.rank)
@@ -197,7 +190,6 @@ class Sampled(Aggregator):
             )
 
     def __str__(self) -> str:
-        # Compared across ranks and with checkpoints, so with every option.
         return f"{self.name}({self.inner}, {self.sampler.options})"
 
     @property
@@ -226,13 +218,13 @@ class Sampled(Aggregator):
         if not sampler.shared:
             # Before the division by p: each rank learns from its own undivided gradients.
             sampler.record_norms(kept)
-        # 1. g_hat. With _foreach_ operations many small tensors take few kernel launches.
+        # 1. g_hat
         factors = [1 / float(sampler.p[layers[name]]) for name in kept]
         if any(factor != 1 for factor in factors):
             torch._foreach_mul_(list(kept.values()), factors)
         if len(kept) < len(parts):
             torch._foreach_zero_([x for name, x in parts.items() if name not in kept])
-        # 2. The mean. All ranks have the same `exchanged`, so they all call `inner` or all return.
+        # 2. The mean. All ranks have the same `exchanged`.
         sent = {name: x for name, x in parts.items() if exchanged[layers[name]]}
         if not sent:
             return
@@ -247,7 +239,6 @@ class Sampled(Aggregator):
         self.inner.aggregate(packed.flat, bucket.work[packed.shape], key)
         means = packed.parts()
         if sampler.shared:
-            # Means are equal on all ranks, so the probabilities learned from them stay equal.
             sampler.record_norms(means)
         if packed is not whole:
             torch._foreach_copy_(list(sent.values()), list(means.values()))

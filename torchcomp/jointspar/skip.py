@@ -45,12 +45,10 @@ class Skipper(ABC):
         ]
 
     @abstractmethod
-    def _forward_begins(self) -> None:
-        """Before a forward pass that records a graph. This can raise."""
+    def _forward_begins(self) -> None: ...  # before a pass that records a graph; can raise
 
     @abstractmethod
-    def _backward_done(self) -> None:
-        """After DDP has written the gradients."""
+    def _backward_done(self) -> None: ...  # after DDP has written the gradients
 
     def _skip(self, parameters: Iterable[nn.Parameter]) -> None:
         self._skipped = list(parameters)
@@ -117,7 +115,6 @@ class Skipper(ABC):
             setattr(*self._replaced.pop())
 
     def _tied(self, output: Any, replaced: list[nn.Parameter]) -> Any:
-        """Return a copy of `output` whose backward pass also reaches the replaced parameters."""
         leaves, structure = pytree.tree_flatten(output)
         found = {i: leaf for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)}
         floating = [i for i, x in found.items() if x.is_floating_point() or x.is_complex()]
@@ -155,6 +152,5 @@ class _Tie(torch.autograd.Function):
 
 
 def _weakly(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls a method without keeping its object alive."""
     reference = weakref.WeakMethod(method)
     return lambda *arguments: alive(*arguments) if (alive := reference()) else None

@@ -102,7 +102,6 @@ class Averages:
         results = [self._average(group, lr) for group in self.averager.buckets]
         where = f"the synchronisation after step {step}"
         self.averager.finish(dense_bytes=dense_bytes, where=where)
-        # Only now: if any group failed on any rank, no rank may write.
         for bucket in results:
             bucket.write(self.averager.parameters)
 
@@ -142,8 +141,7 @@ class PseudoGradients(Averages):
     def start(self) -> None:
         for group in self.averager.buckets:
             self._open(group)
-        # Opening a slot stores its first value: x = the parameters before any local step. It also
-        # begins a change, which no exchange will complete.
+        # Opening a slot has stored x, and begun a change, which no exchange will complete.
         self.averager.state.rollback()
 
     def _average(self, group: Group, lr: float) -> Bucket:
@@ -159,12 +157,11 @@ class PseudoGradients(Averages):
             x.copy_(before)
             for momentum, u in momenta:
                 outer.apply(x, m.flat, u.copy_(momentum), lr)
-        # Otherwise the next y - x would contain the rounding of x as if local steps had made it.
+        # Otherwise the next y - x would contain the rounding of x.
         x.copy_(x.to(self.averager.shape_of(group).dtype))
         return Bucket(m.shape, x)
 
     def _slots(self, shape: BucketShape) -> tuple[Slot, ...]:
-        # ESTIMATE: neither is an unsent gradient.
         kept = (Kind.ESTIMATE, shape.names, shape.sizes, shape.wide().dtype)
         first = lambda name, out: out.copy_(self._read((name,)).flat)  # noqa: E731
         reference = Slot("reference", *kept, equal=True, init=first)
@@ -191,8 +188,8 @@ class OverlappedAverages(Averages):
         # The groups run from the last layers to the first, and a forward pass needs these first.
         buckets = [self._read(group) for group in reversed(self.averager.buckets)]
         where, exchange = f"the parameters after step {step}", self.averager.exchange
-        # Check before sending: later, there is no call in which all ranks raise together. As many
-        # values of at most this size as there are ranks cannot overflow. NaN compares as false.
+        # Check before sending: later, there is no call in which all ranks raise together. A sum of
+        # values of at most this size cannot overflow. NaN compares as false.
         small = [
             largest_magnitudes([each.flat], exchange.device)
             <= torch.finfo(each.flat.dtype).max / exchange.world_size
@@ -253,8 +250,7 @@ def wait_in_forward(model: nn.Module, averages: OverlappedAverages) -> Iterator[
         everything = _waiter(averages, None)
         yield module.register_state_dict_pre_hook(everything)  # type: ignore[no-untyped-call]
     for layer in _layers(model):
-        # With those of its children, which it can read without calling them. torch.compile adds
-        # this prefix, and the averager's names do not have it.
+        # With those of its children, which it can read without calling them.
         needed = {names[id(p)].replace("_orig_mod.", "") for p in layer.parameters()}
         yield layer.register_forward_pre_hook(_waiter(averages, needed))
 

@@ -85,10 +85,8 @@ def reestimate_batchnorm(model: nn.Module, loader: Iterable[Any], images: int = 
 @contextmanager
 def _fresh_statistics(module: nn.Module) -> Iterator[Layers]:
     """Switch to training mode without gradients, reset all statistics, and restore the rest."""
-    # Saved for each module, because a model can be partly in evaluation mode.
     modes = [(each, each.training) for each in module.modules()]
     layers = updated_layers(module.train())
-    # Clones, because the buffers are reset in place.
     before = {
         name: (layer.momentum, [(each, each.clone()) for each in layer.buffers(recurse=False)])
         for name, layer in layers.items()
@@ -130,7 +128,6 @@ def _forward_passes(
 
 def _reached(layers: Layers) -> Layers:
     counts = [layer.get_buffer("num_batches_tracked") for layer in layers.values()]
-    # Together, for one wait.
     seen = torch.stack([count.to(counts[0].device) for count in counts]).tolist() if counts else []
     return {name: layers[name] for name, count in zip(layers, seen, strict=True) if count}
 
@@ -156,7 +153,7 @@ def _batches(loader: Iterable[Any], images: int, world_size: int) -> Iterator[Te
 
 
 def updated_layers(module: nn.Module) -> Layers:
-    """Return the BatchNorm layers whose running statistics a forward pass of `module` updates."""
+    """Return the BatchNorm layers whose statistics a forward pass of `module` updates."""
     return {
         name: layer
         for name, layer in module.named_modules()

@@ -108,7 +108,6 @@ class LocalSGD(Gatherable):
         argument: Any = optimizer  # parsed() reports other types
         optimizers = list(argument) if isinstance(argument, list | tuple) else [argument]
         exchange, two_levels = ranks_of(model, process_group), process_group is not None
-        # Inside build(), because an error on one rank alone would leave the others waiting.
         method = exchange.build(
             "torchcomp.LocalSGD",
             {**options, "process_group": "set" if two_levels else "none"},
@@ -184,8 +183,8 @@ class LocalSGD(Gatherable):
         check_count("tries", tries)
         groups = [group for each in optimizers for group in each.param_groups]
         parameters = [p for group in groups for p in group["params"]]
-        # Set the gradients of earlier micro-batches aside: unscale_() would divide them by the
-        # scale a second time. In a copy, because with gradient_as_bucket_view DDP writes into them.
+        # Set earlier gradients aside: unscale_() would divide them by the scale a second time. In a
+        # copy, because with gradient_as_bucket_view DDP writes into them.
         earlier = [p for p in parameters if p.grad is not None]
         aside = [torch.empty_like(p.grad) for p in earlier]
         if aside:
@@ -207,9 +206,9 @@ class LocalSGD(Gatherable):
                 if finite:
                     break
         finally:
-            # After an error, or if no scale fits, drop this micro-batch's gradients.
-            for parameter in parameters if not finite else ():
-                parameter.grad = None
+            if not finite:  # or after an error: drop this micro-batch's gradients
+                for parameter in parameters:
+                    parameter.grad = None
             both = [(p.grad, g) for p, g in zip(earlier, aside, strict=True) if p.grad is not None]
             if both:
                 torch._foreach_add_(*map(list, zip(*both, strict=True)))

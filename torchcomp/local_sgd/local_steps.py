@@ -45,11 +45,7 @@ _QUIET = ("require_backward_grad_sync", "require_forward_param_sync", "broadcast
 
 
 class LocalSteps:
-    """Local steps of one model, from the constructor until :meth:`remove`.
-
-    The optimizers' hooks own it: local steps go on if the user keeps no reference. It refers to
-    model and optimizers weakly: a cycle would keep gloo's threads alive after the interpreter ends.
-    """
+    """Local steps of one model, owned by the optimizers' hooks, until :meth:`remove`."""
 
     def __init__(
         self,
@@ -59,6 +55,7 @@ class LocalSteps:
         exchange: ProcessGroupExchange,
         scaler: torch.amp.GradScaler | None,
     ) -> None:
+        # Weakly: a cycle would keep gloo's threads alive after the interpreter ends.
         self._model = weakref.ref(model)
         self._optimizers = [weakref.ref(optimizer) for optimizer in optimizers]
         self.method, self.scaler = method, scaler
@@ -90,12 +87,10 @@ class LocalSteps:
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers that still exist."""
         return [each for held in self._optimizers if (each := held()) is not None]
 
     @property
     def counted(self) -> int:
-        """The number of steps of all optimizers."""
         return self.clock.step * len(self._optimizers) + len(self._stepped)
 
     def _install(self, model: DistributedDataParallel) -> None:
@@ -118,7 +113,6 @@ class LocalSteps:
             undo(_count_scaled(self.scaler, self))
 
     def remove(self) -> None:
-        """Remove every hook and restore plain DDP; log a warning if a round is in progress."""
         self.finalizer()  # runs once
         self._undo.close()
 
@@ -139,7 +133,6 @@ class LocalSteps:
             self.end(index)
 
     def begin(self, index: int) -> None:
-        """Prepare for the step that the optimizer of this index is about to take."""
         if index in self._stepped:
             raise ScheduleError(f"optimizer {index} was stepped twice before the others once")
         if self._stepped:  # the first optimizer of the step has prepared it for all
@@ -172,7 +165,6 @@ class LocalSteps:
         known, others = self._lrs()
         largest: float | Tensor = max(known, default=0.0)
         if others:
-            # In float64, in which the host adds learning rates up as well.
             values = torch.stack([lr.detach().double().reshape(()) for lr in others])
             largest = values.amax().clamp(min=largest)
         self.clock.lr_sum += largest
@@ -185,7 +177,7 @@ class LocalSteps:
         try:
             self._synchronise()
         finally:
-            # Also if it failed: it has sent bytes, and its step counts.
+            # Also if it failed: it has sent bytes.
             self.counters = self.averager.stats, self.clock.step
             self.seconds_waited += time.perf_counter() - start
         if self.proposing is not None:
@@ -209,8 +201,7 @@ class LocalSteps:
                     "torchcomp.LocalSGD(..., scaler=scaler)",
                     "scaler",
                 )
-        # The plain average makes any parameters equal. Pseudo-gradients are applied to x, and ranks
-        # of a node reduce gradients: both need equal parameters at the start.
+        # The plain average makes any parameters equal. Pseudo-gradients and nodes need equal ones.
         must_be_equal = self.method.two_levels or not self.method.plain
         compared = must_be_equal or self._expected_weights is not None
         digest = checkpoint.digest_of(self.averager.parameters) if compared else None
@@ -293,7 +284,6 @@ class LocalSteps:
                 )
 
     def require_whole_step(self, call: str) -> None:
-        """Raise RuntimeError inside a step of several optimizers; wait for averages."""
         if self._stepped:
             raise RuntimeError(
                 f"{call}: only optimizers {sorted(self._stepped)} of {len(self._optimizers)} have "
@@ -302,7 +292,6 @@ class LocalSteps:
         self.averages.wait()  # the checksum must be that of the averaged parameters
 
     def load(self, state: Any) -> None:
-        """Restore a state of these local steps; on error, nothing changes."""
         self.require_whole_step("load_state_dict")
         # Compared at the next step: users load the weights before or after this state.
         self._expected_weights = restore(state, self.method, self.clock, self.averager)

@@ -71,7 +71,7 @@ def ranks_of(model: DistributedDataParallel, group: ProcessGroup | None) -> Proc
             raise SpecError(f"process_group must contain one rank of each DDP group: {problem}")
         return ProcessGroupExchange(chosen, node.device), {}
 
-    # Built over the node: `across` can fail on one rank alone, because groups differ between ranks.
+    # Over the node: `across` can fail on one rank alone, because groups differ between ranks.
     between = node.build("torchcomp.LocalSGD", {"process_group": "set"}, across)
     # From now on an error on one rank is raised on all ranks of both levels.
     Exchange.split(inside=node, between=between)
@@ -109,9 +109,8 @@ def parsed(
         raise SpecError(problem, "compress")
     aggregator, seed = parse_aggregator(compress), check_seed(seed)
     step = None if outer is None else parse_outer_step(outer)
-    method = LocalMethod(
-        *(schedule, proposes, horizon, aggregator, step, two_levels, moments, overlap, seed)
-    )
+    options = aggregator, step, two_levels, moments, overlap, seed
+    method = LocalMethod(schedule, proposes, horizon, *options)
     # A pseudo-gradient is measured from the averaged parameters, which must be complete by then.
     if overlap and not method.plain:
         raise SpecError("overlap=True needs compress='mean' and outer=None", "overlap")

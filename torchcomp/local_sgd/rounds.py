@@ -10,7 +10,6 @@ from torch import Tensor
 
 from torchcomp.checkpoints import checkpoint
 from torchcomp.engine.averager import Averager
-from torchcomp.exchange import Exchange
 from torchcomp.local_sgd.method import LocalMethod
 from torchcomp.specs.errors import CheckpointError
 
@@ -19,7 +18,7 @@ _log = logging.getLogger(__package__)
 
 @dataclass
 class Clock:
-    """The steps and rounds of one rank, also when the script has dropped its model."""
+    """The steps and rounds of one rank."""
 
     total_steps: int
     step: int = 0  # optimizer steps, including those that a GradScaler skipped
@@ -28,16 +27,13 @@ class Clock:
     end: int = 0  # the step, counted from 1, after which the ranks synchronise
     synced: int = 0  # the step after which they synchronised last
     lrs: list[float] = field(default_factory=list)  # by parameter group, at the first step
-    # Sum of each step's largest learning rate, over the steps since `synced`. A tensor if the
-    # learning rate is on an accelerator.
-    lr_sum: float | Tensor = 0.0
+    lr_sum: float | Tensor = 0.0  # of each step's largest learning rate, since `synced`
 
     def __str__(self) -> str:
         return f"{self.start} to {self.end}"
 
     @property
     def next_sync(self) -> int | None:
-        """The end of the round in progress, or None between rounds."""
         return self.end if self.step > self.synced else None
 
     def begin_round(self, lrs: list[float], method: LocalMethod) -> None:
@@ -94,7 +90,6 @@ def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -
     """Restore clock and averager, and return the checksum of the parameters of the state."""
     section: Any = state.get("local_sgd") if isinstance(state, Mapping) else None
     _SECTION(section, "local_sgd")
-    # Check everything before applying anything, so that an error changes nothing.
     for name, value in _fixed(method).items():
         if section[name] != value:
             raise CheckpointError(
@@ -102,17 +97,26 @@ def restore(state: Any, method: LocalMethod, clock: Clock, averager: Averager) -
                 f"{name}={value}"
             )
     (saved,) = section["fragments"]
-    _check_round(section, saved, averager.exchange)
-    apply = averager.prepare(state, _OTHER_RANKS)
-    # Parameters have no loss scale, and every synchronisation is a step of the averager.
-    counted = (section["syncs"], 1.0) == (state["step"], state["scale"])
-    if not counted or sorted(saved["names"]) != sorted(averager.parameters):
+    step, synced, between = section["step"], saved["synced"], averager.exchange
+    # Inside a round, the local steps of the other ranks are in their own checkpoints only.
+    if step > synced and section["saved_by"] != [between.rank, between.world_size]:
         raise CheckpointError(
-            "a damaged checkpoint: local_sgd.fragments must contain every parameter once; 'step' "
-            "must be local_sgd.syncs, and 'scale' 1"
+            "the checkpoint was saved by rank {} of {} inside a round: load it on that rank. Only "
+            "states saved where sync.next_sync is None fit another number".format(
+                *section["saved_by"]
+            )
+        )
+    apply = averager.prepare(state, _OTHER_RANKS)
+    consistent = saved["start"] <= step <= saved["end"] and synced <= step
+    # Parameters have no loss scale, and every synchronisation is a step of the averager.
+    consistent &= (section["syncs"], 1.0) == (state["step"], state["scale"])
+    if not consistent or sorted(saved["names"]) != sorted(averager.parameters):
+        raise CheckpointError(
+            f"a damaged checkpoint: step {step} of local_sgd contradicts its {section['syncs']} "
+            f"synchronisations, or its fragments: {saved}"
         )
     apply()
-    clock.step = section["step"]
+    clock.step = step
     for key in _ROUND:
         setattr(clock, key, saved[key])
     return int(section["weights"])
@@ -127,22 +131,3 @@ def _fixed(method: LocalMethod) -> dict[str, Any]:
         "outer": str(method.outer),
         "moments": method.moments,
     }
-
-
-def _check_round(section: dict[str, Any], saved: dict[str, Any], between: Exchange) -> None:
-    """Require a consistent round and, inside it, this rank."""
-    step, synced = section["step"], saved["synced"]
-    last = max(section["total_steps"], step)  # a run can take more steps than it announced
-    in_order = saved["start"] <= step <= saved["end"] <= last and synced <= step
-    if not in_order or saved["lr_sum"] < 0 or section["syncs"] > step:
-        raise CheckpointError(
-            f"a damaged checkpoint: step {step} of {section['total_steps']} contradicts its "
-            f"{section['syncs']} synchronisations or its round {saved}"
-        )
-    saver, mine = section["saved_by"], [between.rank, between.world_size]
-    # Inside a round, the local steps of the other ranks are in their own checkpoints only.
-    if step > synced and saver != mine:
-        raise CheckpointError(
-            "the checkpoint was saved by rank {} of {} inside a round: load it on that rank. Only "
-            "states saved where sync.next_sync is None fit another number".format(*saver)
-        )

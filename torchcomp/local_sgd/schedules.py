@@ -1,8 +1,4 @@
-"""Schedules: after which local steps the ranks synchronise.
-
-A pure function of the step, the learning rate and the lengths of warm-up and run: all ranks compute
-the same result without communication.
-"""
+"""Schedules: after which local steps the ranks synchronise, a pure function of step and lr."""
 
 import math
 from abc import abstractmethod

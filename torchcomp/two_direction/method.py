@@ -40,7 +40,6 @@ from torchcomp.two_direction.theory import constants, learning_rates
 
 Gradients = Callable[[Tensor], Tensor]  # see Method
 Coin = Callable[[int], bool]  # from the number of an iteration, from 0; True is heads
-
 # Attributes with the vectors of a run. The last two belong to workers, and grad_z can be None.
 VECTORS = ("x", "u", "v", "h", "w", "z", "k", "h_i", "grad_z")
 
@@ -56,7 +55,7 @@ class Method(ABC):
         server: the communication between the server and the workers.
 
     Attributes:
-        x: the current iterate; (d,).
+        x: the current iterate, the estimate of the minimum; (d,).
         iterations: number of iterations done.
         evaluations: number of gradients that each worker has computed.
     """
@@ -71,11 +70,6 @@ class Method(ABC):
             raise SpecError(f"x0 must be a vector of finite floats, not {_described(x0)}", "x0")
         self.x = x0.detach().clone()  # the caller might change x0 later
         self.iterations = self.evaluations = 0
-
-    @property
-    def solution(self) -> Tensor:
-        """The current estimate of the minimum; 1-D."""
-        return self.x
 
     def step(self) -> None:
         """Do one iteration. Raise NonFiniteError on all ranks if a gradient is not finite."""

@@ -79,7 +79,6 @@ class TwoDirection(torch.optim.Optimizer):
             raise SpecError("TwoDirection needs torch.distributed; call init_process_group first")
         first = self.param_groups[0]
         self._params: list[Tensor] = first["params"]
-        # The group has names if it is built from `named_parameters()`.
         names = first.get("param_names") or map(str, range(len(self._params)))
         self._named = dict(zip(names, self._params, strict=True))
         device = self._params[0].device
@@ -191,8 +190,6 @@ class TwoDirection(torch.optim.Optimizer):
         wrong = [f"slot '{name}'" for name, each in slots.items() if each | _kind(name) != each]
         if state["seed"] != self._server.seed:
             wrong.append(f"seed {state['seed']}")
-        if saved and not 0 <= saved["rho"] <= 1 / self._options["gamma0"]:
-            wrong.append(f"rho {saved['rho']}")
         if wrong:
             raise CheckpointError(f"the checkpoint does not match this run: {', '.join(wrong)}")
 
@@ -200,7 +197,6 @@ class TwoDirection(torch.optim.Optimizer):
         return TwoDirectionMethod(self._gradients, x, self._server, **self._options, state=state)
 
     def _gradients(self, point: Tensor) -> Tensor:
-        """Return the gradient of this rank's loss at `point`, or NaN if the closure fails."""
         if self._raised is None:  # after a fault, do not call the closure again
             self._write(point)
             for parameter in self._params:
@@ -231,12 +227,10 @@ class TwoDirection(torch.optim.Optimizer):
             p.copy_(part)
 
     def _parts(self, x: Tensor) -> list[Tensor]:
-        # One tensor per parameter, of a vector or a matrix of one row.
         parts = x.view(-1).split_with_sizes([p.numel() for p in self._params])
         return [part.view(p.shape) for p, part in zip(self._params, parts, strict=True)]
 
     def _checked(self, options: dict[str, Any], seed: int) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the options with compressors, and the values that must match across ranks."""
         dtype = self._params[0].dtype
         options_of_group = self.param_groups[0].keys() - {"params", "param_names"}
         kinds = {(str(p.dtype), str(p.device)) for p in self._params}

@@ -24,7 +24,6 @@ from torchcomp.specs.checks import check_count
 from torchcomp.specs.errors import NonFiniteError
 
 DENSE = Identity()
-
 _ADVICE = "No part of this iteration was applied. Verify that all ranks run the same code."
 
 
@@ -185,7 +184,7 @@ class Ranks(ParameterServer):
         return [self._decoded(*each) for each in zip(messages, by_message, strict=True)]
 
     def _decoded(self, message: Uplink, by_worker: Sequence[Parts]) -> Iterator[Tensor]:
-        # A generator, so that only one worker's vector and the running sum are in memory.
+        # A generator: only one worker's vector and the running sum are in memory.
         for worker, parts in enumerate(by_worker):
             out, compressor = torch.empty_like(message.decoded[0]), message.compressor
             name, key = self._uplink(worker, message.call)

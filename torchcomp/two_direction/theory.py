@@ -34,11 +34,10 @@ def require(kind: str, compressor: Compressor, d: int, role: str) -> float:
     too_many = isinstance(compressor, Sparsifier) and (compressor.k or 0) > d
     if too_many or compressor.scope == "tensor" or len(compressor.stages) > 1:
         problem = f'must suit one vector of {d} values, without warmup(...) and scope="tensor"'
-    elif declared is None:
-        problem = f"is not {kind} (it declares no {constant})"
-    else:
-        return declared
-    raise SpecError(f"{role}: '{compressor}' {problem}", role)
+        raise SpecError(f"{role}: '{compressor}' {problem}", role)
+    if declared is None:
+        raise SpecError(f"{role}: '{compressor}' is not {kind} (it declares no {constant})", role)
+    return declared
 
 
 @dataclass(frozen=True)
