@@ -29,7 +29,7 @@ class Watched:
 
 def accuse(averager, name):
     """Let the guard believe that the method doubles a parameter. The run is right."""
-    (observer,) = averager.observers
+    observer = averager.observers[0]
     after = observer.after
 
     def changed(bucket, method):

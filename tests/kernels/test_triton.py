@@ -72,7 +72,7 @@ def empty(*shape, dtype=torch.float32):
 
 def framed(offsets, memory):
     """Frames as far as kernels need them."""
-    return SimpleNamespace(offsets=offsets, outgoing=lambda: memory, placed=[])
+    return SimpleNamespace(offsets=offsets, outgoing=memory, placed=[])
 
 
 def launch_sparse(form, dtype, n):

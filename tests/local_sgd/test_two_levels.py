@@ -231,7 +231,7 @@ REFUSED = [
     (partial(changed, lambda m: torchcomp.JointSpar(m, budget=0.5)), UNSUPPORTED, "JointSpar"),
     (partial(changed, lambda m: m.register_comm_hook(None, allreduce_hook)), UNSUPPORTED, "allred"),
     (remedied, UNSUPPORTED, "process_group", "scaler.step"),
-    (registered_later, UNSUPPORTED, "torchcomp.register before LocalSGD"),
+    (registered_later, UNSUPPORTED, "call torchcomp.register first"),
     (with_other_lr, torchcomp.RankMismatchError, "0.05", "0.1"),
     (partial(Hierarchy, of_one_rank), torchcomp.RankMismatchError, "process_group: none on rank 0"),
 ]
