@@ -49,7 +49,7 @@ def test_a_decoder_that_writes_outside_of_its_tensor_is_found():
 def test_some_mutated_states_have_no_problem(name):
     outcome = mutate_states(name, every=20)
     assert outcome.problems == []
-    assert outcome.counts["refused"] > outcome.counts["loaded"] > 0
+    assert outcome.counts["refused"] >= outcome.counts["loaded"] > 0
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,17 @@ from torchcomp.engine.settlement import Steps
 # --- Reasons --------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("answers", [(True, False), (False, True), (True, True)])
+def test_it_counts_if_all_reasons_agree(answers):
+    steps, asked = Steps(), []
+    steps._end(True, tuple(lambda each=each: asked.append(each) or each for each in answers))
+    assert steps.undecided
+    assert asked == []
+    for _ in range(2):  # decided once
+        steps.decide()
+        assert steps.step == all(answers)
+
+
 def test_a_step_that_was_discarded_while_a_reason_was_asked_is_left_alone():
     steps = Steps()
 

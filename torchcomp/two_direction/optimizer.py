@@ -138,20 +138,25 @@ class TwoDirection(torch.optim.Optimizer):
         """Return this rank's state. Each rank must save and load its own."""
         traffic = self.traffic
         held = {**vars(self._method), "traffic": asdict(traffic)} if self._method else {}
-        step, names = held.get("iterations", 0), list(self._named)
-        slots = {}
+        step, slots = held.get("iterations", 0), {}
         for name in VECTORS:
             if (vector := held.get(name)) is not None:
-                tensors = dict(zip(names, self._parts(vector), strict=True))
+                tensors = dict(zip(self._named, self._parts(vector), strict=True))
                 slots[name] = {**_kind(name), "tensors": tensors}
-        dense = step * sum(p.nbytes for p in self._params)
         return {
             **checkpoint.header(self._spec, self._server.exchange),
-            **{"step": step, "seed": self._server.seed, "slots": slots},
-            **{"scale": 1.0, "lrs": {}, "flushing": False, "groups": [names], "buckets": [names]},
-            "traffic": asdict(Traffic(traffic.up_bytes, traffic.down_bytes, dense)),
+            **{"step": step, "slots": slots, **self._fixed(step, traffic)},
             "parameters": checkpoint.layout_of(self._named),
             "two_direction": {name: held[name] for name in _SECTION} if held else None,
+        }
+
+    def _fixed(self, step: int, traffic: ServerTraffic) -> dict[str, Any]:
+        """Return what every checkpoint has, and follows from the rest here."""
+        names, dense = list(self._named), step * sum(p.nbytes for p in self._params)
+        return {
+            **{"scale": 1.0, "lrs": {}, "flushing": False, "groups": [names], "buckets": [names]},
+            "traffic": asdict(Traffic(traffic.up_bytes, traffic.down_bytes, dense)),
+            "seed": self._server.seed,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -188,8 +193,10 @@ class TwoDirection(torch.optim.Optimizer):
         slot = checkpoint.record(tensors=checkpoint.record(**forms))
         checkpoint.dict_of(slot, kept)(slots, "slots")
         wrong = [f"slot '{name}'" for name, each in slots.items() if each | _kind(name) != each]
-        if state["seed"] != self._server.seed:
-            wrong.append(f"seed {state['seed']}")
+        fixed = self._fixed(state["step"], ServerTraffic(**(saved["traffic"] if saved else {})))
+        wrong += [f"{key} {state[key]}" for key, value in fixed.items() if state[key] != value]
+        if saved and not 0 <= saved["rho"] <= 1 / self._options["gamma0"]:
+            wrong.append(f"rho {saved['rho']}")
         if wrong:
             raise CheckpointError(f"the checkpoint does not match this run: {', '.join(wrong)}")
 
