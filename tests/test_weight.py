@@ -32,7 +32,7 @@ MOST_LINES = {
     "torchcomp/local_sgd": 1_805,
     "torchcomp/routes": 1_225,
     "torchcomp/specs": 610,
-    "torchcomp/two_direction": 795,
+    "torchcomp/two_direction": 800,
     # What hangs on it.
     "torchcomp/advisor": 4_210,
     "torchcomp/advisor/doctor": 1_720,

@@ -101,7 +101,9 @@ class TwoDirectionMethod(Method):
     """Algorithm 1, with a numerically stable form of Algorithm 2's learning rates.
 
     Args:
-        gradients, x0, server: see :class:`~torchcomp.two_direction.Method`.
+        gradients: see :class:`~torchcomp.two_direction.Method`.
+        x0: the first point; (d,).
+        server: what exchanges the messages.
         up: unbiased compressor of the workers.
         down: contractive compressor of the server.
         coin: replaces the coin that is drawn from the server's seed.

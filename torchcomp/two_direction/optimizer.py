@@ -50,7 +50,8 @@ class TwoDirection(torch.optim.Optimizer):
         down: contractive compressor of the server, or its spec.
         lbar: inverse of the step size, to be tuned; above 0.
         mu: strong convexity of the mean of all ranks' losses, at least 0.
-        p, tau: probability of the coin and momentum of v; 1/(omega + 1) by default.
+        p: probability of the coin; 1/(omega + 1) by default.
+        tau: momentum of v; 1/(omega + 1) by default.
         gamma0: the initial Gamma.
         group: the process group; None is the default group.
         seed: the run's seed, the same on all ranks.
