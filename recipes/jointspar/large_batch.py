@@ -26,10 +26,14 @@ LRS = (0.3, 0.6)
 
 
 @dataclass(frozen=True)
-class Run:
+class Setting:
     method: str
     optimizer: str
     lr: float
+
+
+@dataclass(frozen=True)
+class Run(Setting):
     seed: int
 
 

@@ -9,7 +9,7 @@ import json
 import signal
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from benchmarks.net.launch import LaunchError, lines_of
 from benchmarks.net.shell import ShellError, missing
 from recipes.errors import RecipeError
 from recipes.experiments import ResultTable
-from recipes.jointspar.large_batch import RANKS, Run, epochs_and_task, train_one
+from recipes.jointspar.large_batch import RANKS, Run, Setting, epochs_and_task, train_one
 from recipes.jointspar.tables import contenders_of
 from recipes.rows import cells, columns
 
@@ -28,13 +28,6 @@ OUTCOME = ("bytes_share", "step_ms", "seconds")
 _PORT, _TIMEOUT = 29510, 900
 # Budgets of 75 and 90 % would save little time.
 _NOT_TIMED = (0.75, 0.9)
-
-
-@dataclass(frozen=True)
-class Timed:
-    method: str
-    optimizer: str
-    lr: float
 
 
 def open_wall_clock(arguments: argparse.Namespace) -> Callable[[], None]:
@@ -47,11 +40,11 @@ def open_wall_clock(arguments: argparse.Namespace) -> Callable[[], None]:
     epochs, task = epochs_and_task(arguments)
     task += f", {MBIT} Mbit/s, {DELAY_US} us"
     path = arguments.out / "wall_clock.csv"
-    table = ResultTable(path, columns(Timed), OUTCOME, task, resume=arguments.resume)
+    table = ResultTable(path, columns(Setting), OUTCOME, task, resume=arguments.resume)
 
     def measure() -> None:
         timed = [
-            Timed(each.method, each.optimizer, each.lr)
+            Setting(each.method, each.optimizer, each.lr)
             for each in contenders_of(arguments.out)
             if each.budget not in _NOT_TIMED
         ]
@@ -65,7 +58,7 @@ def open_wall_clock(arguments: argparse.Namespace) -> Callable[[], None]:
     return measure
 
 
-def _measure(table: ResultTable, runs: list[Timed], epochs: int) -> None:
+def _measure(table: ResultTable, runs: list[Setting], epochs: int) -> None:
     """Train every method on one host per rank, and add its times to the table."""
     if not runs:
         return

@@ -84,7 +84,7 @@ class Link:
         return max(1, world_size // self.ranks_per_node)
 
     def among(self, world_size: int) -> "LinkTimes":
-        """Return the times of collectives among so many ranks."""
+        """Return the times of collectives among `world_size` ranks."""
         return LinkTimes(self, world_size, world_size // self.nodes(world_size))
 
 

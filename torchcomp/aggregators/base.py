@@ -103,7 +103,7 @@ class Aggregator(Component):
 
     @property
     def depends_on_grouping(self) -> bool:
-        """Whether the result depends on which parameters share a bucket, as is safe to assume."""
+        """Whether the result depends on the division into buckets. True is always safe."""
         return True
 
     def kept(self, numel: int) -> int:

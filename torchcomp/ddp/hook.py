@@ -142,7 +142,7 @@ class DDPHandle(Handle):
 class UnusedWatch:
     """Tracks which parameters a step uses, and restores DDP's buckets for those of no rank.
 
-    DDP does not change the gradient of such a parameter, so a residual that it sent would be lost.
+    DDP leaves the gradient of such a parameter alone, so what its residual sends would be lost.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:

@@ -189,7 +189,7 @@ class InFrames:
         return None if self.vectors.frames is None else self.vectors.frames.placed
 
     def _prepare(self, numel: int) -> None:
-        """Prepare what is the same in every step, for vectors of so many elements."""
+        """Prepare what is the same in every step, for a bucket of `numel` elements."""
         vectors, segments, frames = self.vectors, self.vectors.segments, self.vectors.frames
         self._format = values = Format(self.fmt, vectors.dtype)
         self._offsets = offsets_of(segments, values) if frames is None else frames.offsets

@@ -12,8 +12,8 @@ from torchcomp.routes.codec import Codec
 class AllGatherRoute:
     """All-gather of framed messages. All routes have its methods.
 
-    In a step, call :meth:`send` or :meth:`send_sum` first, then :meth:`sent` if needed, and
-    :meth:`mean` last.
+    The order of a step: :meth:`send` or :meth:`send_sum`, then :meth:`sent` if needed, then
+    :meth:`mean`.
     """
 
     def __init__(self, codec: Codec, exchange: Exchange) -> None:
